@@ -1,0 +1,21 @@
+"""The command `grpo-fast`, also `python -m grpo_fast`: says what to install when the trainer's packages are missing."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs `grpo_fast.cli`; the library itself needs only torch and triton, the command needs the extra "train"."""
+    try:
+        from grpo_fast.cli import app
+
+        app()
+    except ModuleNotFoundError as error:
+        if (error.name or "grpo_fast").startswith("grpo_fast"):
+            raise
+        sys.exit(f"grpo-fast: the package {error.name} is missing; pip install 'grpo-fast[train]' brings what it needs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Group-relative advantages: one small function per mode, over rewards laid out group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_fast.config import choice
+
+
+def rewards_as_they_are(r: Tensor) -> Tensor:
+    """A = r."""
+    return r
+
+
+def centered(r: Tensor) -> Tensor:
+    """A = r - mean (Dr. GRPO)."""
+    return r - r.mean(-1, keepdim=True)
+
+
+def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
+    """A = (r - mean) / (std + eps) (DeepSeekMath)."""
+    std = r.std(-1, keepdim=True, correction=1 if unbiased and r.shape[-1] > 1 else 0)
+    return centered(r) / (std + eps)
+
+
+def maximum(r: Tensor) -> Tensor:
+    """A = r - mean at the group's maximum, 0 elsewhere (CS336, the lecture's text)."""
+    return torch.where(r == r.amax(-1, keepdim=True), centered(r), 0.0)
+
+
+def maximum_reward(r: Tensor) -> Tensor:
+    """A = r at the group's maximum, 0 elsewhere (CS336, the lecture's code)."""
+    return torch.where(r == r.amax(-1, keepdim=True), r, 0.0)
+
+
+def batch(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
+    """A = (r - group mean) / (std of the whole batch + eps) (REINFORCE++'s scale, TRL's scale_rewards="batch")."""
+    return centered(r) / (r.std(correction=1 if unbiased and r.numel() > 1 else 0) + eps)
+
+
+def rloo(r: Tensor) -> Tensor:
+    """A = r - mean of the other completions of the group (2402.14740)."""
+    return centered(r) * (r.shape[-1] / max(r.shape[-1] - 1, 1))
+
+
+def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """A = whiten(r - group mean) over the whole batch (2501.03262)."""
+    a = centered(r)
+    return (a - a.mean()) / (a.std(correction=0) + eps)
+
+
+def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
+    """A = r - Σ l·r / Σ l: the optimal, length-weighted baseline (2505.23585). lengths: (N*G,) tokens."""
+    weight = lengths.to(r).reshape(r.shape)
+    return r - (weight * r).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-9)
+
+
+def passk(r: Tensor) -> Tensor:
+    """A = best - second best for the group's best completion, 0 elsewhere (the k = G case of 2503.19595)."""
+    top = r.topk(min(2, r.shape[-1]), dim=-1)
+    gap = top.values[:, :1] - top.values[:, -1:]
+    return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
+
+
+MODES: dict[str, Callable[..., Tensor]] = {
+    "rewards": rewards_as_they_are,
+    "centered": centered,
+    "normalized": normalized,
+    "max": maximum,
+    "max_code": maximum_reward,
+    "batch": batch,
+    "rloo": rloo,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "opo": opo,
+    "passk": passk,
+}
+
+
+def group_advantages(
+    rewards: Tensor,  # (N*G,)
+    mode: str = "normalized",
+    *,
+    group_size: int,
+    **options: object,
+) -> Tensor:  # (N*G,)
+    """Advantages of N groups of G completions each, laid out group by group.
+
+    A group whose rewards are all equal gets exactly 0 (mode "rewards" keeps the reward, and the whitening of
+    "reinforce_pp_baseline" still moves nothing there). A reward that is NaN marks a completion without a verdict: it
+    is left out of its group's baseline and gets advantage 0.
+
+    Args:
+        rewards: (N*G,) float.
+        mode: a name of `MODES`: "rewards", "centered", "normalized", "max", "max_code", "batch", "rloo",
+            "reinforce_pp_baseline", "opo", "passk".
+        group_size: G; must divide the number of rewards.
+        options: keywords of that mode's function (`eps`, `unbiased`, `lengths`).
+
+    Returns:
+        (N*G,) fp32 advantages.
+
+    Raises:
+        ValueError: unknown mode or option, wrong shape, infinite rewards.
+    """
+    choice("mode", mode, MODES)
+    if rewards.dim() != 1:
+        raise ValueError(f"rewards: expected shape (N*G,), got {tuple(rewards.shape)}")
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"group_size: expected an integer >= 1, got {group_size!r}")
+    if rewards.numel() % group_size:
+        raise ValueError(f"group_size: expected a divisor of {rewards.numel()} rewards, got {group_size}")
+    if torch.isinf(rewards).any():
+        raise ValueError("rewards: expected finite values (or NaN for a completion without a verdict), got inf")
+    function = MODES[mode]
+    known = set(function.__kwdefaults__ or {}) | ({"lengths"} if mode == "opo" else set())
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{name}: mode {mode!r} expects one of {sorted(known)}, got {name!r}")
+    if mode == "opo" and "lengths" not in options:
+        raise ValueError("lengths: mode 'opo' expects a tensor (N*G,) of completion lengths, got nothing")
+    grouped = rewards.double().reshape(-1, group_size)
+    missing = torch.isnan(grouped)
+    if missing.any():
+        return _with_missing(rewards, missing, mode, group_size, options)
+    equal = (grouped == grouped[:, :1]).all(-1, keepdim=True)
+    advantages = function(grouped, **options) if rewards.numel() else grouped
+    if mode != "rewards":
+        advantages = torch.where(equal, 0.0, advantages)
+    return advantages.reshape(-1).float()
+
+
+def _with_missing(rewards: Tensor, missing: Tensor, mode: str, group_size: int, options: dict) -> Tensor:
+    """Give a completion without a verdict its group's mean of the rest, then advantage 0."""
+    grouped = rewards.reshape(-1, group_size)
+    mean = torch.nan_to_num(grouped.nanmean(-1, keepdim=True), nan=0.0)
+    filled = torch.where(missing, mean, grouped).reshape(-1)
+    advantages = group_advantages(filled, mode, group_size=group_size, **options)
+    return torch.where(missing.reshape(-1), 0.0, advantages)
+
+
+def gae(
+    rewards: Tensor,  # (B, L)
+    values: Tensor,  # (B, L)
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    *,
+    mask: Tensor | None = None,  # (B, L)
+) -> Tensor:  # (B, L)
+    """Generalised advantage estimation for per-token advantages (1506.02438).
+
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = 0 after the completion's last token.
+
+    Args:
+        rewards, values: (B, L) per token.
+        gamma, lam: discount and trace decay, in [0, 1].
+        mask: (B, L), 1 where a token counts; padding must be at the end.
+
+    Raises:
+        ValueError: shapes that differ; gamma or lam outside [0, 1].
+    """
+    if rewards.dim() != 2 or rewards.shape != values.shape:
+        raise ValueError(f"values: expected rewards' shape (B, L), got {tuple(values.shape)} and {tuple(rewards.shape)}")
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")
+    active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
+    r, v = (torch.where(active, x.double(), 0.0) for x in (rewards, values))
+    advantages = torch.zeros_like(r)
+    following = v.new_zeros(v.shape[0])
+    trace = following
+    for t in reversed(range(r.shape[1])):
+        trace = torch.where(active[:, t], r[:, t] + gamma * following - v[:, t] + gamma * lam * trace, 0.0)
+        following = v[:, t]
+        advantages[:, t] = trace
+    return advantages.float()

@@ -1,0 +1,150 @@
+"""The command line: `grpo-fast train`, `grpo-fast eval`, `grpo-fast plot`.
+
+A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+USAGE_ERROR, RUN_ERROR = 2, 1
+
+app = typer.Typer(
+    name="grpo-fast",
+    help="GRPO training of language models on a fused loss.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"grpo-fast {_version()}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of `grpo-fast` itself; the work is in the commands."""
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (sort, gsm8k-tiny, …) or a YAML file.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl"),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Write to this folder inside the recipe's output_dir.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
+    try:
+        from grpo_fast.train.config import load_recipe
+        from grpo_fast.train.report import run_folder
+
+        config = load_recipe(recipe, expand_data(settings or []))
+        if name is not None:
+            config.output_dir = str(run_folder(config.output_dir, name))
+        _check_folder(config.output_dir)
+
+        from grpo_fast.rewards import RewardError, build_rewards
+        from grpo_fast.train.loop import train as run
+
+        build_rewards(config.rewards)  # a misspelt reward is refused before a model is loaded
+    except ValueError as error:
+        _refuse(error, debug, USAGE_ERROR)
+    try:
+        run(config)
+    except ValueError as error:
+        _refuse(error, debug, USAGE_ERROR)
+    except RewardError as error:
+        _refuse(error, debug, RUN_ERROR)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A model's folder or hub id, or the folder of a finished run.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 max_new_tokens=300 out=e.json",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Accuracy on held-out questions: greedy, and with samples=N also pass@k and maj@k. With standard errors."""
+    try:
+        from grpo_fast.train.eval_command import parse_settings, run_eval, table
+
+        typer.echo(table(run_eval(model, parse_settings(settings or []))))
+    except ValueError as error:
+        _refuse(error, debug, USAGE_ERROR)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[str], typer.Argument(help="Folders of runs, or their metrics.jsonl.")],
+    out: Annotated[str, typer.Option("-o", "--out", help="The picture to write (.png, .svg, .pdf).")] = "curves.png",
+    debug: Debug = False,
+) -> None:
+    """Draw the curves of one or several runs in one picture."""
+    try:
+        from grpo_fast.train.curves import plot_runs
+
+        typer.echo(str(plot_runs(runs, out)))
+    except (ValueError, OSError, ImportError) as error:
+        _refuse(error, debug, USAGE_ERROR)
+
+
+def expand_data(settings: list[str]) -> list[str]:
+    """`data=X` in the spelling of the configuration: data.path for a local file or folder, data.name for a hub id."""
+    expanded = []
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key == "data" and value and not value.startswith("{"):
+            local = Path(value).expanduser().exists() or value.endswith(".jsonl") or value.startswith((".", "/", "~"))
+            path, hub = (value, "null") if local else ("null", value)
+            expanded += [f"data.path={path}", f"data.name={hub}"]
+        else:
+            expanded.append(setting)
+    return expanded
+
+
+def _check_folder(folder: str) -> None:
+    path = Path(folder).expanduser()
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"output_dir: {path} is occupied; choose another with output_dir=… or --name …")
+
+
+def _refuse(error: Exception, debug: bool, code: int) -> NoReturn:
+    if debug:
+        traceback.print_exception(error)
+    typer.echo(f"grpo-fast: {error}" + ("" if debug else "  (--debug shows where)"), err=True)
+    sys.exit(code)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("grpo_fast")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,187 @@
+"""`LossConfig`: every option of the loss, validated once, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+from torch import Tensor
+
+from grpo_fast.aggregation import AGGREGATIONS
+from grpo_fast.kl import KL_ESTIMATORS
+from grpo_fast.objectives import OBJECTIVES
+
+SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss` compute (formulas: README, "Losses").
+
+    Objective
+        loss_type: a name of `grpo_fast.objectives.OBJECTIVES`.
+        epsilon_low, epsilon_high: clip range of the ratio, `[1 - epsilon_low, 1 + epsilon_high]`; `epsilon_high=None`
+            means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper bound (default 5.0) unless
+            `cispo_bound="offset"`; for `gmpo` both are in log space; for `dppo_*` they are divergence thresholds.
+        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None.
+        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO).
+        aggregation: how tokens are averaged; None takes the loss type's own (`objectives.OBJECTIVES`).
+        max_completion_length: tokens; required by `aggregation="fixed_length"`.
+    KL to the reference
+        beta, kl_estimator: weight and estimator (`grpo_fast.kl.KL_ESTIMATORS`); `ref_logps` is required when beta != 0.
+        kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
+        For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no reference.
+    Logits
+        logit_scale, softcap, temperature: `z = softcap * tanh(logit_scale * raw / softcap) / temperature`;
+            temperature may be a float tensor with one value per token (the layout of `target_ids`).
+    Filters and corrections
+        off_policy_threshold: drop completions with A < 0 whose mean(sampling_logp - logp) exceeds it (DeepSeek-V3.2).
+        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps all).
+        sampling_correction: how `sampling_logps`, when given, reweights the policy loss by
+            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", or None.
+        sampling_ratio_cap: the bound of that ratio.
+    Entropy
+        entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy without a bonus.
+
+    Raises:
+        ValueError: an option out of range, or two that exclude each other; the message names the field.
+    """
+
+    loss_type: str = "dapo"
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    kl_times_ratio: bool = False
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    importance_sampling_level: str = "token"
+    aggregation: str | None = None
+    max_completion_length: int | None = None
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
+    off_policy_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    compute_entropy: bool = False
+    dual_clip_c: float = 3.0
+    cispo_bound: str = "raw"
+    sampling_correction: str | None = "token_truncate"
+    sampling_ratio_cap: float = 3.0
+
+    def __post_init__(self) -> None:
+        choice("loss_type", self.loss_type, OBJECTIVES)
+        choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        choice("cispo_bound", self.cispo_bound, ("raw", "offset"))
+        if self.aggregation is not None:
+            choice("aggregation", self.aggregation, AGGREGATIONS)
+        if self.sampling_correction is not None:
+            choice("sampling_correction", self.sampling_correction, SAMPLING_CORRECTIONS)
+        self._fill_defaults()
+        self._check_ranges()
+        self._check_combinations()
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if isinstance(self.temperature, Tensor):
+            plain["temperature"] = 1.0  # a tensor travels beside the key
+        object.__setattr__(self, "key", json.dumps(plain))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def from_key(key: str) -> LossConfig:
+        """The config whose `key` this is: how custom operators carry a config through torch.compile."""
+        return LossConfig(**json.loads(key))
+
+    def _fill_defaults(self) -> None:
+        """Resolve the defaults that depend on the loss type, so that a config prints what it will do."""
+        objective = OBJECTIVES[self.loss_type]
+        if self.epsilon_high is None:
+            raw_bound = self.loss_type == "cispo" and self.cispo_bound == "raw"
+            object.__setattr__(self, "epsilon_high", 5.0 if raw_bound else self.epsilon_low)
+        if self.aggregation is None:
+            object.__setattr__(self, "aggregation", objective.aggregation)
+        if objective.levels == ("sequence",):
+            object.__setattr__(self, "importance_sampling_level", "sequence")
+
+    def _check_ranges(self) -> None:
+        number("epsilon_low", self.epsilon_low, "a finite number >= 0", lambda x: x >= 0)
+        number("epsilon_high", self.epsilon_high, "a finite number >= 0", lambda x: x >= 0)
+        number("beta", self.beta, "a finite number >= 0", lambda x: x >= 0)
+        number("logit_scale", self.logit_scale, "a finite number, not 0", lambda x: x != 0)
+        number("entropy_coef", self.entropy_coef, "a finite number", lambda x: True)
+        number("top_entropy_quantile", self.top_entropy_quantile, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "sampling_ratio_cap"):
+            number(name, getattr(self, name), "a finite number > 0", lambda x: x > 0)
+        number("dual_clip_c", self.dual_clip_c, "a finite number > 1", lambda x: x > 1)
+        for name in ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            number(name, getattr(self, name), "a finite number >= 0", lambda x: x >= 0)
+        if self.delta is not None:
+            number("delta", self.delta, "None or a finite number > 0", lambda x: x > 0)
+        if self.softcap is not None:
+            number("softcap", self.softcap, "None or a finite number > 0", lambda x: x > 0)
+        if self.off_policy_threshold is not None:
+            number("off_policy_threshold", self.off_policy_threshold, "None or a finite number", lambda x: True)
+        if self.max_completion_length is not None:
+            number("max_completion_length", self.max_completion_length, "a number of tokens > 0", lambda x: x > 0)
+        if isinstance(self.temperature, Tensor):
+            if not self.temperature.is_floating_point():
+                raise ValueError(f"temperature: expected a float or a float tensor, got dtype {self.temperature.dtype}")
+        else:
+            number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
+
+    def _check_combinations(self) -> None:
+        objective = OBJECTIVES[self.loss_type]
+        if self.importance_sampling_level not in objective.levels:
+            raise ValueError(
+                f"importance_sampling_level: loss_type {self.loss_type!r} expects one of {list(objective.levels)}, "
+                f"got {self.importance_sampling_level!r}"
+            )
+        if self.aggregation == "fixed_length" and self.max_completion_length is None:
+            raise ValueError('max_completion_length: aggregation "fixed_length" expects a number of tokens, got None')
+
+    @property
+    def uses_reference(self) -> bool:
+        """True when the loss reads `ref_logps`."""
+        return self.beta != 0 and OBJECTIVES[self.loss_type].reference
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True when the entropy of every row is computed."""
+        return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
+
+    def is_token_local(self, has_sampling_logps: bool) -> bool:
+        """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits is enough."""
+        corrects_sequences = has_sampling_logps and str(self.sampling_correction).startswith("sequence")
+        return (
+            OBJECTIVES[self.loss_type].window == "ratio"
+            and self.importance_sampling_level == "token"
+            and self.off_policy_threshold is None
+            and self.top_entropy_quantile == 1
+            and not corrects_sequences
+        )
+
+    def replace(self, **changes: Any) -> LossConfig:
+        """A copy with some fields changed (defaults that were resolved from the loss type stay as they are)."""
+        return dataclasses.replace(self, **changes)
+
+
+def choice(name: str, value: Any, choices: Any) -> None:
+    """Raise a ValueError that lists the choices unless `value` is one of them."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
+
+
+def number(name: str, value: Any, expected: str, holds: Any) -> None:
+    """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not holds(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")

@@ -1,0 +1,83 @@
+"""Which row kernels run: `resolve("auto" | "torch" | "cpu" | "triton", device)`, chosen once per device and logged."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+logger = logging.getLogger("grpo_fast")
+
+BACKENDS = ("auto", "torch", "cpu", "triton")
+
+
+class Backend(NamedTuple):
+    """The doors of one set of kernels (documented in `rows_torch`); None where it has no such kernel."""
+
+    name: str
+    row_logps: Callable
+    row_grad_: Callable
+    row_loss_: Callable | None = None
+    linear_logps: Callable | None = None
+
+
+def resolve(backend: str, device: torch.device) -> Backend:
+    """The kernels for a backend's name on a device.
+
+    An explicit name never falls back: it works or says why not. "auto" is csrc on the CPU where it can be built, Triton
+    on a GPU, and plain torch elsewhere.
+
+    Raises:
+        ValueError: an unknown name, or a backend that cannot run here, with the reason.
+    """
+    if backend == "auto":
+        return _auto(device.type)
+    if backend == "torch":
+        return _load("torch")
+    reason = unavailable(backend, device.type)
+    if reason:
+        raise ValueError(f"backend: expected one that runs here, got {backend!r}: {reason}")
+    return _load(backend)
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    rows = importlib.import_module(f"grpo_fast.kernels.rows_{name}")
+    if name != "triton":
+        return Backend(name, rows.row_logps, rows.row_grad_)
+    linear = importlib.import_module("grpo_fast.kernels.linear_triton")
+    return Backend(name, rows.row_logps, rows.row_grad_, rows.row_loss_, linear.linear_logps)
+
+
+@functools.cache
+def unavailable(backend: str, device_type: str) -> str | None:
+    """Why a backend cannot run on a kind of device, or None when it can."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
+    if backend == "cpu":
+        if device_type != "cpu":
+            return f"the tensors are on {device_type}, the C++ kernels read host memory"
+        from grpo_fast.kernels import csrc_loader
+
+        return csrc_loader.load()
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the tensors are on the CPU (set TRITON_INTERPRET=1 before the first import to interpret kernels)"
+    return None
+
+
+@functools.cache
+def _auto(device_type: str) -> Backend:
+    preferred = {"cpu": "cpu", "cuda": "triton"}.get(device_type, "torch")
+    reason = unavailable(preferred, device_type) if preferred != "torch" else None
+    chosen = "torch" if reason else preferred
+    logger.info("grpo_fast: backend %s on %s%s", chosen, device_type, f" ({preferred}: {reason})" if reason else "")
+    return _load(chosen)

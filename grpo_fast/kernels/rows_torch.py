@@ -1,0 +1,98 @@
+"""Row kernels in plain torch: the readable reference, for every device and dtype.
+
+Each door treats a chunk of rows of raw logits (C, V), raw = hidden·Wᵀ + bias, under a `LogitRule`:
+
+    z = softcap · tanh(logit_scale · raw / softcap) / temperature
+
+`rows_cpu.py` (C++) and `rows_triton.py` have the same doors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LogitRule(NamedTuple):
+    """How raw logits become the distribution's. `temperature` is a float, or (C,) fp32 with one value per row."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0
+
+    def rows(self, index: slice | Tensor) -> LogitRule:
+        """The rule of a subset of the rows."""
+        if isinstance(self.temperature, Tensor):
+            return self._replace(temperature=self.temperature[index])
+        return self
+
+
+def final_logits(logits: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | float]:
+    """z (C, V) in fp32 (fp64 stays fp64) and dz/draw, a float or (C, 1) or (C, V)."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    slope: Tensor | float = rule.logit_scale
+    if rule.logit_scale != 1:
+        z = z * rule.logit_scale
+    if rule.softcap is not None:
+        bent = torch.tanh(z / rule.softcap)
+        z = bent * rule.softcap
+        slope = (1 - bent * bent) * slope
+    if isinstance(rule.temperature, Tensor):
+        temperature = rule.temperature.to(z.dtype)[:, None]
+        return z / temperature, slope / temperature
+    if rule.temperature != 1:
+        return z / rule.temperature, slope / rule.temperature
+    return z, slope
+
+
+def row_logps(
+    logits: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,) int64
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0."""
+    z, _ = final_logits(logits, rule)
+    lse = z.logsumexp(-1)
+    logps = z.gather(-1, target_ids[:, None]).squeeze(-1) - lse
+    entropy = None
+    if return_entropy:
+        logp_all = z - lse[:, None]
+        entropy = -torch.where(logp_all == -torch.inf, 0.0, logp_all.exp() * logp_all).sum(-1)
+    return lse.float(), logps.float(), None if entropy is None else entropy.float()
+
+
+def row_grad_(
+    logits: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,) int64
+    lse: Tensor,  # (C,)
+    logps: Tensor,  # (C,)
+    entropy: Tensor | None,  # (C,)
+    grad_logps: Tensor,  # (C,)
+    grad_entropy: Tensor | None,  # (C,)
+    rule: LogitRule,
+    *,
+    out: Tensor | None = None,  # (C, V)
+) -> Tensor:  # (C, V)
+    """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
+
+    A row whose two coefficients are zero becomes exact zeros, whatever it held. The target column's 1 - p is
+    -expm1(logp), so nothing cancels when the model is certain.
+    """
+    out = logits if out is None else out
+    z, slope = final_logits(logits, rule)
+    logp_all = z - lse.to(z.dtype)[:, None]
+    p = logp_all.exp()
+    g = grad_logps.to(z.dtype)[:, None]
+    dz = -g * p
+    dz.scatter_(-1, target_ids[:, None], -g * torch.expm1(logps.to(z.dtype))[:, None])
+    active = grad_logps != 0
+    if grad_entropy is not None and entropy is not None:
+        surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
+        dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
+        active = active | (grad_entropy != 0)
+    out.copy_(torch.where(active[:, None], dz * slope, 0.0))
+    return out

@@ -1,0 +1,306 @@
+"""From per-token logps to the loss, its coefficients dL/dlogp and dL/dentropy, and the metrics: all on (T,) vectors.
+
+This is the only place where an objective's leaf, the KL, the weights and the extras of OBJECTIVES.md meet; the kernels
+below it only know coefficients. Everything is flat over the T active tokens of a packed batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.config import LossConfig
+from grpo_fast.kl import K3_GUARD, KL_ESTIMATORS
+from grpo_fast.objectives import LOG_RATIO_MAX, OBJECTIVES, objective_params
+
+LOG_TINY = math.log(1e-8)
+
+
+class TokenBatch(NamedTuple):
+    """What the objective knows about every active token, beside its logp. All fp32 unless said otherwise."""
+
+    advantages: Tensor  # (T,)
+    weights: Tensor  # (T,) w_t of the aggregation
+    entropy_weight: Tensor | None  # 0-d: 1/N of the entropy bonus; None: 1/(tokens the entropy mask keeps)
+    lengths: Tensor  # (B,) int64
+    segments: Tensor | None  # (T,) int64: the completion of each token; None where no loss reads it
+    old_logps: Tensor | None  # (T,)
+    ref_logps: Tensor | None  # (T,)
+    sampling_logps: Tensor | None  # (T,)
+
+    def rows(self, index: slice) -> TokenBatch:
+        """The tokens of one chunk (for token-local losses: the completions stay whole-batch)."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[index]
+
+        return self._replace(
+            advantages=self.advantages[index],
+            weights=self.weights[index],
+            segments=cut(self.segments),
+            old_logps=cut(self.old_logps),
+            ref_logps=cut(self.ref_logps),
+            sampling_logps=cut(self.sampling_logps),
+        )
+
+    def completion_sum(self, x: Tensor) -> Tensor:
+        """(T,) → (B,): the sum over each completion, in fp64 and in token order (deterministic)."""
+        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
+
+    def completion_mean(self, x: Tensor) -> Tensor:
+        """(T,) → (B,): the mean over each completion, 0 where it is empty (fp64)."""
+        return self.completion_sum(x) / self.lengths.clamp(min=1)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """(B,) → (T,): each completion's value at its tokens."""
+        return x.float()[self.segments]
+
+
+class TokenLoss(NamedTuple):
+    loss: Tensor  # 0-d fp32
+    grad_logps: Tensor  # (T,) dL/dlogp
+    grad_entropy: Tensor | None  # (T,) dL/dentropy, None without an entropy bonus
+    metrics: dict[str, Tensor]  # 0-d tensors; empty when not asked for
+
+
+class Ratio(NamedTuple):
+    """The importance ratio of the batch, and how a slope with respect to its log reaches the logps."""
+
+    raw: Tensor  # (T,) logp - old_logp
+    log: Tensor  # (T,) the log ratio the objective reads
+    per_completion: bool
+
+    def route(self, slope: Tensor, batch: TokenBatch) -> Tensor:
+        """dL/d(log ratio) → dL/dlogp: itself per token, or its completion's sum through the mean."""
+        return batch.to_tokens(batch.completion_mean(slope)) if self.per_completion else slope
+
+
+def token_loss(
+    logps: Tensor,  # (T,) fp32
+    entropy: Tensor | None,  # (T,) fp32
+    batch: TokenBatch,
+    config: LossConfig,
+    *,
+    with_metrics: bool = True,
+) -> TokenLoss:
+    """Loss, coefficients and metrics of OBJECTIVES.md for T active tokens; no autograd, value and slope by hand."""
+    objective = OBJECTIVES[config.loss_type]
+    old_logps = logps if batch.old_logps is None else batch.old_logps
+    sampling = sampling_ratio(old_logps, batch, config)
+    ratio = importance_ratio(logps, old_logps, sampling, batch, config)
+
+    loss, slope = objective.leaf(logps, ratio.log, batch.advantages, *objective_params(config))
+    if objective.window == "geometric":
+        mean = batch.completion_mean(loss)
+        completion_ratio = batch.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
+        loss, clip_slope = -batch.advantages * completion_ratio, slope
+    elif objective.window == "detached_mean":
+        slope = torch.where(ratio.log < 10.0, slope, 0.0)
+
+    keep_entropy = high_entropy_mask(entropy, config)
+    weights = policy_weights(logps, old_logps, sampling, keep_entropy, batch, config)
+    if objective.window == "geometric":
+        grad = batch.to_tokens(batch.completion_mean(weights * loss)) * clip_slope
+    elif objective.slope_of == "log_ratio":
+        grad = ratio.route(weights * slope, batch)
+    else:
+        grad = weights * slope
+    total = weights * loss
+
+    kl = None
+    if config.uses_reference and batch.ref_logps is not None:
+        kl, kl_grad = weighted_kl(logps, ratio, batch, config)
+        total = total + config.beta * batch.weights * kl
+        grad = grad + config.beta * kl_grad
+
+    loss = total.sum(dtype=torch.float64)
+    policy_loss, grad_entropy = loss, None
+    if config.entropy_coef and entropy is not None:
+        grad_entropy = -config.entropy_coef * entropy_share(keep_entropy, batch)
+        loss = loss + (grad_entropy * entropy).sum(dtype=torch.float64)
+    metrics = {}
+    if with_metrics:
+        metrics = token_metrics(logps, entropy, old_logps, ratio, kl, sampling, policy_loss, batch, config)
+    return TokenLoss(loss.float(), grad, grad_entropy, metrics)
+
+
+def importance_ratio(
+    logps: Tensor, old_logps: Tensor, sampling: Tensor | None, batch: TokenBatch, config: LossConfig
+) -> Ratio:
+    """The log ratio at the level and in the window of the objective, clamped so that exp cannot overflow."""
+    raw = logps - old_logps
+    window = OBJECTIVES[config.loss_type].window
+    if window == "sum":
+        log_weight = batch.completion_sum(raw.clamp(-20.0, 20.0))
+        if sampling is not None:
+            log_weight = log_weight + batch.completion_sum(sampling.log().clamp(LOG_TINY, 20.0))
+        return Ratio(raw, batch.to_tokens(log_weight.clamp(LOG_TINY, 20.0)), False)
+    if window == "detached_mean":
+        return Ratio(raw, batch.to_tokens(batch.completion_mean(raw).clamp(max=10.0)), False)
+    if config.importance_sampling_level == "sequence":
+        return Ratio(raw, batch.to_tokens(batch.completion_mean(raw).clamp(max=LOG_RATIO_MAX)), True)
+    return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX), False)
+
+
+def sampling_ratio(old_logps: Tensor, batch: TokenBatch, config: LossConfig) -> Tensor | None:
+    """(T,) exp(old_logp - sampling_logp), bounded; None without sampler logps or a correction.
+
+    A NaN sampling_logp marks a token the sampler did not score: it counts as agreeing.
+    """
+    if batch.sampling_logps is None or config.sampling_correction is None:
+        return None
+    level, bound = config.sampling_correction.split("_")
+    log_ratio = torch.nan_to_num(old_logps - batch.sampling_logps, nan=0.0)
+    if level == "sequence":
+        log_ratio = batch.to_tokens(batch.completion_sum(log_ratio))
+    ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
+    if bound == "truncate":
+        return ratio.clamp(max=config.sampling_ratio_cap)
+    return torch.where(ratio <= config.sampling_ratio_cap, ratio, 0.0)
+
+
+def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
+    """(T,) bool: the tokens at or above the batch's (1 - q) quantile of entropy; None when all are kept."""
+    if config.top_entropy_quantile >= 1 or entropy is None:
+        return None
+    if entropy.numel() == 0:
+        return torch.zeros_like(entropy, dtype=torch.bool)
+    return entropy >= quantile(entropy, 1 - config.top_entropy_quantile)
+
+
+def quantile(x: Tensor, q: float) -> Tensor:
+    """The linearly interpolated quantile of (T,), for any T (torch.quantile stops at 16M elements)."""
+    ordered = x.sort().values
+    position = q * (x.numel() - 1)
+    low = math.floor(position)
+    return torch.lerp(ordered[low], ordered[min(low + 1, x.numel() - 1)], position - low)
+
+
+def policy_weights(
+    logps: Tensor,
+    old_logps: Tensor,
+    sampling: Tensor | None,
+    keep_entropy: Tensor | None,
+    batch: TokenBatch,
+    config: LossConfig,
+) -> Tensor:
+    """(T,) weight of the policy term: w_t × off-policy mask × entropy mask × sampling ratio."""
+    weights = batch.weights
+    if config.off_policy_threshold is not None:
+        behaviour = old_logps if batch.sampling_logps is None else batch.sampling_logps
+        drift = batch.completion_mean(torch.nan_to_num(behaviour - logps, nan=0.0))
+        near = batch.to_tokens(drift <= config.off_policy_threshold) != 0
+        weights = torch.where((batch.advantages >= 0) | near, weights, 0.0)
+    if keep_entropy is not None:
+        weights = torch.where(keep_entropy, weights, 0.0)
+    if sampling is not None and OBJECTIVES[config.loss_type].window != "sum":
+        weights = weights * sampling
+    return weights
+
+
+def weighted_kl(logps: Tensor, ratio: Ratio, batch: TokenBatch, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """(T,) KL as it enters the loss, before its weight; and (T,) its gradient with its weight w_t."""
+    assert batch.ref_logps is not None
+    kl, slope = KL_ESTIMATORS[config.kl_estimator](batch.ref_logps - logps)
+    if not config.kl_times_ratio:
+        return kl, batch.weights * slope
+    r = torch.exp(ratio.log if OBJECTIVES[config.loss_type].window == "ratio" else ratio.raw.clamp(max=LOG_RATIO_MAX))
+    kl = kl * r
+    through_ratio = ratio.route(batch.weights * kl, batch) if ratio.per_completion else batch.weights * kl
+    return kl, batch.weights * r * slope + through_ratio
+
+
+def entropy_share(keep: Tensor | None, batch: TokenBatch) -> Tensor:
+    """(T,) weight of each token's entropy in its mean: 1/N, over the tokens the entropy mask keeps."""
+    tokens = torch.ones_like(batch.weights) if keep is None else keep.float()
+    share = 1.0 / tokens.sum().clamp(min=1) if batch.entropy_weight is None else batch.entropy_weight
+    return tokens * share
+
+
+def token_metrics(
+    logps: Tensor,
+    entropy: Tensor | None,
+    old_logps: Tensor,
+    ratio: Ratio,
+    kl: Tensor | None,
+    sampling: Tensor | None,
+    policy_loss: Tensor,
+    batch: TokenBatch,
+    config: LossConfig,
+) -> dict[str, Tensor]:
+    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its completions."""
+    objective = OBJECTIVES[config.loss_type]
+    count = logps.numel()
+
+    def mean(x: Tensor) -> Tensor:
+        return x.sum(dtype=torch.float64).float() / max(count, 1)
+
+    zero = logps.new_zeros(())
+    r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if objective.window in ("sum", "geometric") else ratio.log)
+    metrics = {
+        "policy_loss": policy_loss.float(),
+        "ratio/mean": mean(r),
+        "ratio/min": r.amin() if count else zero,
+        "ratio/max": r.amax() if count else zero,
+        "approx_kl": mean(ratio.raw * ratio.raw) / 2,
+        "active_tokens": logps.new_full((), float(count)),
+    }
+    if entropy is not None:
+        metrics["entropy"] = mean(entropy)
+    if kl is not None and batch.ref_logps is not None:
+        metrics["kl"] = mean(kl)
+        metrics["kl_guarded"] = (batch.ref_logps - logps > K3_GUARD).sum().float()
+    if objective.clips == "ppo":
+        metrics |= clip_metrics(r, batch, config)
+    elif objective.clips == "cispo":
+        _, ratio_max = objective_params(config)
+        metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (batch.advantages > 0)).float())
+    elif objective.clips == "vespo":
+        _, slope = objective.leaf(logps, ratio.log, torch.where(batch.advantages < 0, -1.0, 1.0), *objective_params(config))
+        metrics["vespo/phi_seq_mean"] = mean(slope.abs())
+    if batch.sampling_logps is not None:
+        gap = torch.nan_to_num(old_logps - batch.sampling_logps, nan=0.0).abs()
+        metrics["sampling/sampling_logp_difference/mean"] = mean(gap)
+        metrics["sampling/sampling_logp_difference/max"] = gap.amax() if count else zero
+        if sampling is not None:
+            metrics["sampling/importance_sampling_ratio/min"] = sampling.amin() if count else zero
+            metrics["sampling/importance_sampling_ratio/mean"] = mean(sampling)
+            metrics["sampling/importance_sampling_ratio/max"] = sampling.amax() if count else zero
+    return metrics
+
+
+def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
+    """The metrics that a call with these inputs returns, in their order."""
+    objective = OBJECTIVES[config.loss_type]
+    names = ["policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens", "skipped_rows"]
+    names += ["entropy"] if has_entropy else []
+    names += ["kl", "kl_guarded"] if config.uses_reference else []
+    if objective.clips == "ppo":
+        names += [f"clip_ratio/{side}_{how}" for side in ("low", "high", "region") for how in ("mean", "min", "max")]
+    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(str(objective.clips), [])
+    if has_sampling:
+        names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
+        if config.sampling_correction is not None:
+            names += [f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")]
+    return names
+
+
+def clip_metrics(r: Tensor, batch: TokenBatch, config: LossConfig) -> dict[str, Tensor]:
+    """Fractions of tokens beyond the clip range on the side their advantage pushes to."""
+    low = (r < 1 - config.epsilon_low) & (batch.advantages < 0)
+    high = (r > 1 + config.epsilon_high) & (batch.advantages > 0)
+    metrics = {}
+    for name, clipped in (("low", low), ("high", high), ("region", low | high)):
+        fraction = clipped.float()
+        metrics[f"clip_ratio/{name}_mean"] = fraction.sum() / max(r.numel(), 1)
+        if r.numel() == 0:
+            metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
+            continue
+        per_completion = batch.completion_mean(fraction).float()
+        filled = torch.where(batch.lengths > 0, per_completion, 1.0)  # an empty completion is no minimum
+        metrics[f"clip_ratio/{name}_min"] = filled.amin()
+        metrics[f"clip_ratio/{name}_max"] = per_completion.amax()
+    return metrics

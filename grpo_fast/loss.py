@@ -1,0 +1,334 @@
+"""The public functions: validation, layout, and the operators behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from grpo_fast import ops, ops_logps, validation
+from grpo_fast.config import LossConfig, choice, number
+from grpo_fast.kernels.backends import BACKENDS
+from grpo_fast.kernels.tokens import metric_names
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOutput:
+    """What a loss returns.
+
+    Attributes:
+        loss: 0-d fp32, with a gradient to hidden, weight and bias (or logits, or logps and entropy).
+        metrics: 0-d fp32 tensors by TRL's names; nothing is copied to the host.
+        logps: fp32, detached, in the layout of `target_ids`; 0 where masked.
+        entropy: fp32, detached, same layout; None unless the config asks for it.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logps: Tensor
+    entropy: Tensor | None
+
+
+def linear_logps(
+    hidden: Tensor,  # (B, L, H) or (T, H)
+    lm_head_weight: Tensor,  # (V, H)
+    target_ids: Tensor,  # (B, L) or (T,)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_entropy: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets, and entropies, from hidden states; the logits never exist as a whole.
+
+    Equals, in exact arithmetic::
+
+        z = logit_scale * (hidden @ lm_head_weight.T + bias)
+        z = softcap * tanh(z / softcap)            # when softcap is set
+        logp_all = log_softmax(z / temperature, -1)
+        logps = logp_all.gather(-1, target_ids)    # entropy = -(logp_all.exp() * logp_all).sum(-1)
+
+    Row t holds the prediction of `target_ids[t]`: the shift is the caller's. Differentiable in hidden, weight and bias
+    (once; no double backward). Sums are fp32 or better, whatever the inputs' dtype.
+
+    Args:
+        hidden: fp32, bf16, fp16 (or fp64, on the torch backend).
+        lm_head_weight: same dtype and device as hidden.
+        target_ids: int64 or int32 in [0, V); -100 marks a row without a target: logp 0 and no gradient.
+        temperature: a number > 0, or a float tensor of the shape of target_ids.
+        backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
+
+    Returns:
+        logps, fp32 of the shape of target_ids; with `return_entropy` the pair (logps, entropy).
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    validation.raise_pending()
+    validation.head(hidden, lm_head_weight, bias)
+    validation.layout("hidden", hidden, target_ids)
+    rows = _row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logps, entropy, _ = torch.ops.grpo_fast.linear_logps(flat, lm_head_weight, bias, *rows)
+    return _shaped(logps, entropy, target_ids, return_entropy)
+
+
+def logits_logps(
+    logits: Tensor,  # (B, L, V) or (T, V)
+    target_ids: Tensor,  # (B, L) or (T,)
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_entropy: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`linear_logps` from raw logits. Differentiable in logits (once); see there for arguments and errors."""
+    validation.raise_pending()
+    validation.floating("logits", logits)
+    validation.layout("logits", logits, target_ids)
+    rows = _row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
+    logps, entropy, _ = torch.ops.grpo_fast.logits_logps(logits.reshape(-1, logits.shape[-1]), *rows)
+    return _shaped(logps, entropy, target_ids, return_entropy)
+
+
+def grpo_loss(
+    logps: Tensor,  # (B, L) or (T,)
+    advantages: Tensor,  # (B,) or the shape of logps
+    config: LossConfig,
+    *,
+    completion_mask: Tensor | None = None,  # the shape of logps
+    cu_seqlens: Tensor | None = None,  # (B+1,) for the packed layout
+    old_logps: Tensor | None = None,  # the shape of logps
+    ref_logps: Tensor | None = None,  # the shape of logps
+    sampling_logps: Tensor | None = None,  # the shape of logps
+    entropy: Tensor | None = None,  # the shape of logps
+    num_items_in_batch: float | Tensor | None = None,
+    num_completions_in_batch: float | Tensor | None = None,
+) -> LossOutput:
+    """The objective from per-token logps, for any trainer that has them; differentiable in logps and entropy.
+
+    The formulas are those of `linear_grpo_loss`. Here `config.temperature`, `softcap` and `logit_scale` are not used: they
+    belong to the logps. `entropy` is required by `entropy_coef != 0` and by `top_entropy_quantile < 1`.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    validation.raise_pending()
+    validation.floating("logps", logps)
+    if logps.dim() not in (1, 2):
+        raise ValueError(f"logps: expected shape (B, L) or (T,), got {tuple(logps.shape)}")
+    validation.per_token("entropy", entropy, logps)
+    if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
+        raise ValueError("entropy: entropy_coef != 0 or top_entropy_quantile < 1 expects a tensor like logps, got None")
+    tokens = _token_arguments(
+        logps, None, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
+        num_items_in_batch, num_completions_in_batch,
+    )  # fmt: skip
+    flat_entropy = None if entropy is None else entropy.reshape(-1)
+    results = torch.ops.grpo_fast.logps_grpo(logps.reshape(-1), flat_entropy, *tokens)
+    return _output(results, logps, config, sampling_logps is not None, entropy is not None)
+
+
+def linear_grpo_loss(
+    hidden: Tensor,  # (B, L, H) or (T, H)
+    lm_head_weight: Tensor,  # (V, H)
+    target_ids: Tensor,  # (B, L) or (T,)
+    advantages: Tensor,  # (B,) or the shape of target_ids
+    config: LossConfig,
+    *,
+    bias: Tensor | None = None,  # (V,)
+    completion_mask: Tensor | None = None,  # the shape of target_ids
+    cu_seqlens: Tensor | None = None,  # (B+1,) for the packed layout
+    old_logps: Tensor | None = None,  # the shape of target_ids
+    ref_logps: Tensor | None = None,  # the shape of target_ids
+    sampling_logps: Tensor | None = None,  # the shape of target_ids
+    num_items_in_batch: float | Tensor | None = None,
+    num_completions_in_batch: float | Tensor | None = None,
+    backend: str = "auto",
+    validate: str = "auto",
+) -> LossOutput:
+    """The loss and its gradients in one pass from hidden states: no (N, V) tensor exists, whatever N is.
+
+    Equals, with `logps, entropy = linear_logps(hidden, lm_head_weight, target_ids, ...)`::
+
+        loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
+
+    that is Σ_t w_t·(ℓ_t·masks·sampling_ratio + beta·KL_t) - entropy_coef·Σ_t H_t/N, with ℓ by `config.loss_type`, KL by
+    `config.kl_estimator` and w by `config.aggregation` (README, "Losses"). Gradients are formed in the forward pass, for
+    those of hidden, weight and bias that require one; rows whose coefficient is zero are left out of the GEMMs.
+
+    Args:
+        hidden: padded (B, L, H) with target_ids (B, L), or packed (T, H) with target_ids (T,) and cu_seqlens.
+            Row t holds the prediction of target_ids[t]; the shift is the caller's.
+        target_ids: int64 or int32; anything (for example -100) where masked.
+        advantages: one per completion, or one per token.
+        completion_mask: bool or 0/1; a masked slot is inert, whatever it holds. None: every token counts.
+        cu_seqlens: int32 or int64 offsets of the completions in the packed layout, from 0 to T.
+        old_logps: of the policy that generated the data; None: on-policy (ratio exactly 1, gradient of -A·logp).
+        ref_logps: required when config.beta != 0.
+        sampling_logps: of the sampler, for `config.sampling_correction` and `config.off_policy_threshold`.
+        num_items_in_batch: active tokens of the whole optimizer step, all micro-batches and ranks.
+        num_completions_in_batch: completions of the whole optimizer step.
+        backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
+        validate: "auto", or "full" to check device values at once (a sync on a GPU).
+
+    Returns:
+        LossOutput; `loss` is 0 with zero gradients when no token is active.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    validation.raise_pending()
+    validation.head(hidden, lm_head_weight, bias)
+    validation.layout("hidden", hidden, target_ids)
+    choice("backend", backend, BACKENDS)
+    choice("validate", validate, validation.VALIDATE)
+    tokens = _token_arguments(
+        target_ids, target_ids, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
+        num_items_in_batch, num_completions_in_batch,
+    )  # fmt: skip
+    on = torch.is_grad_enabled()
+    wanted = [on and x is not None and x.requires_grad for x in (hidden, lm_head_weight, bias)]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    results = torch.ops.grpo_fast.linear_grpo(flat, lm_head_weight, bias, wanted, backend, validate, *tokens)
+    return _output(results, target_ids, config, sampling_logps is not None, config.needs_entropy)
+
+
+def logits_grpo_loss(
+    logits: Tensor,  # (B, L, V) or (T, V)
+    target_ids: Tensor,  # (B, L) or (T,)
+    advantages: Tensor,  # (B,) or the shape of target_ids
+    config: LossConfig,
+    *,
+    completion_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    sampling_logps: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
+    num_completions_in_batch: float | Tensor | None = None,
+    backend: str = "auto",
+    validate: str = "auto",
+    inplace: bool = False,
+) -> LossOutput:
+    """`linear_grpo_loss` from raw logits (before scale, softcap and temperature); differentiable in logits.
+
+    With `inplace=True` the gradient is written over the logits, which must then not be read again (and allow one
+    backward); otherwise they are untouched. Arguments, formulas and errors: see `linear_grpo_loss`.
+    """
+    validation.raise_pending()
+    validation.floating("logits", logits)
+    validation.layout("logits", logits, target_ids)
+    choice("backend", backend, BACKENDS)
+    choice("validate", validate, validation.VALIDATE)
+    tokens = _token_arguments(
+        target_ids, target_ids, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
+        num_items_in_batch, num_completions_in_batch,
+    )  # fmt: skip
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    flat = logits.reshape(-1, logits.shape[-1])
+    if inplace:
+        _check_inplace(logits, flat)
+        results = ops.InplaceLogitsLoss.apply(flat, wanted, backend, validate, *tokens)
+    else:
+        results = torch.ops.grpo_fast.logits_grpo(flat, wanted, backend, validate, *tokens)
+    return _output(results, target_ids, config, sampling_logps is not None, config.needs_entropy)
+
+
+def _check_inplace(logits: Tensor, flat: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise ValueError("inplace: expected False under torch.compile, got True")
+    if flat.data_ptr() != logits.data_ptr():
+        raise ValueError(f"logits: inplace=True expects rows that flatten without a copy, got strides {logits.stride()}")
+
+
+def _row_arguments(
+    target_ids: Tensor, temperature: float | Tensor, softcap: float | None, logit_scale: float, entropy: bool, backend: str
+) -> tuple:
+    """The arguments that the two logps operators share, checked and flat."""
+    choice("backend", backend, BACKENDS)
+    number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
+    if softcap is not None:
+        number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
+    temperatures = None
+    if isinstance(temperature, Tensor):
+        validation.per_token("temperature", temperature, target_ids)
+        temperatures, temperature = temperature.reshape(-1), 1.0
+    else:
+        number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
+    softcap = None if softcap is None else float(softcap)
+    return target_ids.reshape(-1), temperatures, float(temperature), softcap, float(logit_scale), entropy, backend
+
+
+def _token_arguments(
+    like: Tensor,
+    target_ids: Tensor | None,
+    advantages: Tensor,
+    config: LossConfig,
+    completion_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    sampling_logps: Tensor | None,
+    num_items_in_batch: float | Tensor | None,
+    num_completions_in_batch: float | Tensor | None,
+) -> tuple:
+    """Check everything per token and flatten it to the operators' `TOKEN_ARGS`."""
+    if not isinstance(config, LossConfig):
+        raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
+    validation.mask_and_segments(completion_mask, cu_seqlens, like)
+    if cu_seqlens is None:
+        num_completions, length = like.shape
+        cu_seqlens = torch.arange(num_completions + 1, device=like.device) * length
+    num_completions = cu_seqlens.shape[0] - 1
+    validation.advantages_of(advantages, num_completions, like)
+    for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("sampling_logps", sampling_logps)):
+        validation.per_token(name, x, like)
+    validation.reference(config, ref_logps)
+    temperature = config.temperature if isinstance(config.temperature, Tensor) and target_ids is not None else None
+    validation.per_token("temperature", temperature, like)
+    totals = []
+    for name, value in (
+        ("num_items_in_batch", num_items_in_batch),
+        ("num_completions_in_batch", num_completions_in_batch),
+    ):
+        validation.normaliser(name, value)
+        totals.append(_total(value, like))
+    if advantages.dim() == like.dim() and tuple(advantages.shape) == tuple(like.shape):
+        advantages = advantages.reshape(-1)
+    flat = (None if x is None else x.reshape(-1) for x in (completion_mask, old_logps, ref_logps, sampling_logps, temperature))
+    mask, old, ref, sampling, temperature = flat
+    targets = None if target_ids is None else target_ids.reshape(-1)
+    return (targets, advantages, cu_seqlens, mask, old, ref, sampling, temperature, *totals, config.key)
+
+
+def _total(value: float | Tensor | None, like: Tensor) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else value.reshape(()).to(like.device)
+    return torch.full((), float(value), dtype=torch.float64, device=like.device)
+
+
+def _shaped(logps: Tensor, entropy: Tensor, target_ids: Tensor, return_entropy: bool):
+    shape = target_ids.shape
+    return (logps.reshape(shape), entropy.reshape(shape)) if return_entropy else logps.reshape(shape)
+
+
+def _output(
+    results: tuple[Tensor, ...], like: Tensor, config: LossConfig, has_sampling: bool, has_entropy: bool
+) -> LossOutput:
+    loss, metrics, logps, entropy = results[:4]
+    names = metric_names(config, has_sampling, has_entropy)
+    return LossOutput(
+        loss=loss,
+        metrics=dict(zip(names, metrics.detach().unbind(), strict=True)),
+        logps=logps.detach().reshape(like.shape),
+        entropy=entropy.detach().reshape(like.shape) if has_entropy else None,
+    )
+
+
+__all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "linear_logps", "logits_grpo_loss", "logits_logps"]
+_ = ops_logps  # registers its operators

@@ -1,0 +1,147 @@
+"""From a caller's tensors in either layout to the T active tokens of one flat batch.
+
+Both layouts arrive here as N flat rows with `cu_seqlens`; what the mask switches off is gathered away, so that whatever a
+masked slot holds can reach nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast import validation
+from grpo_fast.aggregation import completion_weights
+from grpo_fast.config import LossConfig
+from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels.tokens import TokenBatch
+
+
+class TokenInputs(NamedTuple):
+    """Everything per token or per completion, flat: N = B·L rows for the padded layout, T for the packed one."""
+
+    target_ids: Tensor | None  # (N,)
+    advantages: Tensor  # (B,) or (N,)
+    cu_seqlens: Tensor  # (B+1,)
+    completion_mask: Tensor | None  # (N,)
+    old_logps: Tensor | None  # (N,)
+    ref_logps: Tensor | None  # (N,)
+    sampling_logps: Tensor | None  # (N,)
+    temperature: Tensor | None  # (N,)
+    num_items_in_batch: Tensor | None  # 0-d
+    num_completions_in_batch: Tensor | None  # 0-d
+
+
+class ActiveTokens(NamedTuple):
+    """The T tokens that count, and how they lie among the N rows."""
+
+    num_rows: int  # N
+    index: Tensor | None  # (T,) rows of the active tokens; None when all N are active
+    target_ids: Tensor | None  # (T,) int64, inside [0, V)
+    batch: TokenBatch
+    rule: LogitRule
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """(T,) → (N,), zeros where a row is not active."""
+        return x if self.index is None else x.new_zeros(self.num_rows).index_copy_(0, self.index, x)
+
+
+def active_tokens(
+    inputs: TokenInputs, num_rows: int, vocab_size: int | None, config: LossConfig, validate: str
+) -> ActiveTokens:
+    """Gather the active tokens and check every value that was not checked on the host."""
+    mask, index = inputs.completion_mask, None
+    checks: list[tuple[Tensor, str]] = []
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            checks.append((((mask != 0) & (mask != 1)).any(), "completion_mask: expected only 0 and 1, got other values"))
+            mask = mask != 0
+        index = mask.nonzero().squeeze(1)
+        index = None if index.shape[0] == num_rows else index
+    cu = inputs.cu_seqlens.long()
+    lengths = cu.diff()
+    checks += _cu_checks(cu, lengths, num_rows)
+    validation.check_values(checks, validate)
+
+    def gather(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return (x if index is None else x.index_select(0, index)).float()
+
+    num_completions = lengths.shape[0]
+    segments = torch.repeat_interleave(
+        torch.arange(num_completions, device=cu.device), lengths, output_size=num_rows
+    )
+    if index is not None:
+        assert mask is not None
+        counts = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        lengths, segments = counts[cu[1:]] - counts[cu[:-1]], segments.index_select(0, index)
+    per_completion = inputs.advantages.shape[0] == num_completions
+    advantages = inputs.advantages.float()[segments] if per_completion else gather(inputs.advantages)
+    assert advantages is not None
+    weights = completion_weights(
+        str(config.aggregation),
+        lengths,
+        max_completion_length=config.max_completion_length,
+        num_items_in_batch=inputs.num_items_in_batch,
+        num_completions_in_batch=inputs.num_completions_in_batch,
+    )
+    batch = TokenBatch(
+        advantages=advantages,
+        weights=weights[segments],
+        entropy_weight=None if inputs.num_items_in_batch is None else 1.0 / inputs.num_items_in_batch.float(),
+        lengths=lengths,
+        segments=segments,
+        old_logps=gather(inputs.old_logps),
+        ref_logps=gather(inputs.ref_logps),
+        sampling_logps=gather(inputs.sampling_logps),
+    )
+    temperature = gather(inputs.temperature)
+    targets = inputs.target_ids
+    if targets is not None:
+        targets = (targets if index is None else targets.index_select(0, index)).long()
+    validation.check_values(_value_checks(batch, targets, temperature, vocab_size, inputs), validate)
+    if targets is not None and targets.is_cuda and vocab_size:
+        targets = targets.clamp(0, vocab_size - 1)
+    rule = LogitRule(config.logit_scale, config.softcap, config.temperature if temperature is None else temperature)
+    return ActiveTokens(num_rows, index, targets, batch, rule)
+
+
+def _cu_checks(cu: Tensor, lengths: Tensor, num_rows: int) -> list[tuple[Tensor, str]]:
+    message = f"cu_seqlens: expected non-decreasing offsets from 0 to T = {num_rows}"
+    if cu.device.type == "cpu":
+        message += f", got {cu.tolist() if cu.numel() <= 16 else [cu[0].item(), '...', cu[-1].item()]}"
+    return [((cu[0] != 0) | (cu[-1] != num_rows) | (lengths < 0).any(), message)]
+
+
+def _value_checks(
+    batch: TokenBatch, targets: Tensor | None, temperature: Tensor | None, vocab_size: int | None, inputs: TokenInputs
+) -> list[tuple[Tensor, str]]:
+    """One flag and one sentence for everything that only the values can tell."""
+    checks = [(~torch.isfinite(batch.advantages).all(), "advantages: expected finite numbers, got NaN or inf")]
+    for name in ("old_logps", "ref_logps"):
+        values = getattr(batch, name)
+        if values is not None:
+            checks.append((values.isnan().any(), f"{name}: expected numbers at the active tokens, got NaN"))
+    if targets is not None and targets.numel():
+        low, high = targets.aminmax()
+        message = f"target_ids: expected ids in [0, {vocab_size}) at the active tokens"
+        if targets.device.type == "cpu":
+            message += f", got ids from {low.item()} to {high.item()}"
+        checks.append(((low < 0) | (high >= vocab_size), message))
+    if temperature is not None:
+        bad = ~((temperature > 0) & torch.isfinite(temperature)).all()
+        checks.append((bad, "temperature: expected finite numbers > 0 at the active tokens, got others"))
+    for name in ("num_items_in_batch", "num_completions_in_batch"):
+        value = getattr(inputs, name)
+        if value is not None:
+            came = f", got {value.item()}" if value.device.type == "cpu" else ""
+            checks.append((~((value > 0) & torch.isfinite(value)), f"{name}: expected a number > 0{came}"))
+    return checks
+
+
+def check_logps(logps: Tensor, validate: str) -> None:
+    """Refuse a target whose logit is -inf: it has no finite loss."""
+    message = "target_ids: expected targets of finite probability, got one whose logit is -inf"
+    validation.check_values([(logps.eq(-torch.inf).any(), message)], validate)

@@ -11,25 +11,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Total = int | Tensor  # a count of this call, known on the host, or a 0-d tensor from the caller
 
-def sequence_mean(lengths: Tensor, num_tokens: Tensor, num_completions: Tensor, max_length: int | None) -> Tensor:
+
+def sequence_mean(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
     """1 / (B·|o_b|): the mean over completions of the mean over tokens (DeepSeekMath)."""
-    return 1.0 / (num_completions * lengths.clamp(min=1))
+    return 1.0 / (lengths.clamp(min=1) * completions)
 
 
-def token_mean(lengths: Tensor, num_tokens: Tensor, num_completions: Tensor, max_length: int | None) -> Tensor:
-    """1 / Σm: every token weighs the same (DAPO); Σm is the step's or this call's, see `token_weights`."""
-    return (1.0 / num_tokens.clamp(min=1)).expand(lengths.shape)
+def token_mean(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
+    """1 / Σm: every token weighs the same (DAPO); Σm is the step's or this call's, see `completion_weights`."""
+    return _everywhere(tokens, lengths)
 
 
-def fixed_length(lengths: Tensor, num_tokens: Tensor, num_completions: Tensor, max_length: int | None) -> Tensor:
+def fixed_length(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
     """1 / (B·max_completion_length): no length bias (Dr. GRPO)."""
-    return (1.0 / (num_completions * max_length)).expand(lengths.shape)
+    assert max_length is not None
+    return _everywhere(completions * max_length, lengths)
 
 
-def sequence_sum(lengths: Tensor, num_tokens: Tensor, num_completions: Tensor, max_length: int | None) -> Tensor:
+def sequence_sum(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
     """1 / B: the mean over completions of the sum over tokens (LUSPO)."""
-    return (1.0 / num_completions).expand(lengths.shape)
+    return _everywhere(completions, lengths)
+
+
+def _everywhere(total: Total, lengths: Tensor) -> Tensor:
+    """(B,) 1 / total for every completion."""
+    if isinstance(total, Tensor):
+        return (1.0 / total.double()).expand(lengths.shape)
+    return lengths.new_full(lengths.shape, 1.0 / max(total, 1), dtype=torch.float32)
 
 
 AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
@@ -44,6 +54,7 @@ AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
 def completion_weights(
     aggregation: str,
     lengths: Tensor,  # (B,) active tokens per completion
+    num_tokens: int,
     *,
     max_completion_length: int | None = None,
     num_items_in_batch: Tensor | None = None,  # 0-d: tokens of the whole step
@@ -54,6 +65,7 @@ def completion_weights(
     Args:
         aggregation: a name of `AGGREGATIONS`.
         lengths: (B,) number of active tokens of each completion; an empty completion counts in B.
+        num_tokens: their sum, T.
         max_completion_length: tokens, for `fixed_length`.
         num_items_in_batch: active tokens of the whole optimizer step; this call's own sum when None.
             `token_mean_local` ignores it by definition.
@@ -63,10 +75,6 @@ def completion_weights(
         (B,) fp32 weights.
     """
     own_tokens = aggregation == "token_mean_local" or num_items_in_batch is None
-    num_tokens = lengths.sum() if own_tokens else num_items_in_batch
-    if num_completions_in_batch is None:
-        num_completions_in_batch = lengths.new_tensor(max(lengths.shape[0], 1))
-    weights = AGGREGATIONS[aggregation](
-        lengths.double(), num_tokens.double(), num_completions_in_batch.double(), max_completion_length
-    )
-    return weights.to(torch.float32)
+    tokens: Total = num_tokens if own_tokens or num_items_in_batch is None else num_items_in_batch
+    completions: Total = max(lengths.shape[0], 1) if num_completions_in_batch is None else num_completions_in_batch
+    return AGGREGATIONS[aggregation](lengths, tokens, completions, max_completion_length).float()

@@ -66,6 +66,7 @@ def train(
         build_rewards(config.rewards)  # a misspelt reward is refused before a model is loaded
     except ValueError as error:
         _refuse(error, debug, USAGE_ERROR)
+    _quiet_transformers()
     try:
         run(config)
     except ValueError as error:
@@ -81,7 +82,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 max_new_tokens=300 out=e.json",
+            help="data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 max_new_tokens=300 "
+            "out=metrics.json",
         ),
     ] = None,
     debug: Debug = False,
@@ -90,7 +92,9 @@ def evaluate(
     try:
         from grpo_fast.train.eval_command import parse_settings, run_eval, table
 
-        typer.echo(table(run_eval(model, parse_settings(settings or []))))
+        chosen = parse_settings(settings or [])
+        _quiet_transformers()
+        typer.echo(table(run_eval(model, chosen)))
     except ValueError as error:
         _refuse(error, debug, USAGE_ERROR)
 
@@ -130,10 +134,19 @@ def _check_folder(folder: str) -> None:
         raise ValueError(f"output_dir: {path} is occupied; choose another with output_dir=… or --name …")
 
 
+def _quiet_transformers() -> None:
+    """Its bars for loading and saving weights would run through ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def _refuse(error: Exception, debug: bool, code: int) -> NoReturn:
     if debug:
         traceback.print_exception(error)
-    typer.echo(f"grpo-fast: {error}" + ("" if debug else "  (--debug shows where)"), err=True)
+    from grpo_fast.train.report import escape_control  # a message may quote a data file or a model
+
+    typer.echo(f"grpo-fast: {escape_control(str(error))}" + ("" if debug else "  (--debug shows where)"), err=True)
     sys.exit(code)
 
 

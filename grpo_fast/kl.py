@@ -1,7 +1,8 @@
 """KL estimators between the policy and a reference: value and slope of each, side by side.
 
 With d = ref_logp - logp, each function returns `(value, slope)`, slope = d value / d logp. They are written in the
-vocabulary described in `objectives.py` and read by torch and Triton alike. Source: http://joschu.net/blog/kl-approx.html
+vocabulary of `objectives.py` and read by torch and Triton alike; `expm1` and `expm1_minus` are words of that vocabulary
+which Triton lacks: `rows_triton.py` gives its own. Source: http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
@@ -15,23 +16,18 @@ K3_GUARD = 20.0
 
 
 def expm1(x):
-    """e^x - 1 without cancellation: a series where |x| is small (error < 2e-8), the difference elsewhere."""
-    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
-    tail = 1.0 + small / 5.0 * (1.0 + small / 6.0 * (1.0 + small / 7.0 * (1.0 + small / 8.0)))
-    series = small * (1.0 + small / 2.0 * (1.0 + small / 3.0 * (1.0 + small / 4.0 * tail)))
-    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1.0)
+    """e^x - 1 without cancellation."""
+    return tl.expm1(x)
 
 
 def expm1_minus(x):
-    """e^x - 1 - x without cancellation, as k3 needs it for x near 0."""
-    small = tl.where(tl.abs(x) < 0.25, x, 0.0)
-    tail = 1.0 + small / 6.0 * (1.0 + small / 7.0 * (1.0 + small / 8.0 * (1.0 + small / 9.0)))
-    series = small * small * 0.5 * (1.0 + small / 3.0 * (1.0 + small / 4.0 * (1.0 + small / 5.0 * tail)))
-    return tl.where(tl.abs(x) < 0.25, series, tl.exp(x) - 1.0 - x)
+    """e^x - 1 - x without cancellation (its leading term is x²/2), in fp64 and back."""
+    wide = x.double()
+    return (tl.expm1(wide) - wide).to(x.dtype)
 
 
 def k1(d):
-    return -d, 1.0 + d * 0.0
+    return -d, d * 0.0 + 1.0
 
 
 def absolute(d):
@@ -43,7 +39,7 @@ def k2(d):
 
 
 def k3(d):
-    near = tl.where(d < 20.0, d, 20.0)
+    near = tl.clamp(d, -1e30, 20.0)
     slope = -expm1(near)
     return expm1_minus(near) - slope * (d - near), slope
 

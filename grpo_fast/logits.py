@@ -44,16 +44,12 @@ class LogitsSweep:
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))
 
-    def active(self, x: Tensor) -> Tensor:
-        """(N,) → (T,)."""
-        return x if self.tokens.index is None else x.index_select(0, self.tokens.index)
-
     def active_stats(self, parts: list[RowStats]) -> RowStats:
         empty = self.logits.new_empty(0, dtype=torch.float32)
-        lse, logps = (self.active(torch.cat([empty, *(p[i] for p in parts)])) for i in (0, 1))
+        lse, logps = (self.tokens.active(torch.cat([empty, *(p[i] for p in parts)])) for i in (0, 1))
         if not self.config.needs_entropy:
             return lse, logps, None
-        return lse, logps, self.active(torch.cat([empty, *(p[2] for p in parts if p[2] is not None)]))
+        return lse, logps, self.tokens.active(torch.cat([empty, *(p[2] for p in parts if p[2] is not None)]))
 
     def row_logps(self, block: slice) -> RowStats:
         return self.kernels.row_logps(
@@ -90,7 +86,7 @@ class LogitsSweep:
         parts = []
         for block in self.blocks():
             stats = self.row_logps(block)
-            part = token_loss(stats[1], stats[2], rows_batch.rows(block), self.config, with_metrics=False)
+            part = token_loss(stats[1], stats[2], rows_batch.rows(block), self.config)
             active = rows_batch.weights[block] != 0
             g = torch.where(active, part.grad_logps, 0.0)
             g_entropy = None if part.grad_entropy is None else torch.where(active, part.grad_entropy, 0.0)
@@ -112,7 +108,7 @@ class LogitsSweep:
             advantages=spread(batch.advantages),
             weights=spread(batch.weights),
             entropy_weight=entropy_weight,
-            segments=None,
+            segments=spread(batch.segments),
             old_logps=maybe(batch.old_logps),
             ref_logps=maybe(batch.ref_logps),
             sampling_logps=maybe(batch.sampling_logps),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from grpo_fast import ops, ops_logps, validation
 from grpo_fast.config import LossConfig, choice, number
 from grpo_fast.kernels.backends import BACKENDS
-from grpo_fast.kernels.tokens import metric_names
+from grpo_fast.kernels.metrics import metric_names
+from grpo_fast.prepare import TokenInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +21,23 @@ class LossOutput:
 
     Attributes:
         loss: 0-d fp32, with a gradient to hidden, weight and bias (or logits, or logps and entropy).
-        metrics: 0-d fp32 tensors by TRL's names; nothing is copied to the host.
         logps: fp32, detached, in the layout of `target_ids`; 0 where masked.
         entropy: fp32, detached, same layout; None unless the config asks for it.
     """
 
     loss: Tensor
-    metrics: dict[str, Tensor]
     logps: Tensor
     entropy: Tensor | None
+    _inputs: tuple = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        """0-d fp32 tensors by TRL's names, on the loss's device; computed when first read, no copy to the host."""
+        config = LossConfig.from_key(self._inputs[-1])
+        names = metric_names(config, TokenInputs(*self._inputs[:-1]).sampling_logps is not None, self.entropy is not None)
+        entropy = None if self.entropy is None else self.entropy.reshape(-1)
+        values = _metrics(self.logps.reshape(-1), entropy, *self._inputs)
+        return dict(zip(names, values.unbind(), strict=True))
 
 
 def linear_logps(
@@ -129,8 +139,8 @@ def grpo_loss(
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
     flat_entropy = None if entropy is None else entropy.reshape(-1)
-    results = torch.ops.grpo_fast.logps_grpo(logps.reshape(-1), flat_entropy, *tokens)
-    return _output(results, logps, config, sampling_logps is not None, entropy is not None)
+    results = ops.call(ops.logps_grpo, logps.reshape(-1), flat_entropy, *tokens)
+    return _output(results, logps, tokens, entropy is not None)
 
 
 def linear_grpo_loss(
@@ -194,8 +204,8 @@ def linear_grpo_loss(
     on = torch.is_grad_enabled()
     wanted = [on and x is not None and x.requires_grad for x in (hidden, lm_head_weight, bias)]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    results = torch.ops.grpo_fast.linear_grpo(flat, lm_head_weight, bias, wanted, backend, validate, *tokens)
-    return _output(results, target_ids, config, sampling_logps is not None, config.needs_entropy)
+    results = ops.call(ops.linear_grpo, flat, lm_head_weight, bias, wanted, backend, validate, *tokens)
+    return _output(results, target_ids, tokens, config.needs_entropy)
 
 
 def logits_grpo_loss(
@@ -233,10 +243,15 @@ def logits_grpo_loss(
     flat = logits.reshape(-1, logits.shape[-1])
     if inplace:
         _check_inplace(logits, flat)
-        results = ops.InplaceLogitsLoss.apply(flat, wanted, backend, validate, *tokens)
+        results = ops.Inplace.apply(flat, wanted, backend, validate, *tokens)
     else:
-        results = torch.ops.grpo_fast.logits_grpo(flat, wanted, backend, validate, *tokens)
-    return _output(results, target_ids, config, sampling_logps is not None, config.needs_entropy)
+        results = ops.call(ops.logits_grpo, flat, wanted, backend, validate, *tokens)
+    return _output(results, target_ids, tokens, config.needs_entropy)
+
+
+def _metrics(*inputs: object) -> Tensor:
+    operator = torch.ops.grpo_fast.metrics if torch.compiler.is_compiling() else ops.metrics
+    return operator(*inputs)
 
 
 def _check_inplace(logits: Tensor, flat: Tensor) -> None:
@@ -281,10 +296,7 @@ def _token_arguments(
     if not isinstance(config, LossConfig):
         raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
     validation.mask_and_segments(completion_mask, cu_seqlens, like)
-    if cu_seqlens is None:
-        num_completions, length = like.shape
-        cu_seqlens = torch.arange(num_completions + 1, device=like.device) * length
-    num_completions = cu_seqlens.shape[0] - 1
+    num_completions = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     validation.advantages_of(advantages, num_completions, like)
     for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("sampling_logps", sampling_logps)):
         validation.per_token(name, x, like)
@@ -303,7 +315,7 @@ def _token_arguments(
     flat = (None if x is None else x.reshape(-1) for x in (completion_mask, old_logps, ref_logps, sampling_logps, temperature))
     mask, old, ref, sampling, temperature = flat
     targets = None if target_ids is None else target_ids.reshape(-1)
-    return (targets, advantages, cu_seqlens, mask, old, ref, sampling, temperature, *totals, config.key)
+    return (targets, advantages, cu_seqlens, num_completions, mask, old, ref, sampling, temperature, *totals, config.key)
 
 
 def _total(value: float | Tensor | None, like: Tensor) -> Tensor | None:
@@ -317,17 +329,11 @@ def _shaped(logps: Tensor, entropy: Tensor, target_ids: Tensor, return_entropy: 
     return (logps.reshape(shape), entropy.reshape(shape)) if return_entropy else logps.reshape(shape)
 
 
-def _output(
-    results: tuple[Tensor, ...], like: Tensor, config: LossConfig, has_sampling: bool, has_entropy: bool
-) -> LossOutput:
-    loss, metrics, logps, entropy = results[:4]
-    names = metric_names(config, has_sampling, has_entropy)
-    return LossOutput(
-        loss=loss,
-        metrics=dict(zip(names, metrics.detach().unbind(), strict=True)),
-        logps=logps.detach().reshape(like.shape),
-        entropy=entropy.detach().reshape(like.shape) if has_entropy else None,
-    )
+def _output(results: tuple[Tensor, ...], like: Tensor, tokens: tuple, has_entropy: bool) -> LossOutput:
+    loss, logps, entropy = results[:3]
+    entropy = entropy.detach().reshape(like.shape) if has_entropy else None
+    inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in tokens)
+    return LossOutput(loss, logps.detach().reshape(like.shape), entropy, inputs)
 
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "linear_logps", "logits_grpo_loss", "logits_logps"]

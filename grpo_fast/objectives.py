@@ -180,11 +180,20 @@ def objective_params(config: LossConfig) -> tuple[float, ...]:
     return tuple(float(derived.get(name, getattr(config, name, None))) for name in OBJECTIVES[config.loss_type].params)
 
 
-def bind(leaf: Callable, tl: types.ModuleType, wrap: Callable = lambda function: function) -> Callable:
-    """The same leaf with another module behind `tl`, its helpers too; `wrap` is applied to each (`triton.jit`)."""
-    scope = {**leaf.__globals__, "tl": tl}
+def bind(
+    leaf: Callable, tl: types.ModuleType, wrap: Callable = lambda function: function, words: dict | None = None
+) -> Callable:
+    """The same leaf with another module behind `tl`, its helpers too.
+
+    Args:
+        leaf: a leaf of this module or of `kl.py`.
+        tl: the module that gives exp, where, … (for example `triton.language`).
+        wrap: applied to the leaf and to each helper it calls (for example `triton.jit`).
+        words: helpers by name that replace the torch ones (for example `expm1`).
+    """
+    scope = {**leaf.__globals__, "tl": tl, **(words or {})}
     for name in leaf.__code__.co_names:
         helper = scope.get(name)
         if isinstance(helper, types.FunctionType) and helper.__module__ == leaf.__module__:
-            scope[name] = bind(helper, tl, wrap)
+            scope[name] = bind(helper, tl, wrap, words)
     return wrap(types.FunctionType(leaf.__code__, scope, leaf.__name__, leaf.__defaults__))

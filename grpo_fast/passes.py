@@ -15,7 +15,8 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend, resolve
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
-from grpo_fast.kernels.tokens import TokenLoss, metric_names, token_loss
+from grpo_fast.kernels.metrics import metric_names, token_metrics
+from grpo_fast.kernels.tokens import TokenLoss, token_loss
 from grpo_fast.logits import LogitsSweep
 from grpo_fast.prepare import ActiveTokens, TokenInputs, active_tokens, check_logps
 
@@ -23,7 +24,6 @@ class LossResult(NamedTuple):
     """What every loss operator returns; empty tensors stand for what was not asked for."""
 
     loss: Tensor  # 0-d
-    metrics: Tensor  # (K,) in the order of `metric_names`
     logps: Tensor  # (N,)
     entropy: Tensor  # (N,)
     gradients: tuple[Tensor, ...]
@@ -48,25 +48,10 @@ def pick_backend(name: str, x: Tensor) -> Backend:
     return resolve(name, x.device)
 
 
-def pack_metrics(result: TokenLoss, tokens: ActiveTokens, skipped_rows: int, config: LossConfig) -> Tensor:
-    """(K,) the metrics in their fixed order."""
-    metrics = result.metrics | {"skipped_rows": result.loss.new_full((), float(skipped_rows))}
-    names = metric_names(config, tokens.batch.sampling_logps is not None, "entropy" in metrics)
-    return torch.stack([metrics[name] for name in names])
-
-
-def rows_result(
-    result: TokenLoss, stats: RowStats, tokens: ActiveTokens, skipped: int, config: LossConfig, gradients: tuple
-) -> LossResult:
+def rows_result(result: TokenLoss, stats: RowStats, tokens: ActiveTokens, gradients: tuple) -> LossResult:
     _, logps, entropy = stats
-    empty = logps.new_empty(0)
-    return LossResult(
-        result.loss,
-        pack_metrics(result, tokens, skipped, config),
-        tokens.to_rows(logps),
-        empty if entropy is None else tokens.to_rows(entropy),
-        gradients,
-    )
+    h = logps.new_empty(0) if entropy is None else tokens.to_rows(entropy)
+    return LossResult(result.loss, tokens.to_rows(logps), h, gradients)
 
 
 def linear_loss(
@@ -92,7 +77,7 @@ def linear_loss(
         stats = head.logps(return_entropy=entropy_wanted)
         check_logps(stats[1], validate)
         result = token_loss(stats[1], stats[2], tokens.batch, config)
-        return rows_result(result, stats, tokens, count_zero(result, tokens), config, (empty, empty, empty))
+        return rows_result(result, stats, tokens, (empty, empty.clone(), empty.clone()))
 
     known: RowStats | None = None
     if not config.is_token_local(inputs.sampling_logps is not None):
@@ -106,22 +91,14 @@ def linear_loss(
         if head.is_single_chunk:
             whole = token_loss(logps, entropy, tokens.batch, config)
             return whole.grad_logps, whole.grad_entropy
-        part = token_loss(logps, entropy, tokens.batch.rows(rows), config, with_metrics=False)
+        part = token_loss(logps, entropy, tokens.batch.rows(rows), config)
         return part.grad_logps, part.grad_entropy
 
     stats, sums = head.gradients(coefficients, wanted, return_entropy=entropy_wanted, known=known)
     check_logps(stats[1], validate)
     if known is None and (not head.is_single_chunk or head.num_rows == 0):
         whole = token_loss(stats[1], stats[2], tokens.batch, config)
-    return rows_result(whole, stats, tokens, sums.skipped_rows, config, sums.finish(empty))
-
-
-def count_zero(result: TokenLoss, tokens: ActiveTokens) -> int:
-    """Rows without a coefficient: masked ones and those whose gradient is exactly zero."""
-    active = result.grad_logps != 0
-    if result.grad_entropy is not None:
-        active = active | (result.grad_entropy != 0)
-    return tokens.num_rows - int(active.sum())
+    return rows_result(whole, stats, tokens, sums.finish(empty))
 
 
 def logits_loss(
@@ -142,7 +119,7 @@ def logits_loss(
     result = token_loss(stats[1], stats[2], tokens.batch, config)
     if out is not None and not one_pass:
         sweep.gradient(result, stats)
-    return rows_result(result, stats, tokens, count_zero(result, tokens), config, ())
+    return rows_result(result, stats, tokens, ())
 
 
 def logps_loss(
@@ -153,12 +130,21 @@ def logps_loss(
 ) -> LossResult:
     """logps → loss; gradients are (dL/dlogp, dL/dentropy)."""
     tokens = active_tokens(inputs, logps.shape[0], None, config, "auto")
-
-    def active(x: Tensor) -> Tensor:
-        return (x if tokens.index is None else x.index_select(0, tokens.index)).float()
-
-    lp, h = active(logps), None if entropy is None else active(entropy)
+    lp, h = tokens.active(logps), None if entropy is None else tokens.active(entropy)
     result = token_loss(lp, h, tokens.batch, config)
     d_entropy = logps.new_empty(0) if result.grad_entropy is None else tokens.to_rows(result.grad_entropy)
     gradients = (tokens.to_rows(result.grad_logps), d_entropy)
-    return rows_result(result, (lp, lp, h), tokens, count_zero(result, tokens), config, gradients)
+    return rows_result(result, (lp, lp, h), tokens, gradients)
+
+
+def logps_metrics(
+    logps: Tensor,  # (N,)
+    entropy: Tensor | None,  # (N,)
+    inputs: TokenInputs,
+    config: LossConfig,
+) -> Tensor:
+    """(K,) the metrics of a call with these logps, in the order of `metric_names`."""
+    tokens = active_tokens(inputs._replace(target_ids=None), logps.shape[0], None, config, "auto")
+    lp, h = tokens.active(logps), None if entropy is None else tokens.active(entropy)
+    metrics = token_metrics(lp, h, tokens.batch, config, tokens.num_rows)
+    return torch.stack([metrics[name] for name in metric_names(config, inputs.sampling_logps is not None, h is not None)])

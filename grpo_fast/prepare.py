@@ -6,6 +6,7 @@ masked slot holds can reach nothing.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ class TokenInputs(NamedTuple):
 
     target_ids: Tensor | None  # (N,)
     advantages: Tensor  # (B,) or (N,)
-    cu_seqlens: Tensor  # (B+1,)
+    cu_seqlens: Tensor | None  # (B+1,); None: B completions of N/B rows each
+    num_completions: int  # B
     completion_mask: Tensor | None  # (N,)
     old_logps: Tensor | None  # (N,)
     ref_logps: Tensor | None  # (N,)
@@ -42,6 +44,10 @@ class ActiveTokens(NamedTuple):
     batch: TokenBatch
     rule: LogitRule
 
+    def active(self, x: Tensor) -> Tensor:
+        """(N,) → (T,)."""
+        return x if self.index is None else x.index_select(0, self.index)
+
     def to_rows(self, x: Tensor) -> Tensor:
         """(T,) → (N,), zeros where a row is not active."""
         return x if self.index is None else x.new_zeros(self.num_rows).index_copy_(0, self.index, x)
@@ -51,38 +57,24 @@ def active_tokens(
     inputs: TokenInputs, num_rows: int, vocab_size: int | None, config: LossConfig, validate: str
 ) -> ActiveTokens:
     """Gather the active tokens and check every value that was not checked on the host."""
-    mask, index = inputs.completion_mask, None
-    checks: list[tuple[Tensor, str]] = []
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            checks.append((((mask != 0) & (mask != 1)).any(), "completion_mask: expected only 0 and 1, got other values"))
-            mask = mask != 0
-        index = mask.nonzero().squeeze(1)
-        index = None if index.shape[0] == num_rows else index
-    cu = inputs.cu_seqlens.long()
-    lengths = cu.diff()
-    checks += _cu_checks(cu, lengths, num_rows)
-    validation.check_values(checks, validate)
+    index = _active_index(inputs.completion_mask, num_rows, validate)
+    lengths, segments = _segments(inputs, num_rows, validate)
+    if index is not None:
+        segments = segments.index_select(0, index)
+        lengths = torch.bincount(segments, minlength=inputs.num_completions)
 
     def gather(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         return (x if index is None else x.index_select(0, index)).float()
 
-    num_completions = lengths.shape[0]
-    segments = torch.repeat_interleave(
-        torch.arange(num_completions, device=cu.device), lengths, output_size=num_rows
-    )
-    if index is not None:
-        assert mask is not None
-        counts = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-        lengths, segments = counts[cu[1:]] - counts[cu[:-1]], segments.index_select(0, index)
-    per_completion = inputs.advantages.shape[0] == num_completions
+    per_completion = inputs.advantages.shape[0] == inputs.num_completions
     advantages = inputs.advantages.float()[segments] if per_completion else gather(inputs.advantages)
     assert advantages is not None
     weights = completion_weights(
         str(config.aggregation),
         lengths,
+        segments.shape[0],
         max_completion_length=config.max_completion_length,
         num_items_in_batch=inputs.num_items_in_batch,
         num_completions_in_batch=inputs.num_completions_in_batch,
@@ -108,6 +100,31 @@ def active_tokens(
     return ActiveTokens(num_rows, index, targets, batch, rule)
 
 
+def _active_index(mask: Tensor | None, num_rows: int, validate: str) -> Tensor | None:
+    """(T,) rows that the mask keeps; None when it keeps all."""
+    if mask is None:
+        return None
+    kept = mask if mask.dtype == torch.bool else mask != 0
+    if mask.dtype != torch.bool:
+        message = "completion_mask: expected only 0 and 1, got other values"
+        validation.check_values([((mask != kept).any(), message)], validate)
+    index = kept.nonzero().squeeze(1)
+    return None if index.shape[0] == num_rows else index
+
+
+def _segments(inputs: TokenInputs, num_rows: int, validate: str) -> tuple[Tensor, Tensor]:
+    """(B,) rows of every completion and (N,) the completion of every row."""
+    device, count = inputs.advantages.device, inputs.num_completions
+    if inputs.cu_seqlens is None:
+        length = num_rows // max(count, 1)
+        lengths = torch.full((count,), length, dtype=torch.int64, device=device)
+        return lengths, torch.arange(count, device=device).repeat_interleave(length)
+    cu = inputs.cu_seqlens.long()
+    lengths = cu.diff()
+    validation.check_values(_cu_checks(cu, lengths, num_rows), validate)
+    return lengths, torch.arange(count, device=device).repeat_interleave(lengths, output_size=num_rows)
+
+
 def _cu_checks(cu: Tensor, lengths: Tensor, num_rows: int) -> list[tuple[Tensor, str]]:
     message = f"cu_seqlens: expected non-decreasing offsets from 0 to T = {num_rows}"
     if cu.device.type == "cpu":
@@ -118,25 +135,32 @@ def _cu_checks(cu: Tensor, lengths: Tensor, num_rows: int) -> list[tuple[Tensor,
 def _value_checks(
     batch: TokenBatch, targets: Tensor | None, temperature: Tensor | None, vocab_size: int | None, inputs: TokenInputs
 ) -> list[tuple[Tensor, str]]:
-    """One flag and one sentence for everything that only the values can tell."""
-    checks = [(~torch.isfinite(batch.advantages).all(), "advantages: expected finite numbers, got NaN or inf")]
+    """One flag and one sentence for everything that only the values can tell.
+
+    A sum finds a NaN or inf in one operation; only when it does is every element looked at.
+    """
+    on_host = batch.advantages.device.type == "cpu"
+    checks = []
+    if not (on_host and math.isfinite(batch.advantages.sum().item())):
+        checks.append((~torch.isfinite(batch.advantages).all(), "advantages: expected finite numbers, got NaN or inf"))
     for name in ("old_logps", "ref_logps"):
         values = getattr(batch, name)
-        if values is not None:
+        if values is not None and not (on_host and math.isfinite(values.sum().item())):
             checks.append((values.isnan().any(), f"{name}: expected numbers at the active tokens, got NaN"))
     if targets is not None and targets.numel():
         low, high = targets.aminmax()
         message = f"target_ids: expected ids in [0, {vocab_size}) at the active tokens"
-        if targets.device.type == "cpu":
-            message += f", got ids from {low.item()} to {high.item()}"
-        checks.append(((low < 0) | (high >= vocab_size), message))
+        if not on_host:
+            checks.append(((low < 0) | (high >= vocab_size), message))
+        elif low.item() < 0 or high.item() >= (vocab_size or 0):
+            raise ValueError(f"{message}, got ids from {low.item()} to {high.item()}")
     if temperature is not None:
         bad = ~((temperature > 0) & torch.isfinite(temperature)).all()
         checks.append((bad, "temperature: expected finite numbers > 0 at the active tokens, got others"))
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if value is not None:
-            came = f", got {value.item()}" if value.device.type == "cpu" else ""
+            came = f", got {value.item()}" if on_host else ""
             checks.append((~((value > 0) & torch.isfinite(value)), f"{name}: expected a number > 0{came}"))
     return checks
 
@@ -144,4 +168,5 @@ def _value_checks(
 def check_logps(logps: Tensor, validate: str) -> None:
     """Refuse a target whose logit is -inf: it has no finite loss."""
     message = "target_ids: expected targets of finite probability, got one whose logit is -inf"
-    validation.check_values([(logps.eq(-torch.inf).any(), message)], validate)
+    if logps.numel():
+        validation.check_values([(logps.amin() == -torch.inf, message)], validate)

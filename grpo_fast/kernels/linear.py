@@ -164,25 +164,22 @@ class GradientSums:
     def __init__(self, head: LinearHead, wanted: Wanted) -> None:
         self.head, self.wanted = head, wanted
         hidden, weight = head.hidden, head.weight
-        self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
+        self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias = weight.new_zeros(weight.shape[0], dtype=head.compute_dtype) if wanted.bias else None
-        self.skipped_rows = hidden.shape[0]
 
     def add(
         self, rows: slice, h: Tensor, z: Tensor | None, stats: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> None:
         """Add one chunk. Rows whose coefficients are zero are exact zeros, left out of every GEMM when they are many."""
-        active = g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
-        keep = active.nonzero().squeeze(1)
-        self.skipped_rows -= keep.shape[0]
+        keep = (g if g_entropy is None else (g != 0) | (g_entropy != 0)).nonzero().squeeze(1)
         if keep.shape[0] == 0 or not any(self.wanted):
             return
         head = self.head
         index: slice | Tensor = rows if head.index is None else head.index[rows]
         targets, rule = head.target_ids[rows], head.rule.rows(rows)
         lse, logps, entropy = stats
-        if keep.shape[0] < GATHER_BELOW * active.shape[0]:
+        if keep.shape[0] < GATHER_BELOW * g.shape[0]:
             h = pad_rows(h.index_select(0, keep))
             z = None if z is None else pad_rows(z.index_select(0, keep))
             lse, logps, g, targets = (x.index_select(0, keep) for x in (lse, logps, g, targets))
@@ -192,12 +189,20 @@ class GradientSums:
             z, _ = head.forward(h, targets, rule, False)
         count = g.shape[0]
         head.backend.row_grad_(z[:count], targets, lse, logps, entropy, g, g_entropy, rule)
-        z[count:].zero_()
+        if count < z.shape[0]:
+            z[count:].zero_()
         self._multiply(z, h, count, index)
 
     def _multiply(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
-        if self.d_hidden is not None:
-            self.d_hidden[index] = matmul_narrow(d, self.head.weight)[:count].to(self.d_hidden.dtype)
+        hidden = self.head.hidden
+        if self.wanted.hidden:
+            dh = matmul_narrow(d, self.head.weight)[:count].to(hidden.dtype)
+            if count == hidden.shape[0] and isinstance(index, slice):
+                self.d_hidden = dh
+            else:
+                if self.d_hidden is None:
+                    self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+                self.d_hidden[index] = dh
         if self.wanted.weight:
             self.d_weight = accumulate_outer(self.d_weight, d, h, self.head)
         if self.d_bias is not None:
@@ -211,6 +216,8 @@ class GradientSums:
         if d_bias is not None and self.head.bias is not None:
             d_bias = d_bias.to(self.head.bias.dtype)
         d_hidden = self.d_hidden
+        if self.wanted.hidden and d_hidden is None:
+            d_hidden = torch.zeros_like(self.head.hidden, memory_format=torch.contiguous_format)
         return tuple(empty.clone() if x is None else x for x in (d_hidden, d_weight, d_bias))  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""From per-token logps to the loss, its coefficients dL/dlogp and dL/dentropy, and the metrics: all on (T,) vectors.
+"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy: all on (T,) vectors.
 
 This is the only place where an objective's leaf, the KL, the weights and the extras of OBJECTIVES.md meet; the kernels
 below it only know coefficients. Everything is flat over the T active tokens of a packed batch.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config import LossConfig
-from grpo_fast.kl import K3_GUARD, KL_ESTIMATORS
+from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import LOG_RATIO_MAX, OBJECTIVES, objective_params
 
 LOG_TINY = math.log(1e-8)
@@ -26,7 +26,7 @@ class TokenBatch(NamedTuple):
     weights: Tensor  # (T,) w_t of the aggregation
     entropy_weight: Tensor | None  # 0-d: 1/N of the entropy bonus; None: 1/(tokens the entropy mask keeps)
     lengths: Tensor  # (B,) int64
-    segments: Tensor | None  # (T,) int64: the completion of each token; None where no loss reads it
+    segments: Tensor  # (T,) int64: the completion of each token
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)
@@ -40,7 +40,7 @@ class TokenBatch(NamedTuple):
         return self._replace(
             advantages=self.advantages[index],
             weights=self.weights[index],
-            segments=cut(self.segments),
+            segments=self.segments[index],
             old_logps=cut(self.old_logps),
             ref_logps=cut(self.ref_logps),
             sampling_logps=cut(self.sampling_logps),
@@ -63,7 +63,6 @@ class TokenLoss(NamedTuple):
     loss: Tensor  # 0-d fp32
     grad_logps: Tensor  # (T,) dL/dlogp
     grad_entropy: Tensor | None  # (T,) dL/dentropy, None without an entropy bonus
-    metrics: dict[str, Tensor]  # 0-d tensors; empty when not asked for
 
 
 class Ratio(NamedTuple):
@@ -83,10 +82,8 @@ def token_loss(
     entropy: Tensor | None,  # (T,) fp32
     batch: TokenBatch,
     config: LossConfig,
-    *,
-    with_metrics: bool = True,
 ) -> TokenLoss:
-    """Loss, coefficients and metrics of OBJECTIVES.md for T active tokens; no autograd, value and slope by hand."""
+    """Loss and coefficients of OBJECTIVES.md for T active tokens; no autograd, value and slope by hand."""
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if batch.old_logps is None else batch.old_logps
     sampling = sampling_ratio(old_logps, batch, config)
@@ -110,21 +107,17 @@ def token_loss(
         grad = weights * slope
     total = weights * loss
 
-    kl = None
     if config.uses_reference and batch.ref_logps is not None:
         kl, kl_grad = weighted_kl(logps, ratio, batch, config)
-        total = total + config.beta * batch.weights * kl
-        grad = grad + config.beta * kl_grad
+        total = torch.add(total, batch.weights * kl, alpha=config.beta)
+        grad = torch.add(grad, kl_grad, alpha=config.beta)
 
     loss = total.sum(dtype=torch.float64)
-    policy_loss, grad_entropy = loss, None
+    grad_entropy = None
     if config.entropy_coef and entropy is not None:
         grad_entropy = -config.entropy_coef * entropy_share(keep_entropy, batch)
         loss = loss + (grad_entropy * entropy).sum(dtype=torch.float64)
-    metrics = {}
-    if with_metrics:
-        metrics = token_metrics(logps, entropy, old_logps, ratio, kl, sampling, policy_loss, batch, config)
-    return TokenLoss(loss.float(), grad, grad_entropy, metrics)
+    return TokenLoss(loss.float(), grad, grad_entropy)
 
 
 def importance_ratio(
@@ -218,89 +211,3 @@ def entropy_share(keep: Tensor | None, batch: TokenBatch) -> Tensor:
     tokens = torch.ones_like(batch.weights) if keep is None else keep.float()
     share = 1.0 / tokens.sum().clamp(min=1) if batch.entropy_weight is None else batch.entropy_weight
     return tokens * share
-
-
-def token_metrics(
-    logps: Tensor,
-    entropy: Tensor | None,
-    old_logps: Tensor,
-    ratio: Ratio,
-    kl: Tensor | None,
-    sampling: Tensor | None,
-    policy_loss: Tensor,
-    batch: TokenBatch,
-    config: LossConfig,
-) -> dict[str, Tensor]:
-    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its completions."""
-    objective = OBJECTIVES[config.loss_type]
-    count = logps.numel()
-
-    def mean(x: Tensor) -> Tensor:
-        return x.sum(dtype=torch.float64).float() / max(count, 1)
-
-    zero = logps.new_zeros(())
-    r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if objective.window in ("sum", "geometric") else ratio.log)
-    metrics = {
-        "policy_loss": policy_loss.float(),
-        "ratio/mean": mean(r),
-        "ratio/min": r.amin() if count else zero,
-        "ratio/max": r.amax() if count else zero,
-        "approx_kl": mean(ratio.raw * ratio.raw) / 2,
-        "active_tokens": logps.new_full((), float(count)),
-    }
-    if entropy is not None:
-        metrics["entropy"] = mean(entropy)
-    if kl is not None and batch.ref_logps is not None:
-        metrics["kl"] = mean(kl)
-        metrics["kl_guarded"] = (batch.ref_logps - logps > K3_GUARD).sum().float()
-    if objective.clips == "ppo":
-        metrics |= clip_metrics(r, batch, config)
-    elif objective.clips == "cispo":
-        _, ratio_max = objective_params(config)
-        metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (batch.advantages > 0)).float())
-    elif objective.clips == "vespo":
-        _, slope = objective.leaf(logps, ratio.log, torch.where(batch.advantages < 0, -1.0, 1.0), *objective_params(config))
-        metrics["vespo/phi_seq_mean"] = mean(slope.abs())
-    if batch.sampling_logps is not None:
-        gap = torch.nan_to_num(old_logps - batch.sampling_logps, nan=0.0).abs()
-        metrics["sampling/sampling_logp_difference/mean"] = mean(gap)
-        metrics["sampling/sampling_logp_difference/max"] = gap.amax() if count else zero
-        if sampling is not None:
-            metrics["sampling/importance_sampling_ratio/min"] = sampling.amin() if count else zero
-            metrics["sampling/importance_sampling_ratio/mean"] = mean(sampling)
-            metrics["sampling/importance_sampling_ratio/max"] = sampling.amax() if count else zero
-    return metrics
-
-
-def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
-    """The metrics that a call with these inputs returns, in their order."""
-    objective = OBJECTIVES[config.loss_type]
-    names = ["policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens", "skipped_rows"]
-    names += ["entropy"] if has_entropy else []
-    names += ["kl", "kl_guarded"] if config.uses_reference else []
-    if objective.clips == "ppo":
-        names += [f"clip_ratio/{side}_{how}" for side in ("low", "high", "region") for how in ("mean", "min", "max")]
-    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(str(objective.clips), [])
-    if has_sampling:
-        names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
-        if config.sampling_correction is not None:
-            names += [f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")]
-    return names
-
-
-def clip_metrics(r: Tensor, batch: TokenBatch, config: LossConfig) -> dict[str, Tensor]:
-    """Fractions of tokens beyond the clip range on the side their advantage pushes to."""
-    low = (r < 1 - config.epsilon_low) & (batch.advantages < 0)
-    high = (r > 1 + config.epsilon_high) & (batch.advantages > 0)
-    metrics = {}
-    for name, clipped in (("low", low), ("high", high), ("region", low | high)):
-        fraction = clipped.float()
-        metrics[f"clip_ratio/{name}_mean"] = fraction.sum() / max(r.numel(), 1)
-        if r.numel() == 0:
-            metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
-            continue
-        per_completion = batch.completion_mean(fraction).float()
-        filled = torch.where(batch.lengths > 0, per_completion, 1.0)  # an empty completion is no minimum
-        metrics[f"clip_ratio/{name}_min"] = filled.amin()
-        metrics[f"clip_ratio/{name}_max"] = per_completion.amax()
-    return metrics

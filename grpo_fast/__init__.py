@@ -1,8 +1,17 @@
-"""grpo_fast: a kernel-level GRPO engine. The public names; see README.md."""
+"""grpo_fast: a kernel-level GRPO engine. The public names; see README.md.
 
-from grpo_fast.advantages import group_advantages
-from grpo_fast.config import LossConfig
-from grpo_fast.loss import LossOutput, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
+They load on first use, so that `grpo-fast --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_fast.advantages import group_advantages
+    from grpo_fast.config import LossConfig
+    from grpo_fast.loss import LossOutput, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,3 +24,17 @@ __all__ = [
     "logits_grpo_loss",
     "logits_logps",
 ]
+
+_HOMES = {"LossConfig": "config", "group_advantages": "advantages"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"grpo_fast.{_HOMES.get(name, 'loss')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

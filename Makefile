@@ -1,0 +1,117 @@
+# Two commands: `make demo` trains, `make test` checks. Both set up .venv first, and only once.
+#
+# Variables: PYTHON=python3.12      which interpreter makes .venv (3.11 or newer)
+#            TORCH_INDEX=<url>      an index of torch builds to use beside the default one (a CPU or a CUDA build)
+#            WORKERS=2              pytest processes
+#            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
+#            BENCH_ARGS=--quick     options of benchmarks/bench_linear_loss.py
+#            PYTEST_ARGS=...        more options for pytest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+WORKERS ?= 2
+RECIPE ?= sort
+ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+SETUP := $(VENV)/.setup-done
+PEERS := $(VENV)/.peers-done
+PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
+STEP = printf '\033[1m== %s\033[0m\n'
+
+.PHONY: help setup csrc demo test lint types unit format bench bench-small mutation clean
+
+help:
+	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
+	@echo 'make test      set up .venv, then ruff, mypy and pytest'
+	@echo 'make bench     the loss against its peers: a table, and JSON in benchmarks/results/'
+	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
+	@echo 'make format    let ruff fix and format the tree'
+	@echo 'make clean     remove .venv, caches and builds (runs/ stays)'
+
+# ---- set-up, once: redone when the pinned packages or the project's metadata change ----
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml setup.py constraints.txt
+	@command -v '$(PYTHON)' >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or say make PYTHON=/path/to/python"; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "grpo_fast needs Python 3.11 or newer; $(PYTHON) is $$('$(PYTHON)' --version). Say make PYTHON=python3.11"; exit 1; }
+	@$(STEP) 'setting up $(VENV) (a few minutes, once)'
+	@test -x $(PY) || '$(PYTHON)' -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo 'python -m venv failed: on Debian and Ubuntu install the package python3-venv'; exit 1; }
+	@if nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	    echo "NVIDIA GPU found: torch's CUDA build$(if $(TORCH_INDEX),, from the default index)"; \
+	elif [ -z '$(TORCH_INDEX)' ]; then \
+	    echo 'no NVIDIA GPU found. Where the default index has only CUDA builds of torch (several GB), TORCH_INDEX=<index of CPU builds> saves the download'; \
+	fi
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') -e '.[train,dev]'
+	@$(PY) -c 'import torch; print("installed: Python", __import__("platform").python_version() + ", torch", torch.__version__)'
+	@touch $@
+
+# The peers of the benchmark are not needed to train or to test. One that fails to install is listed as missing.
+$(PEERS): $(SETUP)
+	@$(STEP) 'installing the peers to compare with (once)'
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') -e '.[bench]' \
+	  || for peer in liger-kernel cut-cross-entropy trl; do $(PIP) $$peer || echo "$$peer did not install: it will be listed as missing"; done
+	@touch $@
+
+# The C++ row kernels: compiled once into a cache; without a compiler the torch path does the same work.
+csrc: $(SETUP)
+	@$(PY) -c 'from grpo_fast.kernels import csrc_loader; reason = csrc_loader.load(); \
+	  print("C++ row kernels:", f"not available, torch does their work ({reason.splitlines()[0]})" if reason else "ready")'
+
+# ---- the two commands ----
+
+demo: $(SETUP) csrc
+	@$(STEP) 'training the recipe $(RECIPE)'
+	@$(BIN)/grpo-fast train $(RECIPE) output_dir=runs/$(RECIPE)-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+test: lint types unit
+
+lint: $(SETUP)
+	@$(STEP) 'ruff'
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(SETUP)
+	@$(STEP) 'mypy'
+	@$(BIN)/mypy
+
+# One thread per pytest process: the processes share the cores, and the results do not depend on the thread count.
+unit: $(SETUP) csrc
+	@$(STEP) 'pytest'
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+	  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
+
+# ---- measurements ----
+
+bench: $(PEERS) csrc
+	@$(STEP) 'linear loss, forward + backward, against its peers'
+	@$(PY) benchmarks/bench_linear_loss.py $(BENCH_ARGS)
+
+bench-small: $(PEERS) csrc
+	@$(BIN)/pytest -q benchmarks/test_bench_loss.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=median
+
+mutation: $(SETUP) csrc
+	@$(STEP) 'mutation check'
+	@$(PY) -m tests.mutation $(ARGS)
+
+# ---- housekeeping ----
+
+format: $(SETUP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+"""What every data source yields, and the error every source raises."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+Prompt = str | list[dict[str, str]]  # plain text, or chat messages for the tokenizer's chat template
+
+
+class Example(NamedTuple):
+    """One question: `prompt` for the policy, `answer` for the rewards, `solution` (gold text) for a warm start."""
+
+    prompt: Prompt
+    answer: str
+    solution: str | None
+
+
+class DatasetError(ValueError):
+    """A data source that cannot be used; the message names the file and line, or the argument."""
+
+
+class DataSource(Protocol):
+    """The part of a data config all sources read (see `load_examples` for the rest)."""
+
+    @property
+    def task(self) -> Any: ...

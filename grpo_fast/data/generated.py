@@ -1,0 +1,143 @@
+"""Tasks that need no download: sort a few symbols, add two numbers.
+
+Each is an indexable sequence: example i of the training split is a function of (seed, i) alone, so a run can resume
+anywhere. The held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
+split redraws whatever falls among them.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, overload
+
+from grpo_fast.data.example import DatasetError, Example
+
+HELD_OUT_SEED = "grpo_fast held-out prompts"
+
+
+class GeneratedTask(Sequence[Example]):
+    """Shared part: the split, and the promise that no test prompt is ever trained on."""
+
+    options: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *, split: str, seed: int, n_train: int = 1 << 16, n_test: int = 256) -> None:
+        for name, value in (("n_train", n_train), ("n_test", n_test)):
+            if value < 1:
+                raise DatasetError(f"data.{name}: expected at least 1, got {value}")
+        space = self.space_size()
+        if 2 * n_test > space:
+            raise DatasetError(
+                f"data.n_test: expected at most half of the {space} different prompts of this task, got {n_test}; "
+                "make the prompts longer or the test split smaller"
+            )
+        self.split, self.seed = split, seed
+        self.held_out = self._draw_held_out(n_test)
+        self._held_out_set = frozenset(self.held_out)
+        self._length = n_test if split == "test" else n_train
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> tuple[int, ...]:
+        """One random prompt, as the numbers it is made of."""
+
+    @abstractmethod
+    def space_size(self) -> int:
+        """How many different prompts there are."""
+
+    @abstractmethod
+    def render(self, content: tuple[int, ...]) -> Example:
+        """The text of a drawn prompt and its answer."""
+
+    def _draw_held_out(self, n_test: int) -> list[tuple[int, ...]]:
+        rng = random.Random(HELD_OUT_SEED)
+        chosen: dict[tuple[int, ...], None] = {}  # a dict keeps the order of drawing
+        while len(chosen) < n_test:
+            chosen[self.draw(rng)] = None
+        return list(chosen)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"index: expected one of {len(self)} examples, got {index}")
+        if self.split == "test":
+            return self.render(self.held_out[position])
+        rng = random.Random(f"{self.seed}/{position}")
+        content = self.draw(rng)
+        while content in self._held_out_set:
+            content = self.draw(rng)
+        return self.render(content)
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[i] for i in range(len(self)))
+
+
+class SortTask(GeneratedTask):
+    """The CS336 lecture's task: n random symbols, the answer is the same symbols sorted.
+
+    `3 1 2 =` → `1 2 3`. Symbols are the numbers 0…symbols−1 separated by blanks, one token each.
+    """
+
+    options = ("digits", "symbols")
+
+    def __init__(
+        self, *, split: str, seed: int, digits: int = 5, symbols: int = 10, n_train: int = 1 << 16, n_test: int = 256
+    ) -> None:
+        if digits < 1:
+            raise DatasetError(f"data.digits: expected at least 1 symbol in a prompt, got {digits}")
+        if symbols < 2:
+            raise DatasetError(f"data.symbols: expected at least 2 different symbols, got {symbols}")
+        self.digits, self.symbols = digits, symbols
+        super().__init__(split=split, seed=seed, n_train=n_train, n_test=n_test)
+
+    @staticmethod
+    def vocabulary(*, digits: int = 5, symbols: int = 10) -> list[str]:
+        """Every symbol a prompt or answer may hold."""
+        return [*map(str, range(symbols)), "="]
+
+    def draw(self, rng: random.Random) -> tuple[int, ...]:
+        return tuple(rng.randrange(self.symbols) for _ in range(self.digits))
+
+    def space_size(self) -> int:
+        return int(self.symbols**self.digits)
+
+    def render(self, content: tuple[int, ...]) -> Example:
+        answer = " ".join(map(str, sorted(content)))
+        return Example(prompt=" ".join([*map(str, content), "="]), answer=answer, solution=answer)
+
+
+class ArithmeticTask(GeneratedTask):
+    """Addition of two numbers of up to `digits` digits: `1 7 + 5 =` → `2 2`, one token for each digit."""
+
+    options = ("digits",)
+
+    def __init__(self, *, split: str, seed: int, digits: int = 2, n_train: int = 1 << 16, n_test: int = 256) -> None:
+        if digits < 1:
+            raise DatasetError(f"data.digits: expected at least 1 digit in a number, got {digits}")
+        self.digits = digits
+        super().__init__(split=split, seed=seed, n_train=n_train, n_test=n_test)
+
+    @staticmethod
+    def vocabulary(*, digits: int = 2) -> list[str]:
+        """Every symbol a prompt or answer may hold."""
+        return [*map(str, range(10)), "+", "="]
+
+    def draw(self, rng: random.Random) -> tuple[int, ...]:
+        return rng.randrange(10**self.digits), rng.randrange(10**self.digits)
+
+    def space_size(self) -> int:
+        return int(100**self.digits)
+
+    def render(self, content: tuple[int, ...]) -> Example:
+        left, right = content
+        answer = " ".join(str(left + right))
+        return Example(prompt=f"{' '.join(str(left))} + {' '.join(str(right))} =", answer=answer, solution=answer)

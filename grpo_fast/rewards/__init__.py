@@ -1,0 +1,86 @@
+"""Rewards: rule functions for GSM8K and the generated tasks, functions by import path, and the set that calls them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from grpo_fast.rewards.calling import RewardFunction, import_function
+from grpo_fast.rewards.gsm8k import gsm8k_correct, gsm8k_correct_lenient, gsm8k_format
+from grpo_fast.rewards.isolated import IsolatedReward
+from grpo_fast.rewards.reward_set import RewardError, RewardResult, RewardSet, WeightedReward
+from grpo_fast.rewards.scoring import Scorer, scorer_for
+from grpo_fast.rewards.sort import exact_match, sort_inclusion_ordering, sort_positions
+
+__all__ = [
+    "REWARDS",
+    "RewardError",
+    "RewardResult",
+    "RewardSet",
+    "Scorer",
+    "WeightedReward",
+    "build_rewards",
+    "import_function",
+    "scorer_for",
+]
+
+REWARDS: dict[str, RewardFunction] = {
+    function.__name__: function
+    for function in (
+        gsm8k_correct,
+        gsm8k_correct_lenient,
+        gsm8k_format,
+        sort_positions,
+        sort_inclusion_ordering,
+        exact_match,
+    )
+}
+
+
+class RewardSpec(Protocol):
+    """The part of a reward's config read here: `name`, `weight`, and keyword `options` for the function.
+
+    For a function by import path the option `timeout` (seconds) is not passed on: it runs the function in a process of
+    its own, and each call may take that long.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+
+
+def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:
+    """Look up every reward function before the run starts.
+
+    Raises:
+        ValueError: an unknown name (the nearest is named), an import path that does not lead to a function.
+    """
+    return RewardSet(
+        [
+            WeightedReward(spec.name.rpartition(":")[2], float(spec.weight), _resolve(spec.name, _options(spec)))
+            for spec in specs
+        ],
+        max_failures=max_failures,
+    )
+
+
+def _options(spec: RewardSpec) -> dict[str, Any]:
+    return dict(getattr(spec, "options", None) or {})
+
+
+def _resolve(name: str, options: dict[str, Any]) -> RewardFunction:
+    if ":" in name:
+        function = import_function(name)
+        timeout = options.pop("timeout", None)
+        if timeout is not None:
+            return IsolatedReward(name, timeout=float(timeout), options=options)
+    elif name in REWARDS:
+        function = REWARDS[name]
+    else:
+        close = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(REWARDS)}"
+        raise ValueError(f"rewards: no reward is called {name!r}; {hint} Own ones go by 'package.module:function'")
+    return functools.partial(function, **options) if options else function

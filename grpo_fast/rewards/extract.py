@@ -1,0 +1,63 @@
+"""Reading the final number out of a completion. Model text is data: no eval, no float(), every step linear in length.
+
+A number is `-?` digit, then digits and commas, then an optional decimal part: ASCII only, at most 32 digits. `$ % ** ,`
+and a trailing full stop are dropped before. Numbers are compared as `Decimal`: 18, 18.0, $18 and `18.` are one answer,
+1,080 is 1080.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+MAX_DIGITS = 32
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+# In running text a minus belongs to the number only where nothing stands before it: "10-18" ends in 18.
+_NUMBER_IN_TEXT = re.compile(r"(?:(?<![0-9A-Za-z).])-\$?)?[0-9][0-9,]*(?:\.[0-9]+)?")
+_DECORATION = "$%*, \t\r\n"  # stripped at both ends only: 5*3 is not 53
+
+
+def parse_number(text: str) -> Decimal | None:
+    """The number that `text` is, decorations aside; None when it is anything else."""
+    bare = text.strip(_DECORATION).removesuffix(".").rstrip(_DECORATION)
+    if bare.startswith("-$"):
+        bare = "-" + bare[2:]
+    return _to_decimal(bare) if _NUMBER.fullmatch(bare) else None
+
+
+def marked_content(text: str) -> str | None:
+    """What stands after the last `####` (its line only) or in the last `<answer>…</answer>`, the later of the two."""
+    hashes = text.rfind("####")
+    close = text.rfind("</answer>")
+    open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
+    if hashes < 0 and open_ < 0:
+        return None
+    if hashes > open_:
+        return text[hashes + 4 :].lstrip(" \t").partition("\n")[0].partition("</answer>")[0]
+    return text[open_ + len("<answer>") : close]
+
+
+def extract_strict(text: str) -> Decimal | None:
+    """The answer given in the required format, `#### 18` or `<answer>18</answer>`; None when there is none."""
+    content = marked_content(text)
+    return None if content is None else parse_number(content)
+
+
+def extract_lenient(text: str) -> Decimal | None:
+    """The strict answer; else the first number behind the last marker; else the last number of the text."""
+    strict = extract_strict(text)
+    if strict is not None:
+        return strict
+    content = marked_content(text)
+    marked = _numbers(content) if content is not None else []
+    found = marked[:1] or _numbers(text)[-1:]
+    return _to_decimal(found[0]) if found else None
+
+
+def _numbers(text: str) -> list[str]:
+    return _NUMBER_IN_TEXT.findall(text)
+
+
+def _to_decimal(number: str) -> Decimal | None:
+    digits = number.replace(",", "").replace("$", "")
+    return Decimal(digits) if len(digits.lstrip("-").replace(".", "")) <= MAX_DIGITS else None

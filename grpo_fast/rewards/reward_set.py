@@ -1,0 +1,147 @@
+"""Calling reward functions so that none of them can stop or poison a run.
+
+A function takes `prompts, completions, answers` by keyword and returns one number per completion. If a call raises,
+hangs, or returns the wrong length, it is asked again sample by sample, and only those that fail again are lost. A lost
+sample, or one scored NaN or inf, is NaN in the result: the trainer drops it from the baseline and gives it no
+advantage. Losses are counted; above a threshold the run is not learning what it was meant to and ends (`RewardError`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rewards.calling import RewardFunction, call
+
+logger = logging.getLogger(__name__)
+
+WINDOW_CALLS = 10
+MIN_CALLS = 3
+RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest of the batch unasked
+
+
+class RewardError(RuntimeError):
+    """Too many samples without a reward: the run stops, with the function's name and its last error."""
+
+
+class WeightedReward(NamedTuple):
+    """A reward function under the name it has in the metrics, and its weight in the sum."""
+
+    name: str
+    weight: float
+    function: RewardFunction
+
+
+class RewardResult(NamedTuple):
+    """Rewards of N completions, fp32 on the CPU; NaN marks a sample that has none."""
+
+    total: Tensor  # (N,) weighted sum, NaN where any function with a weight has none
+    per_fn: dict[str, Tensor]  # name → (N,)
+    failures: dict[str, int]  # name → samples lost in this call
+
+
+class RewardSet:
+    """Several weighted reward functions as one: `rewards(prompts, completions, answers) -> RewardResult`.
+
+    Args:
+        rewards: at least one, names all different.
+        max_failures: fraction of lost samples, over the last 10 calls (at least 3), above which RewardError is raised.
+    """
+
+    def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
+        names = [reward.name for reward in rewards]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"rewards: expected at least one, with different names, got {names}")
+        for reward in rewards:
+            if not math.isfinite(reward.weight):
+                raise ValueError(f"rewards: expected a finite weight for {reward.name}, got {reward.weight}")
+        if not 0 <= max_failures <= 1:
+            raise ValueError(f"max_failures: expected a fraction from 0 to 1, got {max_failures}")
+        self.rewards = list(rewards)
+        self.max_failures = max_failures
+        self.failed_total = dict.fromkeys(names, 0)
+        self._recent: dict[str, deque[tuple[int, int]]] = {name: deque(maxlen=WINDOW_CALLS) for name in names}
+        self._last_error = dict.fromkeys(names, "")
+
+    @property
+    def names(self) -> list[str]:
+        """The functions' names, in the order of the configuration."""
+        return [reward.name for reward in self.rewards]
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]) -> RewardResult:
+        """Score N completions. Raises ValueError for lists of different lengths, RewardError above the threshold."""
+        if not len(prompts) == len(completions) == len(answers):
+            raise ValueError(
+                "prompts, completions, answers: expected lists of one length, "
+                f"got {len(prompts)}, {len(completions)}, {len(answers)}"
+            )
+        per_fn: dict[str, Tensor] = {}
+        failures: dict[str, int] = {}
+        total = torch.zeros(len(completions))
+        for reward in self.rewards:
+            scores = self._scores(reward, prompts, completions, answers)
+            per_fn[reward.name] = scores
+            if reward.weight != 0:  # weight 0 means: only watch it
+                total = total + reward.weight * scores
+            failures[reward.name] = int(scores.isnan().sum())
+            self._count(reward.name, failures[reward.name], len(completions))
+        return RewardResult(total, per_fn, failures)
+
+    def _scores(
+        self, reward: WeightedReward, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
+    ) -> Tensor:
+        scores = self._ask(reward, prompts, completions, answers)
+        if scores is None and len(completions) > 1:
+            scores, timeouts = [], 0
+            for sample in zip(prompts, completions, answers, strict=True):
+                one = None if timeouts > RETRY_TIMEOUTS else self._ask(reward, *([field] for field in sample))
+                timeouts += one is None and self._last_error[reward.name].startswith("TimeoutError")
+                scores.append(math.nan if one is None else one[0])
+        if scores is None:
+            scores = [math.nan] * len(completions)
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def _ask(self, reward: WeightedReward, prompts: Any, completions: Any, answers: Any) -> list[float] | None:
+        """One call of the function; None when it fails as a whole."""
+        try:
+            arguments = {"prompts": list(prompts), "completions": list(completions), "answers": list(answers)}
+            values = call(reward.function, **arguments)
+            if len(values) != len(completions):
+                raise ValueError(f"expected {len(completions)} rewards, the function returned {len(values)}")
+        except Exception as error:  # a user's function may raise anything
+            self._note(reward.name, f"{type(error).__name__}: {error}")
+            return None
+        return [self._number(reward.name, value) for value in values]
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            number = float(value) if not isinstance(value, str) else math.nan
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        # float32 is what the trainer computes in: a value beyond its range is as useless as inf
+        if not math.isfinite(number) or abs(number) > torch.finfo(torch.float32).max:
+            self._note(name, f"not a finite number: {str(value)[:60]!r}")
+            return math.nan
+        return number
+
+    def _note(self, name: str, message: str) -> None:
+        if not self._last_error[name]:
+            logger.warning("reward %s failed (its samples are dropped and counted): %r", name, message[:500])
+        self._last_error[name] = message[:500]
+
+    def _count(self, name: str, failed: int, asked: int) -> None:
+        self.failed_total[name] += failed
+        recent = self._recent[name]
+        recent.append((failed, asked))
+        lost, of = sum(f for f, _ in recent), sum(n for _, n in recent)
+        if len(recent) >= MIN_CALLS and lost > self.max_failures * of:
+            raise RewardError(
+                f"reward {name}: {lost} of the last {of} samples have no reward "
+                f"(more than {self.max_failures:.0%}); last error: {self._last_error[name]}"
+            )

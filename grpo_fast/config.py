@@ -158,15 +158,14 @@ class LossConfig:
         """True when the entropy of every row is computed."""
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
-    def is_token_local(self, has_sampling_logps: bool) -> bool:
+    @property
+    def is_token_local(self) -> bool:
         """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits is enough."""
-        corrects_sequences = has_sampling_logps and str(self.sampling_correction).startswith("sequence")
         return (
             OBJECTIVES[self.loss_type].window == "ratio"
             and self.importance_sampling_level == "token"
             and self.off_policy_threshold is None
             and self.top_entropy_quantile == 1
-            and not corrects_sequences
         )
 
     def replace(self, **changes: Any) -> LossConfig:

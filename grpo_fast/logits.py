@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
 from grpo_fast.kernels.linear import RowStats
-from grpo_fast.kernels.tokens import TokenBatch, TokenLoss, token_loss
+from grpo_fast.kernels.tokens import FusedInputs, TokenLoss
 from grpo_fast.prepare import ActiveTokens
 
 # Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from cache.
@@ -77,53 +77,16 @@ class LogitsSweep:
             cut = (lse[block], logps[block], None if entropy is None else entropy[block])
             self.row_grad(block, cut, g[block], None if g_entropy is None else g_entropy[block])
 
-    def one_pass(self) -> RowStats:
-        """Token-local losses: every row is read once and its gradient written once."""
-        corrected = self.tokens.batch.sampling_logps is not None and self.config.sampling_correction is not None
-        if self.kernels.row_loss_ is not None and not corrected:
-            return self.one_kernel()
-        rows_batch = self.full_batch()
+    def one_pass(self, inputs: FusedInputs) -> tuple[RowStats, Tensor]:
+        """Token-local losses: every row is read once and its gradient written once. Returns (stats, losses (T,))."""
+        assert self.out is not None
+        spread = inputs.map(self.tokens.to_rows)  # weight 0 where a row is not active
         parts = []
         for block in self.blocks():
-            stats = self.row_logps(block)
-            part = token_loss(stats[1], stats[2], rows_batch.rows(block), self.config)
-            active = rows_batch.weights[block] != 0
-            g = torch.where(active, part.grad_logps, 0.0)
-            g_entropy = None if part.grad_entropy is None else torch.where(active, part.grad_entropy, 0.0)
-            self.row_grad(block, stats, g, g_entropy)
-            parts.append(stats)
-        return self.active_stats(parts)
-
-    def full_batch(self) -> TokenBatch:
-        """The batch spread over all N rows, weight 0 where a row is not active."""
-        batch, spread = self.tokens.batch, self.tokens.to_rows
-        entropy_weight = batch.entropy_weight
-        if entropy_weight is None:
-            entropy_weight = 1.0 / batch.weights.new_full((), float(max(batch.weights.shape[0], 1)))
-
-        def maybe(x: Tensor | None) -> Tensor | None:
-            return None if x is None else spread(x)
-
-        return batch._replace(
-            advantages=spread(batch.advantages),
-            weights=spread(batch.weights),
-            entropy_weight=entropy_weight,
-            segments=spread(batch.segments),
-            old_logps=maybe(batch.old_logps),
-            ref_logps=maybe(batch.ref_logps),
-            sampling_logps=maybe(batch.sampling_logps),
-        )
-
-    def one_kernel(self) -> RowStats:
-        """One kernel reads the row, finds its coefficient and writes its gradient."""
-        assert self.kernels.row_loss_ is not None and self.out is not None
-        batch, config = self.full_batch(), self.config
-        kl_weights = batch.weights * config.beta if config.uses_reference else torch.zeros_like(batch.weights)
-        g_entropy = None
-        if config.entropy_coef:
-            g_entropy = torch.where(batch.weights != 0, -config.entropy_coef * batch.entropy_weight, 0.0)
-        stats = self.kernels.row_loss_(
-            self.logits, self.out, self.targets, batch.advantages, batch.weights, kl_weights,
-            batch.old_logps, batch.ref_logps, g_entropy, config, self.rule, return_entropy=config.needs_entropy,
-        )  # fmt: skip
-        return self.active_stats([stats])
+            chunk = spread.map(lambda x, block=block: x[block])  # type: ignore[misc]
+            part = self.kernels.row_loss_(
+                self.logits[block], self.out[block], self.targets[block], *chunk, self.config, self.rule.rows(block),
+                return_entropy=self.config.needs_entropy,
+            )  # fmt: skip
+            parts.append(part)
+        return self.active_stats([part[:3] for part in parts]), self.tokens.active(torch.cat([p.losses for p in parts]))

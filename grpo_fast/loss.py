@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
@@ -28,16 +27,20 @@ class LossOutput:
     loss: Tensor
     logps: Tensor
     entropy: Tensor | None
+    _config: LossConfig = dataclasses.field(repr=False)
     _inputs: tuple = dataclasses.field(repr=False)
+    _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
-    @functools.cached_property
+    @property
     def metrics(self) -> dict[str, Tensor]:
         """0-d fp32 tensors by TRL's names, on the loss's device; computed when first read, no copy to the host."""
-        config = LossConfig.from_key(self._inputs[-1])
-        names = metric_names(config, TokenInputs(*self._inputs[:-1]).sampling_logps is not None, self.entropy is not None)
+        if self._metrics:
+            return self._metrics
+        names = metric_names(self._config, TokenInputs(*self._inputs[:-1]).sampling_logps is not None, self.entropy is not None)
         entropy = None if self.entropy is None else self.entropy.reshape(-1)
         values = _metrics(self.logps.reshape(-1), entropy, *self._inputs)
-        return dict(zip(names, values.unbind(), strict=True))
+        self._metrics.update(zip(names, values.unbind(), strict=True))
+        return self._metrics
 
 
 def linear_logps(
@@ -132,6 +135,7 @@ def grpo_loss(
     if logps.dim() not in (1, 2):
         raise ValueError(f"logps: expected shape (B, L) or (T,), got {tuple(logps.shape)}")
     validation.per_token("entropy", entropy, logps)
+    validation.is_config(config)
     if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
         raise ValueError("entropy: entropy_coef != 0 or top_entropy_quantile < 1 expects a tensor like logps, got None")
     tokens = _token_arguments(
@@ -140,7 +144,7 @@ def grpo_loss(
     )  # fmt: skip
     flat_entropy = None if entropy is None else entropy.reshape(-1)
     results = ops.call(ops.logps_grpo, logps.reshape(-1), flat_entropy, *tokens)
-    return _output(results, logps, tokens, entropy is not None)
+    return _output(results, logps, config, tokens, entropy is not None)
 
 
 def linear_grpo_loss(
@@ -205,7 +209,7 @@ def linear_grpo_loss(
     wanted = [on and x is not None and x.requires_grad for x in (hidden, lm_head_weight, bias)]
     flat = hidden.reshape(-1, hidden.shape[-1])
     results = ops.call(ops.linear_grpo, flat, lm_head_weight, bias, wanted, backend, validate, *tokens)
-    return _output(results, target_ids, tokens, config.needs_entropy)
+    return _output(results, target_ids, config, tokens, config.needs_entropy)
 
 
 def logits_grpo_loss(
@@ -246,7 +250,7 @@ def logits_grpo_loss(
         results = ops.Inplace.apply(flat, wanted, backend, validate, *tokens)
     else:
         results = ops.call(ops.logits_grpo, flat, wanted, backend, validate, *tokens)
-    return _output(results, target_ids, tokens, config.needs_entropy)
+    return _output(results, target_ids, config, tokens, config.needs_entropy)
 
 
 def _metrics(*inputs: object) -> Tensor:
@@ -293,8 +297,7 @@ def _token_arguments(
     num_completions_in_batch: float | Tensor | None,
 ) -> tuple:
     """Check everything per token and flatten it to the operators' `TOKEN_ARGS`."""
-    if not isinstance(config, LossConfig):
-        raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
+    validation.is_config(config)
     validation.mask_and_segments(completion_mask, cu_seqlens, like)
     num_completions = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     validation.advantages_of(advantages, num_completions, like)
@@ -329,11 +332,13 @@ def _shaped(logps: Tensor, entropy: Tensor, target_ids: Tensor, return_entropy: 
     return (logps.reshape(shape), entropy.reshape(shape)) if return_entropy else logps.reshape(shape)
 
 
-def _output(results: tuple[Tensor, ...], like: Tensor, tokens: tuple, has_entropy: bool) -> LossOutput:
+def _output(
+    results: tuple[Tensor, ...], like: Tensor, config: LossConfig, tokens: tuple, has_entropy: bool
+) -> LossOutput:
     loss, logps, entropy = results[:3]
     entropy = entropy.detach().reshape(like.shape) if has_entropy else None
     inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in tokens)
-    return LossOutput(loss, logps.detach().reshape(like.shape), entropy, inputs)
+    return LossOutput(loss, logps.detach().reshape(like.shape), entropy, config, inputs)
 
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "linear_logps", "logits_grpo_loss", "logits_logps"]

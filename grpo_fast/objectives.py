@@ -1,7 +1,7 @@
 """THE table: one small function per loss type, value and slope side by side.
 
 A leaf takes fp32 scalars (or tensors) `(logp, log_ratio, advantage, *params)` and returns `(loss, slope)`, the loss of one
-token and its derivative. It is written in the vocabulary `+ - * / < <= > == & exp log abs where clamp sigmoid` of the module
+token and its derivative. It is written in the vocabulary `+ - * / < <= > == & exp log abs where clamp` of the module
 global `tl`, which is torch here: the readable reference. `bind` gives the same code object another `tl`, so Triton
 compiles this very source (`kernels/rows_triton.py`). Adding a loss is one leaf and one line of `OBJECTIVES`.
 """
@@ -63,7 +63,7 @@ def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
     """-A·σ(τ(r-1))·4/τ (2511.20347)."""
     ratio = tl.exp(log_ratio)
     tau = tl.where(advantage > 0, temperature_pos, temperature_neg)
-    gate = tl.sigmoid(tau * (ratio - 1.0))
+    gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
     return -4.0 / tau * gate * advantage, -4.0 * gate * (1.0 - gate) * ratio * advantage
 
 

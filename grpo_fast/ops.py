@@ -111,7 +111,13 @@ def remember(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
-    ctx.gradients = [x.detach() for x in output[3:]]
+    ctx.gradients = gradients_of(inputs, output)
+
+
+def gradients_of(inputs: tuple, output: tuple) -> list[Tensor | None]:
+    """The gradients that an operator formed; None for those nobody wanted (they have not their input's shape)."""
+    pairs = zip(inputs, output[3:], strict=False)
+    return [x.detach() if like is not None and x.shape == like.shape else None for like, x in pairs]
 
 
 def hand_over(ctx: Any, grad_loss: Tensor | None, needs_grad: tuple[bool, ...], operator: Callable) -> list[Tensor | None]:
@@ -123,8 +129,10 @@ def hand_over(ctx: Any, grad_loss: Tensor | None, needs_grad: tuple[bool, ...], 
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         saved = iter(ctx.saved_tensors)
-        gradients = operator(*(next(saved) if other is None else other[0] for other in ctx.others))[3:]
-    scaled = [scale_(x, grad_loss) if need else None for x, need in zip(gradients, needs_grad, strict=False)]
+        inputs = tuple(next(saved) if other is None else other[0] for other in ctx.others)
+        gradients = gradients_of(inputs, operator(*inputs))
+    pairs = zip(gradients, needs_grad, strict=False)
+    scaled = [scale_(x, grad_loss) if need and x is not None else None for x, need in pairs]
     return scaled + [None] * (len(ctx.others) - len(scaled))
 
 
@@ -173,7 +181,7 @@ class Inplace(torch.autograd.Function):
     def forward(ctx, *inputs):
         output = logits_grpo_(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.others, ctx.gradients = inputs[1:], [output[3].detach()]
+        ctx.others, ctx.gradients = [(None,)] * (len(inputs) - 1), [output[3].detach()]
         ctx.mark_non_differentiable(*output[1:3])
         return output[:3]
 

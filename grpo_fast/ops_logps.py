@@ -104,15 +104,10 @@ def linear_logps_grad(
     rows = Rows(weight.shape[0], target_ids, temperatures, temperature, softcap, logit_scale)
     g, g_entropy = rows.coefficients(d_logps, d_entropy)
     known = (rows.active(lse), rows.active(logps), rows.active(entropy) if return_entropy else None)
-
-    def coefficients(logps: Tensor, entropy: Tensor | None, chunk: slice) -> tuple[Tensor, Tensor | None]:
-        return g[chunk], None if g_entropy is None else g_entropy[chunk]
-
     with kernel_precision(hidden.device):
         kernels = pick_backend(backend, hidden)
         head = LinearHead(hidden, weight, bias, rows.target_ids, rows.rule, rows.index, kernels)
-        _, sums = head.gradients(coefficients, Wanted(*wanted), return_entropy=return_entropy, known=known)
-        return sums.finish(hidden.new_empty(0))
+        return head.gradients(g, g_entropy, known, Wanted(*wanted))
 
 
 def logits_logps_grad(

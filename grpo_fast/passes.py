@@ -16,7 +16,7 @@ from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend, resolve
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.metrics import metric_names, token_metrics
-from grpo_fast.kernels.tokens import TokenLoss, token_loss
+from grpo_fast.kernels.tokens import fused_inputs, token_loss
 from grpo_fast.logits import LogitsSweep
 from grpo_fast.prepare import ActiveTokens, TokenInputs, active_tokens, check_logps
 
@@ -48,10 +48,10 @@ def pick_backend(name: str, x: Tensor) -> Backend:
     return resolve(name, x.device)
 
 
-def rows_result(result: TokenLoss, stats: RowStats, tokens: ActiveTokens, gradients: tuple) -> LossResult:
+def rows_result(loss: Tensor, stats: RowStats, tokens: ActiveTokens, gradients: tuple) -> LossResult:
     _, logps, entropy = stats
     h = logps.new_empty(0) if entropy is None else tokens.to_rows(entropy)
-    return LossResult(result.loss, tokens.to_rows(logps), h, gradients)
+    return LossResult(loss, tokens.to_rows(logps), h, gradients)
 
 
 def linear_loss(
@@ -70,35 +70,24 @@ def linear_loss(
     head = LinearHead(
         hidden, weight, bias, tokens.target_ids, tokens.rule, tokens.index, pick_backend(backend, hidden)
     )
-    entropy_wanted = config.needs_entropy
-    empty = hidden.new_empty(0)
-
-    if not any(wanted):
-        stats = head.logps(return_entropy=entropy_wanted)
-        check_logps(stats[1], validate)
-        result = token_loss(stats[1], stats[2], tokens.batch, config)
-        return rows_result(result, stats, tokens, (empty, empty.clone(), empty.clone()))
-
-    known: RowStats | None = None
-    if not config.is_token_local(inputs.sampling_logps is not None):
-        known = head.logps(return_entropy=entropy_wanted)
-        whole = token_loss(known[1], known[2], tokens.batch, config)
-
-    def coefficients(logps: Tensor, entropy: Tensor | None, rows: slice) -> tuple[Tensor, Tensor | None]:
-        nonlocal whole
-        if known is not None:
-            return whole.grad_logps[rows], None if whole.grad_entropy is None else whole.grad_entropy[rows]
-        if head.is_single_chunk:
-            whole = token_loss(logps, entropy, tokens.batch, config)
-            return whole.grad_logps, whole.grad_entropy
-        part = token_loss(logps, entropy, tokens.batch.rows(rows), config)
-        return part.grad_logps, part.grad_entropy
-
-    stats, sums = head.gradients(coefficients, wanted, return_entropy=entropy_wanted, known=known)
+    fused = fused_inputs(tokens.batch, config)
+    if any(wanted) and fused is not None and head.num_rows:
+        rows, gradients = head.loss_gradients(fused, config, wanted)
+        check_logps(rows.logps, validate)
+        return rows_result(summed(rows.losses, rows.entropy, fused.grad_entropy), rows[:3], tokens, gradients)
+    stats = head.logps(return_entropy=config.needs_entropy)
     check_logps(stats[1], validate)
-    if known is None and (not head.is_single_chunk or head.num_rows == 0):
-        whole = token_loss(stats[1], stats[2], tokens.batch, config)
-    return rows_result(whole, stats, tokens, sums.finish(empty))
+    result = token_loss(stats[1], stats[2], tokens.batch, config)
+    gradients = head.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
+    return rows_result(result.loss, stats, tokens, gradients)
+
+
+def summed(losses: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
+    """0-d fp32: the loss of all rows, summed in fp64."""
+    loss = losses.sum(dtype=torch.float64)
+    if grad_entropy is not None and entropy is not None:
+        loss = loss + (grad_entropy * entropy).sum(dtype=torch.float64)
+    return loss.float()
 
 
 def logits_loss(
@@ -113,13 +102,17 @@ def logits_loss(
     tokens = active_tokens(inputs, logits.shape[0], logits.shape[1], config, validate)
     kernels = pick_backend(backend, logits)
     sweep = LogitsSweep(logits, out, tokens, config, kernels)
-    one_pass = out is not None and config.is_token_local(inputs.sampling_logps is not None)
-    stats = sweep.one_pass() if one_pass else sweep.logps()
+    fused = fused_inputs(tokens.batch, config)
+    if out is not None and fused is not None and logits.shape[0]:
+        stats, losses = sweep.one_pass(fused)
+        check_logps(stats[1], validate)
+        return rows_result(summed(losses, stats[2], fused.grad_entropy), stats, tokens, ())
+    stats = sweep.logps()
     check_logps(stats[1], validate)
     result = token_loss(stats[1], stats[2], tokens.batch, config)
-    if out is not None and not one_pass:
+    if out is not None:
         sweep.gradient(result, stats)
-    return rows_result(result, stats, tokens, ())
+    return rows_result(result.loss, stats, tokens, ())
 
 
 def logps_loss(
@@ -134,7 +127,7 @@ def logps_loss(
     result = token_loss(lp, h, tokens.batch, config)
     d_entropy = logps.new_empty(0) if result.grad_entropy is None else tokens.to_rows(result.grad_entropy)
     gradients = (tokens.to_rows(result.grad_logps), d_entropy)
-    return rows_result(result, (lp, lp, h), tokens, gradients)
+    return rows_result(result.loss, (lp, lp, h), tokens, gradients)
 
 
 def logps_metrics(

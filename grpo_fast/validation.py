@@ -82,6 +82,11 @@ def token_ids(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected an int64 or int32 tensor, got {_kind(x)}")
 
 
+def is_config(config: object) -> None:
+    if not isinstance(config, LossConfig):
+        raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
+
+
 def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """hidden (..., H), lm_head_weight (V, H) and bias (V,) fit each other."""
     floating("hidden", hidden)

@@ -13,14 +13,16 @@ A row's logp and dH depend on that row, W and its scalars only, bit for bit: eac
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
-from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, row_coefficients
+from grpo_fast.kernels.tokens import FusedInputs
 
 # Rows per GEMM are a multiple of this: below 8 rows MKL takes another kernel, with another order of summation.
 ROW_MULTIPLE = 32
@@ -46,8 +48,6 @@ class Wanted(NamedTuple):
 
 # (lse, logps, entropy or None) of some rows, each (C,) fp32
 RowStats = tuple[Tensor, Tensor, Tensor | None]
-# (logps, entropy, rows of the chunk) → (dL/dlogp, dL/dentropy or None), all (C,)
-Coefficients = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor | None]]
 
 
 class LinearHead:
@@ -70,6 +70,7 @@ class LinearHead:
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.chunk_rows = self._chunk_rows()
         self._logits: Tensor | None = None
+        self._holds = False
 
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
@@ -88,6 +89,15 @@ class LinearHead:
     def is_single_chunk(self) -> bool:
         return self.num_rows <= self.chunk_rows
 
+    def gathers(self, keep: Tensor, count: int) -> bool:
+        """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
+        return keep.shape[0] < GATHER_BELOW * count
+
+    @property
+    def holds_logits(self) -> bool:
+        """The raw logits of all rows are in the workspace, from `logps`."""
+        return self._logits is not None and self.is_single_chunk and self._holds
+
     def hidden_rows(self, rows: slice) -> Tensor:
         """(padded C, H): the hidden rows of a chunk, zero rows added up to a multiple of ROW_MULTIPLE."""
         h = self.hidden[rows] if self.index is None else self.hidden.index_select(0, self.index[rows])
@@ -101,6 +111,12 @@ class LinearHead:
             self._logits = self.hidden.new_empty((most, self.vocab_size), dtype=self.compute_dtype)
         return self._logits[:rows]
 
+    def raw_logits(self, h: Tensor, out: Tensor) -> None:
+        """out (C, V) = h·Wᵀ + bias in fp32."""
+        matmul_wide(h, self.weight, out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
+
     def forward(self, h: Tensor, target_ids: Tensor, rule: LogitRule, return_entropy: bool) -> tuple[Tensor, RowStats]:
         """Raw logits (padded C, V) in the workspace, and lse, logp, entropy of the first C = len(target_ids) rows."""
         z, count = self.workspace(h.shape[0]), target_ids.shape[0]
@@ -108,9 +124,7 @@ class LinearHead:
             return z, self.backend.linear_logps(
                 h[:count], self.weight, self.bias, target_ids, rule, return_entropy=return_entropy, logits_out=z[:count]
             )
-        matmul_wide(h, self.weight, out=z)
-        if self.bias is not None:
-            z.add_(self.bias)
+        self.raw_logits(h, z)
         return z, self.backend.row_logps(z[:count], target_ids, rule, return_entropy=return_entropy)
 
     def logps(self, *, return_entropy: bool) -> RowStats:
@@ -127,35 +141,68 @@ class LinearHead:
         for rows in self.chunks():
             _, stats = self.forward(self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows), return_entropy)
             parts.append(stats)
-        return joined(parts, self.hidden, return_entropy)
+        self._holds = self.is_single_chunk
+        return joined(parts, self.hidden)
+
+    def row_loss(
+        self, h: Tensor, target_ids: Tensor, inputs: FusedInputs, config: LossConfig, rule: LogitRule
+    ) -> tuple[Tensor, RowLoss]:
+        """d-logits (padded C, V) in the workspace, and the losses of the first C = len(target_ids) rows."""
+        count, has_entropy = target_ids.shape[0], config.needs_entropy
+        if self.backend.linear_logps is None:
+            z = self.workspace(h.shape[0])
+            self.raw_logits(h, z)
+            chunk = z[:count]
+            return z, self.backend.row_loss_(chunk, chunk, target_ids, *inputs, config, rule, return_entropy=has_entropy)
+        # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give them here.
+        z, stats = self.forward(h, target_ids, rule, has_entropy)
+        losses, g = row_coefficients(stats[1], *inputs[:5], config)
+        self.backend.row_grad_(z[:count], target_ids, *stats, g, inputs.grad_entropy, rule)
+        return z, RowLoss(*stats, losses, g)
+
+    def loss_gradients(
+        self, inputs: FusedInputs, config: LossConfig, wanted: Wanted
+    ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
+        """One sweep, 6·T·V·H: row losses and (dH, dW, db) of a loss whose coefficients follow row by row."""
+        sums, parts = GradientSums(self, wanted), []
+        for rows in self.chunks():
+            h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
+            chunk = inputs.map(lambda x, rows=rows: x[rows])  # type: ignore[misc]
+            z, part = self.row_loss(h, targets, chunk, config, rule)
+            g_entropy, count = chunk.grad_entropy, targets.shape[0]
+            keep = (part.grad_logps if g_entropy is None else (part.grad_logps != 0) | (g_entropy != 0)).nonzero()[:, 0]
+            sums.add(rows, h, z, count, keep)
+            parts.append(part)
+        return joined(parts, self.hidden), sums.finish()
 
     def gradients(
-        self, coefficients: Coefficients, wanted: Wanted, *, return_entropy: bool, known: RowStats | None = None
-    ) -> tuple[RowStats, GradientSums]:
-        """One sweep: logps of every row and the gradients of Σ g·logp + g_H·entropy.
+        self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
 
-        Args:
-            coefficients: gives (g, g_H) of a chunk from its logps and entropy.
-            wanted: gradients to form; no work is done for the others.
-            return_entropy: compute the entropy (needed by g_H).
-            known: (lse, logps, entropy) from an earlier `logps()` of the same rows. The logits of a single chunk are
-                then still in the workspace; those of several chunks are computed again, for active rows only.
+        The logits of a single chunk are still in the workspace; those of several are computed again, for active rows only.
         """
         sums = GradientSums(self, wanted)
-        parts: list[RowStats] = []
         for rows in self.chunks():
-            h, z = self.hidden_rows(rows), None
-            if known is None:
-                z, stats = self.forward(h, self.target_ids[rows], self.rule.rows(rows), return_entropy)
-                parts.append(stats)
+            coefficients = g[rows] if g_entropy is None else (g[rows] != 0) | (g_entropy[rows] != 0)
+            keep = coefficients.nonzero()[:, 0]
+            if keep.shape[0] == 0:
+                continue
+            h, count = self.hidden_rows(rows), coefficients.shape[0]
+            index: slice | Tensor = rows
+            if not self.holds_logits and self.gathers(keep, count):
+                h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
+                index, keep = keep + rows.start, torch.arange(count, device=keep.device)
+            lse, logps, entropy = (None if x is None else x[index] for x in known)
+            targets, rule = self.target_ids[index], self.rule.rows(index)
+            if self.holds_logits:
+                z = self.workspace(h.shape[0])
             else:
-                stats = tuple(None if x is None else x[rows] for x in known)  # type: ignore[assignment]
-                if self.is_single_chunk and self._logits is not None:
-                    z = self.workspace(h.shape[0])
-            g, g_entropy = coefficients(stats[1], stats[2], rows)
-            sums.add(rows, h, z, stats, g, g_entropy)
-        self._logits = None
-        return known or joined(parts, self.hidden, return_entropy), sums
+                z, _ = self.forward(h, targets, rule, False)
+            g_chunk, h_chunk = g[index], None if g_entropy is None else g_entropy[index]
+            self.backend.row_grad_(z[:count], targets, lse, logps, entropy, g_chunk, h_chunk, rule)
+            sums.add(index, h, z, count, keep)
+        return sums.finish()
 
 
 class GradientSums:
@@ -163,35 +210,28 @@ class GradientSums:
 
     def __init__(self, head: LinearHead, wanted: Wanted) -> None:
         self.head, self.wanted = head, wanted
-        hidden, weight = head.hidden, head.weight
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
-        self.d_bias = weight.new_zeros(weight.shape[0], dtype=head.compute_dtype) if wanted.bias else None
+        self.d_bias: Tensor | None = None
 
-    def add(
-        self, rows: slice, h: Tensor, z: Tensor | None, stats: RowStats, g: Tensor, g_entropy: Tensor | None
-    ) -> None:
-        """Add one chunk. Rows whose coefficients are zero are exact zeros, left out of every GEMM when they are many."""
-        keep = (g if g_entropy is None else (g != 0) | (g_entropy != 0)).nonzero().squeeze(1)
-        if keep.shape[0] == 0 or not any(self.wanted):
+    def add(self, rows: slice | Tensor, h: Tensor, d: Tensor, count: int, keep: Tensor) -> None:
+        """Add one chunk.
+
+        Args:
+            rows: the chunk among the T active rows.
+            h: (padded C, H) its hidden rows. d: (padded C, V) its d-logits.
+            count: C, the rows that are no padding.
+            keep: those with a coefficient; the others are exact zeros, left out of every GEMM when they are many.
+        """
+        if keep.shape[0] == 0:
             return
-        head = self.head
-        index: slice | Tensor = rows if head.index is None else head.index[rows]
-        targets, rule = head.target_ids[rows], head.rule.rows(rows)
-        lse, logps, entropy = stats
-        if keep.shape[0] < GATHER_BELOW * g.shape[0]:
-            h = pad_rows(h.index_select(0, keep))
-            z = None if z is None else pad_rows(z.index_select(0, keep))
-            lse, logps, g, targets = (x.index_select(0, keep) for x in (lse, logps, g, targets))
-            entropy, g_entropy = (None if x is None else x.index_select(0, keep) for x in (entropy, g_entropy))
-            rule, index = rule.rows(keep), keep + rows.start if isinstance(index, slice) else index[keep]
-        if z is None:
-            z, _ = head.forward(h, targets, rule, False)
-        count = g.shape[0]
-        head.backend.row_grad_(z[:count], targets, lse, logps, entropy, g, g_entropy, rule)
-        if count < z.shape[0]:
-            z[count:].zero_()
-        self._multiply(z, h, count, index)
+        index = rows if self.head.index is None else self.head.index[rows]
+        if self.head.gathers(keep, count):
+            h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
+            index, count = keep + index.start if isinstance(index, slice) else index[keep], keep.shape[0]
+        elif count < d.shape[0]:
+            d[count:].zero_()
+        self._multiply(d, h, count, index)
 
     def _multiply(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
         hidden = self.head.hidden
@@ -205,20 +245,25 @@ class GradientSums:
                 self.d_hidden[index] = dh
         if self.wanted.weight:
             self.d_weight = accumulate_outer(self.d_weight, d, h, self.head)
-        if self.d_bias is not None:
-            self.d_bias += d.sum(0)
+        if self.wanted.bias:
+            self.d_bias = d.sum(0) if self.d_bias is None else self.d_bias + d.sum(0)
 
-    def finish(self, empty: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db) in the dtypes of hidden, weight and bias; `empty` where none was wanted."""
-        weight, d_weight, d_bias = self.head.weight, self.d_weight, self.d_bias
-        if self.wanted.weight:
-            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
-        if d_bias is not None and self.head.bias is not None:
-            d_bias = d_bias.to(self.head.bias.dtype)
-        d_hidden = self.d_hidden
-        if self.wanted.hidden and d_hidden is None:
-            d_hidden = torch.zeros_like(self.head.hidden, memory_format=torch.contiguous_format)
-        return tuple(empty.clone() if x is None else x for x in (d_hidden, d_weight, d_bias))  # type: ignore[return-value]
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(dH, dW, db) in the dtypes of hidden, weight and bias; empty where none was wanted."""
+        head = self.head
+        results = []
+        for sum_, like, is_wanted in (
+            (self.d_hidden, head.hidden, self.wanted.hidden),
+            (self.d_weight, head.weight, self.wanted.weight),
+            (self.d_bias, head.bias, self.wanted.bias),
+        ):
+            if not is_wanted:
+                results.append(head.hidden.new_empty(0))
+            elif sum_ is None:
+                results.append(torch.zeros_like(like, memory_format=torch.contiguous_format))
+            else:
+                results.append(sum_.to(like.dtype))
+        return results[0], results[1], results[2]
 
 
 def padded(count: int) -> int:
@@ -231,13 +276,15 @@ def pad_rows(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def joined(parts: list[RowStats], like: Tensor, return_entropy: bool) -> RowStats:
-    """Concatenate the (lse, logps, entropy) of the chunks."""
+def joined(parts: list, like: Tensor) -> Any:
+    """Concatenate the named fields of the chunks' statistics; a field that is None stays None."""
     if len(parts) == 1:
         return parts[0]
     empty = like.new_empty(0, dtype=torch.float32)
-    lse, logps = (torch.cat([empty, *(p[i] for p in parts)]) for i in (0, 1))
-    return lse, logps, torch.cat([empty, *(p[2] for p in parts)]) if return_entropy else None
+    if not parts:
+        return empty, empty, empty
+    fields = [None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)]
+    return type(parts[0])(*fields) if hasattr(parts[0], "_fields") else tuple(fields)
 
 
 def is_wide(x: Tensor) -> bool:

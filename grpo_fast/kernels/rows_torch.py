@@ -9,10 +9,16 @@ Each door treats a chunk of rows of raw logits (C, V), raw = hidden·Wᵀ + bias
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from grpo_fast.kl import KL_ESTIMATORS
+from grpo_fast.objectives import LOG_RATIO_MAX, OBJECTIVES, objective_params
+
+if TYPE_CHECKING:
+    from grpo_fast.config import LossConfig
 
 
 class LogitRule(NamedTuple):
@@ -27,6 +33,16 @@ class LogitRule(NamedTuple):
         if isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
+
+
+class RowLoss(NamedTuple):
+    """What `row_loss_` says of every row, (C,) fp32, beside the d-logits it writes."""
+
+    lse: Tensor
+    logps: Tensor
+    entropy: Tensor | None
+    losses: Tensor  # policy_weights·ℓ + kl_weights·KL
+    grad_logps: Tensor  # its derivative
 
 
 def final_logits(logits: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | float]:
@@ -54,10 +70,15 @@ def row_logps(
     *,
     return_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0."""
+    """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0.
+
+    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain.
+    """
     z, _ = final_logits(logits, rule)
-    lse = z.logsumexp(-1)
-    logps = z.gather(-1, target_ids[:, None]).squeeze(-1) - lse
+    z_target = z.gather(-1, target_ids[:, None])
+    others = z.scatter(-1, target_ids[:, None], -torch.inf).logsumexp(-1)
+    logps = -torch.nn.functional.softplus(others - z_target.squeeze(-1))
+    lse = z_target.squeeze(-1) - logps
     entropy = None
     if return_entropy:
         logp_all = z - lse[:, None]
@@ -96,3 +117,56 @@ def row_grad_(
         active = active | (grad_entropy != 0)
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out
+
+
+def row_coefficients(
+    logps: Tensor,  # (C,)
+    advantages: Tensor,  # (C,)
+    policy_weights: Tensor,  # (C,)
+    kl_weights: Tensor | None,  # (C,)
+    old_logps: Tensor | None,  # (C,)
+    ref_logps: Tensor | None,  # (C,)
+    config: LossConfig,
+) -> tuple[Tensor, Tensor]:
+    """(losses, grad_logps) of a token-level loss from the logps of its rows (see `row_loss_`)."""
+    log_ratio = torch.zeros_like(logps) if old_logps is None else (logps - old_logps).clamp(max=LOG_RATIO_MAX)
+    loss, slope = OBJECTIVES[config.loss_type].leaf(logps, log_ratio, advantages, *objective_params(config))
+    losses = torch.where(policy_weights == 0, 0.0, policy_weights * loss)
+    grad = torch.where(policy_weights == 0, 0.0, policy_weights * slope)
+    if kl_weights is not None and ref_logps is not None:
+        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps)
+        if config.kl_times_ratio:
+            ratio = torch.exp(log_ratio)
+            kl, kl_slope = kl * ratio, (kl_slope + kl) * ratio
+        losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
+        grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
+    return losses, grad
+
+
+def row_loss_(
+    logits: Tensor,  # (C, V)
+    out: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,)
+    advantages: Tensor,  # (C,)
+    policy_weights: Tensor,  # (C,)
+    kl_weights: Tensor | None,  # (C,)
+    old_logps: Tensor | None,  # (C,)
+    ref_logps: Tensor | None,  # (C,)
+    grad_entropy: Tensor | None,  # (C,)
+    config: LossConfig,
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> RowLoss:
+    """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`, `row_grad_`.
+
+    `out` (which may be `logits`) receives d raw-logits of Σ_t policy_weights·ℓ + kl_weights·KL + grad_entropy·entropy.
+    `old_logps` None: the ratio is 1; `kl_weights` or `ref_logps` None: no KL. A row whose weights are all zero is written
+    as zeros and has loss 0, whatever it held.
+    """
+    lse, logps, entropy = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
+    losses, grad = row_coefficients(
+        logps, advantages, policy_weights, kl_weights, old_logps, ref_logps, config
+    )
+    row_grad_(logits, target_ids, lse, logps, entropy, grad, grad_entropy, rule, out=out)
+    return RowLoss(lse, logps, entropy, losses, grad)

@@ -7,6 +7,7 @@ below it only know coefficients. Everything is flat over the T active tokens of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,21 +32,6 @@ class TokenBatch(NamedTuple):
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)
 
-    def rows(self, index: slice) -> TokenBatch:
-        """The tokens of one chunk (for token-local losses: the completions stay whole-batch)."""
-
-        def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[index]
-
-        return self._replace(
-            advantages=self.advantages[index],
-            weights=self.weights[index],
-            segments=self.segments[index],
-            old_logps=cut(self.old_logps),
-            ref_logps=cut(self.ref_logps),
-            sampling_logps=cut(self.sampling_logps),
-        )
-
     def completion_sum(self, x: Tensor) -> Tensor:
         """(T,) → (B,): the sum over each completion, in fp64 and in token order (deterministic)."""
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
@@ -57,6 +43,20 @@ class TokenBatch(NamedTuple):
     def to_tokens(self, x: Tensor) -> Tensor:
         """(B,) → (T,): each completion's value at its tokens."""
         return x.float()[self.segments]
+
+
+class FusedInputs(NamedTuple):
+    """What `row_loss_` needs of every token, in its order: all of it known before the forward pass."""
+
+    advantages: Tensor  # (T,)
+    policy_weights: Tensor  # (T,)
+    kl_weights: Tensor | None  # (T,)
+    old_logps: Tensor | None  # (T,)
+    ref_logps: Tensor | None  # (T,)
+    grad_entropy: Tensor | None  # (T,)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> FusedInputs:
+        return FusedInputs(*(None if x is None else function(x) for x in self))
 
 
 class TokenLoss(NamedTuple):
@@ -120,6 +120,27 @@ def token_loss(
     return TokenLoss(loss.float(), grad, grad_entropy)
 
 
+def fused_inputs(batch: TokenBatch, config: LossConfig) -> FusedInputs | None:
+    """The weights of a loss whose coefficients follow row by row from the logps; None for the others."""
+    sampling = None
+    if batch.sampling_logps is not None and config.sampling_correction is not None:
+        if batch.old_logps is None:
+            return None
+        sampling = sampling_ratio(batch.old_logps, batch, config)
+    if not config.is_token_local:
+        return None
+    has_kl = config.uses_reference
+    grad_entropy = -config.entropy_coef * entropy_share(None, batch) if config.entropy_coef else None
+    return FusedInputs(
+        batch.advantages,
+        batch.weights if sampling is None else batch.weights * sampling,
+        batch.weights * config.beta if has_kl else None,
+        batch.old_logps,
+        batch.ref_logps if has_kl else None,
+        grad_entropy,
+    )
+
+
 def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, batch: TokenBatch, config: LossConfig
 ) -> Ratio:
@@ -129,7 +150,9 @@ def importance_ratio(
     if window == "sum":
         log_weight = batch.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:
-            log_weight = log_weight + batch.completion_sum(sampling.log().clamp(LOG_TINY, 20.0))
+            log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
+            per_token = str(config.sampling_correction).startswith("token")
+            log_weight = log_weight + (batch.completion_sum if per_token else batch.completion_mean)(log_sampling)
         return Ratio(raw, batch.to_tokens(log_weight.clamp(LOG_TINY, 20.0)), False)
     if window == "detached_mean":
         return Ratio(raw, batch.to_tokens(batch.completion_mean(raw).clamp(max=10.0)), False)

@@ -1,0 +1,224 @@
+// One row of logits at a time: row_statistics (lse, logp, entropy) and write_row_gradient.
+//
+// z_j = raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap. Blocks of kBlock columns stay in L1 between the
+// maximum and the exponentials, so memory is read once; sums are fp32 in a run of columns and fp64 across; the order
+// of additions depends on V and the target only, never on the thread or the neighbouring rows.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "vec.h"
+
+namespace grpo_fast {
+
+constexpr int64_t kBlock = 2048;  // columns between two looks at the maximum
+constexpr int64_t kRun = 512;     // columns summed in fp32 before the sum is widened
+static_assert(kBlock % kRun == 0 && kRun % (4 * kLanes) == 0);
+
+struct RowRule {
+  float inner;   // logit_scale / temperature, or logit_scale / softcap
+  float outer;   // softcap / temperature; not read without a soft cap
+  double chain;  // dz/draw = chain, times 1 - tanh^2 under a soft cap
+};
+
+struct RowStatistics {
+  double lse;
+  double logp;
+  double entropy;
+};
+
+struct RowCoefficients {
+  double lse;
+  double logp;
+  double entropy;  // 0 where grad_entropy is 0
+  double grad_logp;
+  double grad_entropy;
+};
+
+// z of one element in fp64: for the target, whose logit enters logp undamped.
+template <bool kSoftcap>
+inline double final_logit(float raw, const RowRule& rule) {
+  const double scaled = static_cast<double>(raw) * rule.inner;
+  return kSoftcap ? rule.outer * std::tanh(scaled) : scaled;
+}
+
+// z - shift, floored for exp; one FMA, so a large |z| near the shift loses nothing.
+template <bool kSoftcap>
+GRPO_FAST_INLINE Floats exponent(Floats raw, const RowRule& rule, float shift) {
+  if constexpr (kSoftcap) return floor_exponent(fma(tanh_and_slope(raw * rule.inner).value, rule.outer, -shift));
+  return floor_exponent(fma(raw, rule.inner, -shift));
+}
+
+template <class T>
+GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {
+  return count >= kLanes ? load(x) : load_tail(x, count);
+}
+
+// The largest raw * inner of a block. A NaN is skipped here and shows in the sums.
+template <class T>
+inline float block_max(const T* x, int64_t columns, float inner) {
+  Floats a = splat(-std::numeric_limits<float>::infinity()), b = a, c = a, d = a;
+  int64_t column = 0;
+  for (; column + 4 * kLanes <= columns; column += 4 * kLanes) {
+    a = max(load(x + column) * inner, a);
+    b = max(load(x + column + kLanes) * inner, b);
+    c = max(load(x + column + 2 * kLanes) * inner, c);
+    d = max(load(x + column + 3 * kLanes) * inner, d);
+  }
+  for (; column < columns; column += kLanes) a = max(load_up_to(x + column, columns - column) * inner, a);
+  return max_lane(max(max(a, b), max(c, d)));
+}
+
+template <bool kEntropy>
+struct Sums {
+  Floats sum = {}, moment = {};
+
+  GRPO_FAST_INLINE void add(Floats t) {
+    const Floats e = exp_floored(t);
+    sum += e;
+    if constexpr (kEntropy) moment = fma(e, t, moment);
+  }
+};
+
+// Four vectors that the end of the row or the target runs through: what does not count is left out of the sums.
+template <class T, bool kSoftcap, bool kEntropy>
+inline void add_ragged(const T* x, int64_t columns, int64_t target, const RowRule& rule, float shift,
+                       Sums<kEntropy> (&sums)[4]) {
+  const Ints lanes = lane_numbers();
+  for (int part = 0; part < 4 && part * kLanes < columns; ++part) {
+    const Ints here = lanes + part * kLanes;
+    const Ints counted = (here < static_cast<int32_t>(std::min<int64_t>(columns, 4 * kLanes))) &
+                         (here != static_cast<int32_t>(target));
+    const Floats t = exponent<kSoftcap>(load_up_to(x + part * kLanes, columns - part * kLanes), rule, shift);
+    const Floats e = exp_floored(t);
+    sums[part].sum += keep_where(counted, e);
+    if constexpr (kEntropy) sums[part].moment += keep_where(counted, e * t);
+  }
+}
+
+// sum += e^t and moment += e^t * t over a run of at most kRun columns, t = z - shift, without the target.
+template <class T, bool kSoftcap, bool kEntropy>
+inline void add_run(const T* x, int64_t columns, int64_t target, const RowRule& rule, float shift, Doubles& sum,
+                    Doubles& moment) {
+  constexpr int64_t kStep = 4 * kLanes;
+  Sums<kEntropy> sums[4];  // four chains of additions hide each other's latency
+  const auto add_whole = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    Sums<kEntropy> a = sums[0], b = sums[1], c = sums[2], d = sums[3];
+    for (int64_t column = begin; column < end; column += kStep) {
+      prefetch<kStep>(x + column + kBlock);  // the next block's maximum would otherwise wait for memory
+      a.add(exponent<kSoftcap>(load(x + column), rule, shift));
+      b.add(exponent<kSoftcap>(load(x + column + kLanes), rule, shift));
+      c.add(exponent<kSoftcap>(load(x + column + 2 * kLanes), rule, shift));
+      d.add(exponent<kSoftcap>(load(x + column + 3 * kLanes), rule, shift));
+    }
+    sums[0] = a, sums[1] = b, sums[2] = c, sums[3] = d;
+  };
+  const int64_t whole = columns / kStep * kStep;
+  const int64_t odd = target >= 0 && target < whole ? target / kStep * kStep : whole;  // the step with the target
+  add_whole(0, odd);
+  if (odd < whole) {
+    add_ragged<T, kSoftcap, kEntropy>(x + odd, kStep, target - odd, rule, shift, sums);
+    add_whole(odd + kStep, whole);
+  }
+  if (whole < columns) {
+    const int64_t tail_target = target >= whole && target < columns ? target - whole : -1;
+    add_ragged<T, kSoftcap, kEntropy>(x + whole, columns - whole, tail_target, rule, shift, sums);
+  }
+  sum += widen((sums[0].sum + sums[1].sum) + (sums[2].sum + sums[3].sum));
+  if constexpr (kEntropy) moment += widen((sums[0].moment + sums[1].moment) + (sums[2].moment + sums[3].moment));
+}
+
+// The target stays out of the sum: where p -> 1, log1p(rest / e_y) keeps the digits that 1 + rest would round away.
+template <class T, bool kSoftcap, bool kEntropy>
+RowStatistics row_statistics(const T* x, int64_t columns, int64_t target, const RowRule& rule) {
+  // The running maximum is finite from the start, so that -inf - shift is -inf and never NaN.
+  float best = -std::numeric_limits<float>::infinity();
+  float shift = kSoftcap ? -rule.outer : std::numeric_limits<float>::lowest();
+  Doubles sum = {}, moment = {};
+  for (int64_t start = 0; start < columns; start += kBlock) {
+    const int64_t size = std::min(kBlock, columns - start);
+    const float found = block_max(x + start, size, rule.inner);
+    if (found > best) {
+      best = found;
+      const float next = kSoftcap ? rule.outer * std::tanh(best) : best;
+      const double change = static_cast<double>(shift) - next, factor = std::exp(change);
+      if constexpr (kEntropy) moment = (moment + sum * change) * factor;
+      sum = sum * factor;
+      shift = next;
+    }
+    for (int64_t run = start; run < start + size; run += kRun)
+      add_run<T, kSoftcap, kEntropy>(x + run, std::min(kRun, start + size - run), target - run, rule, shift, sum,
+                                     moment);
+  }
+  const double rest = sum_lanes(sum);
+  const bool has_target = target >= 0 && target < columns;
+  const double t = has_target ? final_logit<kSoftcap>(load_one(x + target), rule) - shift : 0;
+  const double e = has_target ? std::exp(t) : 0, total = rest + e;
+  RowStatistics row;
+  row.lse = shift + std::log(total);
+  row.logp = has_target ? (e >= rest ? 0.0 - std::log1p(rest / e) : t - std::log(total))
+                        : std::numeric_limits<double>::quiet_NaN();
+  row.entropy = 0;
+  if constexpr (kEntropy) {
+    const double mean = (sum_lanes(moment) + (e == 0 ? 0 : e * t)) / total;
+    const double entropy = std::log(total) - mean;
+    row.entropy = entropy < 0 ? 0 : entropy;
+  }
+  return row;
+}
+
+// d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw, read once and written once. `out` may be `x`, or
+// start at the same byte with smaller elements: a vector is read before it is written, and writing never overtakes.
+template <class In, class Out, bool kSoftcap, bool kEntropy>
+void write_row_gradient(const In* x, Out* out, int64_t columns, int64_t target, const RowRule& rule,
+                        const RowCoefficients& row) {
+  const bool has_target = target >= 0 && target < columns;
+  const float raw_target = has_target ? load_one(x + target) : 0;
+  // lse arrives rounded to fp32; z_y - logp gives it back with the digits of logp, which is mostly the smaller.
+  double lse = row.lse;
+  if (has_target && std::fabs(row.logp) < std::fabs(lse)) lse = final_logit<kSoftcap>(raw_target, rule) - row.logp;
+  const float shift = static_cast<float>(lse);
+  const double scale = -std::exp(shift - lse) * rule.chain;
+  const float constant =
+      static_cast<float>(scale * (row.grad_logp + row.grad_entropy * (row.entropy + (shift - lse))));
+  const float linear = static_cast<float>(scale * row.grad_entropy);
+  const auto gradient = [&](Floats raw) __attribute__((always_inline)) {
+    Floats t, bend = {};
+    if constexpr (kSoftcap) {
+      const TanhAndSlope bent = tanh_and_slope(raw * rule.inner);
+      t = floor_exponent(fma(bent.value, rule.outer, -shift));
+      bend = bent.slope;
+    } else {
+      t = floor_exponent(fma(raw, rule.inner, -shift));
+    }
+    Floats d = exp_floored(t);
+    if constexpr (kEntropy)
+      d = d * fma(t, linear, constant);
+    else
+      d = d * constant;
+    if constexpr (kSoftcap) d = d * bend;
+    return d;
+  };
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= columns; column += 2 * kLanes) {
+    const Floats first = gradient(load(x + column)), second = gradient(load(x + column + kLanes));
+    store(out + column, first);
+    store(out + column + kLanes, second);
+  }
+  for (; column + kLanes <= columns; column += kLanes) store(out + column, gradient(load(x + column)));
+  if (column < columns) {
+    const int64_t count = columns - column;
+    store_tail(out + column, gradient(load_tail(x + column, count)), count);
+  }
+  if (!has_target) return;
+  const double p = std::exp(row.logp), bent = std::tanh(static_cast<double>(raw_target) * rule.inner);
+  double dz = -row.grad_logp * std::expm1(row.logp);
+  if (kEntropy && p != 0) dz -= row.grad_entropy * p * (row.logp + row.entropy);
+  store_one(out + target, static_cast<float>(dz * rule.chain * (kSoftcap ? 1 - bent * bent : 1.0)));
+}
+
+}  // namespace grpo_fast

@@ -1,0 +1,86 @@
+"""Block sizes of the Triton kernels, by vocabulary, dtype and architecture: a table, no autotune.
+
+Timing-based autotune would make a run depend on the noise of its first step, and it changes the order of the sums.
+Every entry is compiled in tests/test_triton_compile.py for sm_80, 90, 100, 120 and gfx942: no spills, shared memory
+within the device's limit. The entries were chosen by those reports (registers, spills, tensor-core instructions), not
+by timings.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+
+# A vocabulary is cut into slices of this many columns. The width is a constant, so the cut (and with it the order of
+# the sums, hence every bit of a log-probability) depends on V alone, never on the number of rows.
+SLICE_COLUMNS = 4096
+
+
+class RowConfig(NamedTuple):
+    """One program works on one row, BLOCK_V columns at a time."""
+
+    block_v: int
+    num_warps: int
+
+
+class LinearConfig(NamedTuple):
+    """One program works on BLOCK_T rows and one vocabulary slice, BLOCK_V columns by BLOCK_H of the hidden size."""
+
+    block_t: int
+    block_v: int
+    block_h: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool = False
+
+
+def architecture(device: torch.device) -> str:
+    """`"sm_90"`, `"gfx942"`, … of the device a launch on `device` goes to; `"interpreter"` under TRITON_INTERPRET."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    return _architecture(device.index if device.type == "cuda" else None)
+
+
+@functools.cache
+def _architecture(index: int | None) -> str:
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def row_config(vocab: int, dtype: torch.dtype) -> RowConfig:
+    """Blocks of the row kernels, the same for all of them: their sums then agree bit for bit.
+
+    Eight warps take 32 bytes per thread, two vector loads: 4096 columns of 16 bits, 2048 of fp32 (4096 spill on sm_80).
+    A vocabulary that fits a smaller block takes it, so that lanes and registers are not spent on padding.
+    """
+    if vocab <= 1024:
+        return RowConfig(1024, 4)
+    if vocab <= 2048 or dtype not in (torch.bfloat16, torch.float16):
+        return RowConfig(2048, 8)
+    return RowConfig(4096, 8)
+
+
+# (architecture or "other", 16-bit inputs?, aligned?) -> blocks. "Aligned" means rows of 16-byte multiples, which tensor
+# descriptors (TMA, Hopper and later) and vector loads need; odd rows are loaded element by element, where a large tile
+# spills. 128 x 128 spills everywhere but on sm_90 and gfx942, 128 x 256 also there. fp32 runs on the FMA units (IEEE).
+_LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
+    ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, use_tma=True),
+    ("sm_100", True, True): LinearConfig(128, 64, 64, 8, 3, use_tma=True),
+    ("sm_120", True, True): LinearConfig(128, 64, 64, 8, 3, use_tma=True),
+    ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2),
+    ("other", True, True): LinearConfig(128, 64, 64, 8, 3),
+    ("other", True, False): LinearConfig(64, 64, 32, 8, 2),
+    ("other", False, True): LinearConfig(64, 64, 16, 8, 3),
+    ("other", False, False): LinearConfig(32, 64, 16, 8, 2),
+}
+
+
+def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool) -> LinearConfig:
+    """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to the next."""
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    return _LINEAR.get((arch, narrow, aligned)) or _LINEAR["other", narrow, aligned]

@@ -1,0 +1,220 @@
+"""hidden -> log-probabilities without logits: the head's GEMM with the softmax statistics in its epilogue.
+
+    raw = hidden · Wᵀ + bias,   z = softcap·tanh(logit_scale·raw/softcap)/temperature   ->   lse, lp, entropy
+
+HBM: hidden and W are read (W once per group of row blocks that run side by side), 16·ceil(V/4096) bytes per row of
+partial sums are written and read. No logits exist, unless `logits_out` asks for the raw ones: the same kernel with one
+more store, so the log-probabilities of a pass with gradient and of one without are equal bit for bit.
+
+One program takes BLOCK_T rows and one slice of 4096 columns and keeps (max, Σe, Σe·(z - max), z[target]) per row in
+registers, the sums without the target; a second kernel joins the slices of a row in their order. The slices depend on V
+alone and the tile on the device, the dtype and the layout of W alone, so a row's result depends on that row, W and its
+scalars: not on the batch around it.
+Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_fast.kernels.configs import SLICE_COLUMNS, LinearConfig, architecture, linear_config
+from grpo_fast.kernels.math_triton import FLOOR, exp_fp32, finish, scores
+from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels.rows_triton import launch, rule_arguments
+
+
+@triton.jit
+def load_tile(
+    source, row_start, n_rows, stride_row, col_start, n_cols, stride_col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """ROWS x COLS of a matrix, zeros outside of it: through its tensor descriptor, or by predicated loads."""
+    if USE_TMA:
+        tile = source.load([row_start, col_start])
+    else:
+        # The corner in int64, inside the tile int32: half the registers of int64 throughout.
+        offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
+        corner = source + tl.cast(row_start, tl.int64) * stride_row + tl.cast(col_start, tl.int64) * stride_col
+        inside = (offs_r < n_rows - row_start)[:, None] & (offs_c < n_cols - col_start)[None, :]
+        tile = tl.load(corner + offs_r[:, None] * stride_row + offs_c[None, :] * stride_col, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def slice_kernel(
+    hidden, weight, bias_ptr, target_ptr, temperature_ptr, logits_ptr, partial_ptr,
+    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_logits_t, slice_columns,
+    logit_scale, softcap, temperature,
+    ENTROPY: tl.constexpr, USE_TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs share a slice of W (hidden is small): its tiles come from L2 for all but the first of them.
+    row_blocks = tl.cdiv(n_rows, BLOCK_T)
+    slice_id = tl.program_id(0) // row_blocks
+    row_start = (tl.program_id(0) % row_blocks) * BLOCK_T
+    rows = row_start + tl.arange(0, BLOCK_T)
+    in_rows = rows < n_rows
+    target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
+        inv_temperature = tl.div_rn(1.0, temperature)[:, None]
+    else:
+        inv_temperature = tl.div_rn(1.0, temperature)
+
+    high = tl.full([BLOCK_T], FLOOR, tl.float32)
+    rest = tl.zeros([BLOCK_T], tl.float32)
+    moment = tl.zeros([BLOCK_T], tl.float32)
+    z_target = tl.zeros([BLOCK_T], tl.float32)
+    first = slice_id * slice_columns
+    for start in range(first, tl.minimum(first + slice_columns, V), BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        for h in range(0, H, BLOCK_H):
+            a = load_tile(hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA)
+            b = load_tile(weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA)
+            raw = tl.dot(a, b.T, raw, input_precision="ieee")
+        if bias_ptr is not None:
+            raw += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+        if logits_ptr is not None:
+            corner = logits_ptr + tl.cast(row_start, tl.int64) * stride_logits_t + start
+            offsets = tl.arange(0, BLOCK_T)[:, None] * stride_logits_t + tl.arange(0, BLOCK_V)[None, :]
+            inside = in_rows[:, None] & (cols < V)[None, :]
+            tl.store(corner + offsets, raw.to(logits_ptr.dtype.element_ty), mask=inside)
+        z, _ = scores(raw, logit_scale, softcap, inv_temperature)
+        is_target = cols[None, :] == target[:, None]
+        z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
+        z = tl.where((cols < V)[None, :] & ~is_target, z, float("-inf"))
+        raised = tl.maximum(high, tl.max(z, 1))
+        shrink = exp_fp32(high - raised)
+        below = z - raised[:, None]
+        e = exp_fp32(below)
+        if ENTROPY:
+            moment = (moment + (high - raised) * rest) * shrink + tl.sum(tl.where(e > 0, e * below, 0.0), 1)
+        rest = rest * shrink + tl.sum(e, 1)
+        high = raised
+
+    # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
+    slices = tl.num_programs(0) // row_blocks
+    plane = tl.cast(slices, tl.int64) * n_rows
+    here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
+    tl.store(here, high, mask=in_rows)
+    tl.store(here + plane, rest, mask=in_rows)
+    tl.store(here + 2 * plane, z_target, mask=in_rows)
+    if ENTROPY:
+        tl.store(here + 3 * plane, moment, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows", "slices"])
+def join_kernel(partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices, BLOCK_T: tl.constexpr):
+    """Join the slices of BLOCK_T rows, first to last: the same online sum as inside a slice."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_rows = rows < n_rows
+    target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    inside = (target >= 0) & (target < V)
+    plane = tl.cast(slices, tl.int64) * n_rows
+    z_target = tl.zeros([BLOCK_T], tl.float32)
+    for slice_id in range(slices):
+        here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
+        z_target += tl.load(here + 2 * plane, mask=in_rows, other=0.0)
+    high = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
+    rest = tl.zeros([BLOCK_T], tl.float32)
+    moment = tl.zeros([BLOCK_T], tl.float32)
+    for slice_id in range(slices):
+        here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
+        high_s = tl.load(here, mask=in_rows, other=0.0)
+        rest_s = tl.load(here + plane, mask=in_rows, other=0.0)
+        raised = tl.maximum(high, high_s)
+        shrink = exp_fp32(high - raised)
+        shrink_s = exp_fp32(high_s - raised)
+        if entropy_ptr is not None:
+            moment_s = tl.load(here + 3 * plane, mask=in_rows, other=0.0)
+            moment = (moment + (high - raised) * rest) * shrink + (moment_s + (high_s - raised) * rest_s) * shrink_s
+        rest = rest * shrink + rest_s * shrink_s
+        high = raised
+    lse, lp, entropy = finish(high, rest, moment, z_target, inside)
+    tl.store(lse_ptr + rows, lse, mask=in_rows)
+    tl.store(logps_ptr + rows, lp, mask=in_rows)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + rows, entropy, mask=in_rows)
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Rows that start on 16 bytes and lie contiguous: what vector loads and tensor descriptors need."""
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
+    """hidden and weight as the kernel takes them: tensors, or tensor descriptors for TMA."""
+    if not config.use_tma:
+        return hidden, weight
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return (
+        TensorDescriptor.from_tensor(hidden, [config.block_t, config.block_h]),
+        TensorDescriptor.from_tensor(weight, [config.block_v, config.block_h]),
+    )
+
+
+def linear_logps(
+    hidden: Tensor,  # (T, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    target_ids: Tensor,  # (T,)
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+    logits_out: Tensor | None = None,  # (T, V)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
+
+    Equals `row_logps(hidden @ weight.T + bias, ...)` with fp32 logits that never leave the registers. `hidden` and
+    `weight` share one dtype (fp32, bf16, fp16), with any strides; `logits_out` (fp32, bf16 or fp16, contiguous last
+    dimension) receives the raw logits and changes no bit of the other outputs. A target id outside [0, V) counts as a
+    logit of 0.
+
+    Raises:
+        ValueError: hidden and weight of different dtype.
+    """
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}")
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    lse, logps = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2))
+    entropy = torch.empty_like(lse) if return_entropy else None
+    if not rows:
+        return lse, logps, entropy
+    arch = architecture(hidden.device)
+    config = linear_config(hidden.dtype, arch, aligned=is_aligned(weight))
+    # The tile must not depend on how this batch happens to lie in memory (its sums would): hidden is small, so an
+    # unaligned one is copied to an aligned one, and W alone decides.
+    if not is_aligned(hidden):
+        hidden = aligned_copy(hidden)
+    target_ids = target_ids.contiguous()
+    slices = triton.cdiv(vocab, SLICE_COLUMNS)
+    partial = torch.empty(4 if return_entropy else 3, slices, rows, dtype=torch.float32, device=hidden.device)
+    temperature_ptr, *scalars = rule_arguments(rule)
+    launch(
+        slice_kernel, triton.cdiv(rows, config.block_t) * slices, *sources(hidden, weight, config), bias,
+        target_ids, temperature_ptr, logits_out, partial,
+        rows, vocab, hidden.shape[1], hidden.stride(0), weight.stride(0), weight.stride(1),
+        0 if logits_out is None else logits_out.stride(0), SLICE_COLUMNS, *scalars,
+        ENTROPY=return_entropy, USE_TMA=config.use_tma,
+        BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    launch(
+        join_kernel, triton.cdiv(rows, 128), partial, target_ids, lse, logps, entropy, rows, vocab, slices,
+        BLOCK_T=128, num_warps=4,
+    )  # fmt: skip
+    return lse, logps, entropy
+
+
+def aligned_copy(matrix: Tensor) -> Tensor:
+    """The same (T, H) values in rows that start on 16 bytes."""
+    columns = matrix.shape[1]
+    per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
+    copy = torch.empty(matrix.shape[0], per_row, dtype=matrix.dtype, device=matrix.device)[:, :columns]
+    return copy.copy_(matrix)

@@ -1,0 +1,161 @@
+"""Row kernels in C++ for the CPU (csrc/rows.cpp): the doors of rows_torch.py on vector instructions.
+
+`row_logps` reads the logits from memory once; `row_grad_` reads and writes them once, and so does `row_loss_`, which is
+both with the loss between them. One exponential per element and sweep (two under a soft cap). A row's result depends on
+that row only, bitwise: not on the thread count, nor on the chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels import csrc_loader, leaves_cpp
+from grpo_fast.kernels.rows_torch import LogitRule, RowLoss
+from grpo_fast.kl import KL_ESTIMATORS
+from grpo_fast.objectives import OBJECTIVES, objective_params
+
+if TYPE_CHECKING:
+    from grpo_fast.config import LossConfig
+
+
+@functools.cache
+def _door(name: str) -> Any:
+    csrc_loader.require("rows")
+    return getattr(torch.ops.grpo_fast_rows, name).default
+
+
+def _rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
+    """(logit_scale, softcap, temperature, temperatures) of the C++ doors."""
+    if isinstance(rule.temperature, Tensor):
+        return rule.logit_scale, rule.softcap, 1.0, _vector(rule.temperature)
+    return rule.logit_scale, rule.softcap, rule.temperature, None
+
+
+def _detached(x: Tensor) -> Tensor:
+    """Autograd never looks into the kernels. (A detach costs a microsecond, as much as 500 exponentials.)"""
+    return x.detach() if x.requires_grad else x
+
+
+def _vector(x: Tensor | None) -> Tensor | None:
+    """Values by row as the kernels read them: fp32, contiguous."""
+    return None if x is None else _detached(x).float().contiguous()
+
+
+def row_logps(
+    logits: Tensor,  # (C, V) fp32, bf16 or fp16; any row stride
+    target_ids: Tensor,  # (C,) int64
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(lse, logps, entropy) of every row, fp32 (C,); the formulas are those of rows_torch.row_logps.
+
+    A target id outside [0, V), as masked slots may hold, is never read: its logp is NaN, its lse and entropy are right.
+
+    Raises:
+        CsrcUnavailable: the library can neither be found nor compiled.
+        RuntimeError: a dtype, shape or stride that the kernels do not take.
+    """
+    lse, logps, entropy = _door("row_logps")(
+        _detached(logits), target_ids.contiguous(), *_rule_arguments(rule), return_entropy
+    )
+    return lse, logps, entropy if return_entropy else None
+
+
+def row_grad_(
+    logits: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,) int64
+    lse: Tensor,  # (C,) fp32
+    logps: Tensor,  # (C,) fp32
+    entropy: Tensor | None,  # (C,) fp32
+    grad_logps: Tensor,  # (C,) fp32
+    grad_entropy: Tensor | None,  # (C,) fp32
+    rule: LogitRule,
+    *,
+    out: Tensor | None = None,  # (C, V), dtype of the logits; or bf16 for fp32 logits
+) -> Tensor:  # (C, V)
+    """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
+
+    A row whose two coefficients are zero becomes exact zeros, whatever it held. `out` may also be a bf16 view of the
+    logits' own memory whose rows start where the logits' rows start: a row is read ahead of where it is written.
+
+    Raises:
+        CsrcUnavailable: the library can neither be found nor compiled.
+        RuntimeError: a dtype, shape or stride that the kernels do not take.
+    """
+    out = logits if out is None else out
+    _door("row_grad_")(
+        _detached(logits),
+        _detached(out),
+        target_ids.contiguous(),
+        _vector(lse),
+        _vector(logps),
+        None if grad_entropy is None else _vector(entropy),
+        _vector(grad_logps),
+        _vector(grad_entropy),
+        *_rule_arguments(rule),
+    )
+    return out
+
+
+@functools.cache
+def _leaf_numbers() -> tuple[dict, dict]:
+    """The number of every loss type and of every KL estimator in the printed header."""
+    objectives, estimators = leaves_cpp.objective_leaves(), leaves_cpp.kl_leaves()
+    return (
+        {name: objectives.index(objective.leaf) for name, objective in OBJECTIVES.items()},
+        {name: estimators.index(leaf) for name, leaf in KL_ESTIMATORS.items()},
+    )
+
+
+def _leaf_arguments(config: LossConfig) -> tuple:
+    """(objective, kl, kl_times_ratio, p0, …, p3) of the C++ door."""
+    objectives, estimators = _leaf_numbers()
+    params = objective_params(config)
+    padding = (0.0,) * (leaves_cpp.MAX_PARAMS - len(params))
+    return objectives[config.loss_type], estimators[config.kl_estimator], config.kl_times_ratio, *params, *padding
+
+
+def row_loss_(
+    logits: Tensor,  # (C, V)
+    out: Tensor,  # (C, V), dtype of the logits; or bf16 for fp32 logits
+    target_ids: Tensor,  # (C,) int64
+    advantages: Tensor,  # (C,)
+    policy_weights: Tensor,  # (C,)
+    kl_weights: Tensor | None,  # (C,)
+    old_logps: Tensor | None,  # (C,)
+    ref_logps: Tensor | None,  # (C,)
+    grad_entropy: Tensor | None,  # (C,)
+    config: LossConfig,
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> RowLoss:
+    """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache; see rows_torch.row_loss_.
+
+    The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for the `grad_logps` that
+    are returned. Between them the leaves run in double, from C++ printed off their Python source (leaves_cpp.py).
+
+    Raises:
+        CsrcUnavailable: the library can neither be found nor compiled.
+        RuntimeError: a dtype, shape or stride that the kernels do not take.
+    """
+    lse, logps, entropy, losses, grad_logps = _door("row_loss_")(
+        _detached(logits),
+        _detached(out),
+        target_ids.contiguous(),
+        _vector(advantages),
+        _vector(policy_weights),
+        _vector(kl_weights),
+        _vector(old_logps),
+        _vector(ref_logps),
+        _vector(grad_entropy),
+        *_leaf_arguments(config),
+        *_rule_arguments(rule),
+        return_entropy,
+    )
+    return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)

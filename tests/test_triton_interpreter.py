@@ -1,0 +1,31 @@
+"""The Triton kernels against fp64 in Triton's interpreter: parity, edge cases, memory check, program order.
+
+The cases lie in tests/triton_tools/cases_*.py and run in processes started with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from triton_tools.launcher import HAS_TRITON, OTHER_TRITON, run_cases  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+CASES = ("cases_rows.py", "cases_linear.py")
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_interpreter(cases):
+    passed = re.search(r"(\d+) passed", run_cases(cases))
+    assert passed and int(passed[1]) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OTHER_TRITON is None, reason="GRPO_FAST_TRITON36 does not name a folder with triton 3.6")
+@pytest.mark.parametrize("cases", CASES)
+def test_interpreter_other_triton(cases):
+    assert "passed" in run_cases(cases, OTHER_TRITON)

@@ -1,0 +1,58 @@
+"""Registers, spills, shared memory and matrix instructions of every shipped kernel configuration, without a GPU.
+
+    python tests/triton_tools/report.py [sm_90 ...] [--json]
+
+Compiles afresh (minutes for all architectures). Must run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+
+def lines(arch: str) -> list[dict]:
+    """One entry per compiled kernel."""
+    from triton_tools.fake_driver import compile_launches
+    from triton_tools.resources import SHARED_LIMIT, resources
+    from triton_tools.shipped import shipped
+
+    found = []
+    for name, call in shipped(arch):
+        with compile_launches(arch) as compiled:
+            call()
+        for kernel, result in compiled:
+            cost = resources(result)
+            found.append({"arch": arch, "name": name, "kernel": kernel, "limit": SHARED_LIMIT[arch], **cost._asdict()})
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    from triton_tools.fake_driver import TARGETS
+
+    as_json = "--json" in arguments
+    archs = [a for a in arguments if a != "--json"] or list(TARGETS)
+    for arch in archs:
+        entries = lines(arch)
+        if as_json:
+            print(json.dumps(entries))
+            continue
+        for e in entries:
+            counts = " ".join(f"{k}={v}" for k, v in e["counts"].items() if v and k.isupper())
+            print(
+                f"{arch:7} {e['name']:36} {e['kernel']:17} registers {e['registers']:3}  spills {e['spills']:3}  "
+                f"shared {e['shared']:6}  {counts}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        main(sys.argv[1:])

@@ -104,7 +104,7 @@ def logits_logps(
     validation.floating("logits", logits)
     validation.layout("logits", logits, target_ids)
     rows = _row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
-    logps, entropy, _ = torch.ops.grpo_fast.logits_logps(logits.reshape(-1, logits.shape[-1]), *rows)
+    logps, entropy, _ = torch.ops.grpo_fast.logits_logps(_logit_rows(logits), *rows)
     return _shaped(logps, entropy, target_ids, return_entropy)
 
 
@@ -244,13 +244,19 @@ def logits_grpo_loss(
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
     wanted = torch.is_grad_enabled() and logits.requires_grad
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = _logit_rows(logits)
     if inplace:
         _check_inplace(logits, flat)
         results = ops.Inplace.apply(flat, wanted, backend, validate, *tokens)
     else:
         results = ops.call(ops.logits_grpo, flat, wanted, backend, validate, *tokens)
     return _output(results, target_ids, config, tokens, config.needs_entropy)
+
+
+def _logit_rows(logits: Tensor) -> Tensor:
+    """(N, V) rows that lie contiguous, as the kernels read them; a copy only where the view does not."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 
 def _metrics(*inputs: object) -> Tensor:

@@ -77,7 +77,9 @@ def row_logps(
     z, _ = final_logits(logits, rule)
     z_target = z.gather(-1, target_ids[:, None])
     others = z.scatter(-1, target_ids[:, None], -torch.inf).logsumexp(-1)
-    logps = -torch.nn.functional.softplus(others - z_target.squeeze(-1))
+    x = others - z_target.squeeze(-1)
+    # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's softplus does).
+    logps = -torch.where(x > 20, x, torch.log1p(torch.exp(x)))
     lse = z_target.squeeze(-1) - logps
     entropy = None
     if return_entropy:

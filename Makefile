@@ -3,6 +3,7 @@
 # Variables: PYTHON=python3.12      which interpreter makes .venv (3.11 or newer)
 #            TORCH_INDEX=<url>      an index of torch builds to use beside the default one (a CPU or a CUDA build)
 #            WORKERS=2              pytest processes
+#            TRITON36=1             run the Triton tests on triton 3.6, too (some minutes more)
 #            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
 #            BENCH_ARGS=--quick     options of benchmarks/bench_linear_loss.py
 #            PYTEST_ARGS=...        more options for pytest
@@ -16,6 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 WORKERS ?= 2
+TRITON36 ?=
 RECIPE ?= sort
 ARGS ?=
 BENCH_ARGS ?=
@@ -25,6 +27,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 SETUP := $(VENV)/.setup-done
 PEERS := $(VENV)/.peers-done
+OLD_TRITON := $(VENV)/triton-3.6
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 STEP = printf '\033[1m== %s\033[0m\n'
 
@@ -65,6 +68,12 @@ $(PEERS): $(SETUP)
 	  || for peer in liger-kernel cut-cross-entropy trl; do $(PIP) $$peer || echo "$$peer did not install: it will be listed as missing"; done
 	@touch $@
 
+# The oldest supported triton, beside the environment: what its compiler makes of the kernels differs (spills, for one).
+$(OLD_TRITON): $(SETUP)
+	@$(STEP) 'installing triton 3.6 beside the environment (once)'
+	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --no-deps --disable-pip-version-check --target $@.part 'triton==3.6.*'
+	@mv $@.part $@ && touch $@
+
 # The C++ row kernels: compiled once into a cache; without a compiler the torch path does the same work.
 csrc: $(SETUP)
 	@$(PY) -c 'from grpo_fast.kernels import csrc_loader; reason = csrc_loader.load(); \
@@ -88,9 +97,9 @@ types: $(SETUP)
 	@$(BIN)/mypy
 
 # One thread per pytest process: the processes share the cores, and the results do not depend on the thread count.
-unit: $(SETUP) csrc
+unit: $(SETUP) csrc $(if $(TRITON36),$(OLD_TRITON))
 	@$(STEP) 'pytest'
-	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
 
 # ---- measurements ----
@@ -100,7 +109,7 @@ bench: $(PEERS) csrc
 	@$(PY) benchmarks/bench_linear_loss.py $(BENCH_ARGS)
 
 bench-small: $(PEERS) csrc
-	@$(BIN)/pytest -q benchmarks/test_bench_loss.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=median
+	@$(BIN)/pytest -q benchmarks/test_bench_loss.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
 
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'

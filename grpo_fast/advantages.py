@@ -9,6 +9,19 @@ from torch import Tensor
 
 from grpo_fast.config import choice
 
+# Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and leaves it out: of the
+# mean, the deviation, the count. What it returns at a NaN does not matter.
+
+
+def count(r: Tensor) -> Tensor:
+    """(N, 1) completions of each group that have a verdict."""
+    return (~r.isnan()).sum(-1, keepdim=True)
+
+
+def highest(r: Tensor) -> Tensor:
+    """(N, 1) the group's maximum."""
+    return r.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
+
 
 def rewards_as_they_are(r: Tensor) -> Tensor:
     """A = r."""
@@ -17,51 +30,54 @@ def rewards_as_they_are(r: Tensor) -> Tensor:
 
 def centered(r: Tensor) -> Tensor:
     """A = r - mean (Dr. GRPO)."""
-    return r - r.mean(-1, keepdim=True)
+    return r - r.nanmean(-1, keepdim=True)
 
 
 def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
     """A = (r - mean) / (std + eps) (DeepSeekMath)."""
-    std = r.std(-1, keepdim=True, correction=1 if unbiased and r.shape[-1] > 1 else 0)
-    return centered(r) / (std + eps)
+    a = centered(r)
+    variance = a.square().nansum(-1, keepdim=True) / (count(r) - int(unbiased)).clamp(min=1)
+    return a / (variance.sqrt() + eps)
 
 
 def maximum(r: Tensor) -> Tensor:
     """A = r - mean at the group's maximum, 0 elsewhere (CS336, the lecture's text)."""
-    return torch.where(r == r.amax(-1, keepdim=True), centered(r), 0.0)
+    return torch.where(r == highest(r), centered(r), 0.0)
 
 
 def maximum_reward(r: Tensor) -> Tensor:
     """A = r at the group's maximum, 0 elsewhere (CS336, the lecture's code)."""
-    return torch.where(r == r.amax(-1, keepdim=True), r, 0.0)
+    return torch.where(r == highest(r), r, 0.0)
 
 
 def batch(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
-    """A = (r - group mean) / (std of the whole batch + eps) (REINFORCE++'s scale, TRL's scale_rewards="batch")."""
-    return centered(r) / (r.std(correction=1 if unbiased and r.numel() > 1 else 0) + eps)
+    """A = (r - group mean) / (std of the whole batch + eps) (TRL's scale_rewards="batch")."""
+    known = r[~r.isnan()]
+    return centered(r) / (known.std(correction=int(unbiased and known.numel() > 1)) + eps)
 
 
 def rloo(r: Tensor) -> Tensor:
     """A = r - mean of the other completions of the group (2402.14740)."""
-    return centered(r) * (r.shape[-1] / max(r.shape[-1] - 1, 1))
+    return centered(r) * (count(r) / (count(r) - 1).clamp(min=1))
 
 
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
     """A = whiten(r - group mean) over the whole batch (2501.03262)."""
     a = centered(r)
-    return (a - a.mean()) / (a.std(correction=0) + eps)
+    known = a[~a.isnan()]
+    return (a - known.mean()) / (known.std(correction=0) + eps)
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
     """A = r - Σ l·r / Σ l: the optimal, length-weighted baseline (2505.23585). lengths: (N*G,) tokens."""
-    weight = lengths.to(r).reshape(r.shape)
-    return r - (weight * r).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-9)
+    weight = torch.where(r.isnan(), 0.0, lengths.to(r).reshape(r.shape))
+    return r - (weight * r).nansum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def passk(r: Tensor) -> Tensor:
     """A = best - second best for the group's best completion, 0 elsewhere (the k = G case of 2503.19595)."""
-    top = r.topk(min(2, r.shape[-1]), dim=-1)
-    gap = top.values[:, :1] - top.values[:, -1:]
+    top = r.nan_to_num(nan=-torch.inf).topk(min(2, r.shape[-1]), dim=-1)
+    gap = torch.where(count(r) > 1, top.values[:, :1] - top.values[:, -1:], 0.0)
     return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
 
 
@@ -122,23 +138,13 @@ def group_advantages(
     if mode == "opo" and "lengths" not in options:
         raise ValueError("lengths: mode 'opo' expects a tensor (N*G,) of completion lengths, got nothing")
     grouped = rewards.double().reshape(-1, group_size)
-    missing = torch.isnan(grouped)
-    if missing.any():
-        return _with_missing(rewards, missing, mode, group_size, options)
-    equal = (grouped == grouped[:, :1]).all(-1, keepdim=True)
-    advantages = function(grouped, **options) if rewards.numel() else grouped
+    if grouped.numel() == 0:
+        return rewards.float()
+    advantages = function(grouped, **options)
     if mode != "rewards":
-        advantages = torch.where(equal, 0.0, advantages)
-    return advantages.reshape(-1).float()
-
-
-def _with_missing(rewards: Tensor, missing: Tensor, mode: str, group_size: int, options: dict) -> Tensor:
-    """Give a completion without a verdict its group's mean of the rest, then advantage 0."""
-    grouped = rewards.reshape(-1, group_size)
-    mean = torch.nan_to_num(grouped.nanmean(-1, keepdim=True), nan=0.0)
-    filled = torch.where(missing, mean, grouped).reshape(-1)
-    advantages = group_advantages(filled, mode, group_size=group_size, **options)
-    return torch.where(missing.reshape(-1), 0.0, advantages)
+        lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
+        advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
+    return torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
 
 
 def gae(
@@ -162,7 +168,9 @@ def gae(
         ValueError: shapes that differ; gamma or lam outside [0, 1].
     """
     if rewards.dim() != 2 or rewards.shape != values.shape:
-        raise ValueError(f"values: expected rewards' shape (B, L), got {tuple(values.shape)} and {tuple(rewards.shape)}")
+        raise ValueError(
+            f"values: expected rewards' shape (B, L), got {tuple(values.shape)} and {tuple(rewards.shape)}"
+        )
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")

@@ -41,7 +41,8 @@ class LossConfig:
         off_policy_threshold: drop completions with A < 0 whose mean(sampling_logp - logp) exceeds it (DeepSeek-V3.2).
         top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps all).
         sampling_correction: how `sampling_logps`, when given, reweights the policy loss by
-            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", or None.
+            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", or
+            None.
         sampling_ratio_cap: the bound of that ratio.
     Entropy
         entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy without a bonus.
@@ -92,8 +93,13 @@ class LossConfig:
         self._check_combinations()
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
-            plain["temperature"] = 1.0  # a tensor travels beside the key
-        object.__setattr__(self, "key", json.dumps(plain))
+            plain["temperature"] = 1.0
+        object.__setattr__(self, "_key", json.dumps(plain))
+
+    @property
+    def key(self) -> str:
+        """The config as a string; a temperature tensor travels beside it."""
+        return self.__dict__["_key"]
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -105,8 +111,8 @@ class LossConfig:
         """Resolve the defaults that depend on the loss type, so that a config prints what it will do."""
         objective = OBJECTIVES[self.loss_type]
         if self.epsilon_high is None:
-            raw_bound = self.loss_type == "cispo" and self.cispo_bound == "raw"
-            object.__setattr__(self, "epsilon_high", 5.0 if raw_bound else self.epsilon_low)
+            raw = objective.raw_epsilon_high if self.cispo_bound == "raw" else None
+            object.__setattr__(self, "epsilon_high", self.epsilon_low if raw is None else raw)
         if self.aggregation is None:
             object.__setattr__(self, "aggregation", objective.aggregation)
         if objective.levels == ("sequence",):

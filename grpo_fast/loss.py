@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast import ops, ops_logps, validation
-from grpo_fast.config import LossConfig, choice, number
+from grpo_fast.arguments import logit_rows, row_arguments, token_arguments
+from grpo_fast.config import LossConfig, choice
 from grpo_fast.kernels.backends import BACKENDS
 from grpo_fast.kernels.metrics import metric_names
 from grpo_fast.prepare import TokenInputs
@@ -36,7 +38,9 @@ class LossOutput:
         """0-d fp32 tensors by TRL's names, on the loss's device; computed when first read, no copy to the host."""
         if self._metrics:
             return self._metrics
-        names = metric_names(self._config, TokenInputs(*self._inputs[:-1]).sampling_logps is not None, self.entropy is not None)
+        names = metric_names(
+            self._config, TokenInputs(*self._inputs[:-1]).sampling_logps is not None, self.entropy is not None
+        )
         entropy = None if self.entropy is None else self.entropy.reshape(-1)
         values = _metrics(self.logps.reshape(-1), entropy, *self._inputs)
         self._metrics.update(zip(names, values.unbind(), strict=True))
@@ -54,7 +58,7 @@ def linear_logps(
     logit_scale: float = 1.0,
     return_entropy: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:  # logps, or (logps, entropy)
     """Log-probabilities of the targets, and entropies, from hidden states; the logits never exist as a whole.
 
     Equals, in exact arithmetic::
@@ -83,7 +87,7 @@ def linear_logps(
     validation.raise_pending()
     validation.head(hidden, lm_head_weight, bias)
     validation.layout("hidden", hidden, target_ids)
-    rows = _row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
+    rows = row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logps, entropy, _ = torch.ops.grpo_fast.linear_logps(flat, lm_head_weight, bias, *rows)
     return _shaped(logps, entropy, target_ids, return_entropy)
@@ -98,13 +102,13 @@ def logits_logps(
     logit_scale: float = 1.0,
     return_entropy: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:  # logps, or (logps, entropy)
     """`linear_logps` from raw logits. Differentiable in logits (once); see there for arguments and errors."""
     validation.raise_pending()
     validation.floating("logits", logits)
     validation.layout("logits", logits, target_ids)
-    rows = _row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
-    logps, entropy, _ = torch.ops.grpo_fast.logits_logps(_logit_rows(logits), *rows)
+    rows = row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
+    logps, entropy, _ = torch.ops.grpo_fast.logits_logps(logit_rows(logits), *rows)
     return _shaped(logps, entropy, target_ids, return_entropy)
 
 
@@ -124,8 +128,8 @@ def grpo_loss(
 ) -> LossOutput:
     """The objective from per-token logps, for any trainer that has them; differentiable in logps and entropy.
 
-    The formulas are those of `linear_grpo_loss`. Here `config.temperature`, `softcap` and `logit_scale` are not used: they
-    belong to the logps. `entropy` is required by `entropy_coef != 0` and by `top_entropy_quantile < 1`.
+    The formulas are those of `linear_grpo_loss`. Here `config.temperature`, `softcap` and `logit_scale` are not used:
+    they belong to the logps. `entropy` is required by `entropy_coef != 0` and by `top_entropy_quantile < 1`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -138,7 +142,7 @@ def grpo_loss(
     validation.is_config(config)
     if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
         raise ValueError("entropy: entropy_coef != 0 or top_entropy_quantile < 1 expects a tensor like logps, got None")
-    tokens = _token_arguments(
+    tokens = token_arguments(
         logps, None, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
@@ -171,15 +175,16 @@ def linear_grpo_loss(
 
         loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
 
-    that is Σ_t w_t·(ℓ_t·masks·sampling_ratio + beta·KL_t) - entropy_coef·Σ_t H_t/N, with ℓ by `config.loss_type`, KL by
-    `config.kl_estimator` and w by `config.aggregation` (README, "Losses"). Gradients are formed in the forward pass, for
-    those of hidden, weight and bias that require one; rows whose coefficient is zero are left out of the GEMMs.
+    that is Σ_t w_t·(ℓ_t·masks·sampling_ratio + beta·KL_t) - entropy_coef·Σ_t H_t/N, with ℓ by `config.loss_type`, KL
+    by `config.kl_estimator` and w by `config.aggregation` (README, "Losses"). Gradients are formed in the forward
+    pass, for those of hidden, weight and bias that require one; rows whose coefficient is zero are left out of the
+    GEMMs.
 
     Args:
         hidden: padded (B, L, H) with target_ids (B, L), or packed (T, H) with target_ids (T,) and cu_seqlens.
             Row t holds the prediction of target_ids[t]; the shift is the caller's.
         target_ids: int64 or int32; anything (for example -100) where masked.
-        advantages: one per completion, or one per token.
+        advantages: one per completion, or one per token (where T = B both shapes are (B,): one per completion).
         completion_mask: bool or 0/1; a masked slot is inert, whatever it holds. None: every token counts.
         cu_seqlens: int32 or int64 offsets of the completions in the packed layout, from 0 to T.
         old_logps: of the policy that generated the data; None: on-policy (ratio exactly 1, gradient of -A·logp).
@@ -201,7 +206,7 @@ def linear_grpo_loss(
     validation.layout("hidden", hidden, target_ids)
     choice("backend", backend, BACKENDS)
     choice("validate", validate, validation.VALIDATE)
-    tokens = _token_arguments(
+    tokens = token_arguments(
         target_ids, target_ids, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
@@ -239,24 +244,18 @@ def logits_grpo_loss(
     validation.layout("logits", logits, target_ids)
     choice("backend", backend, BACKENDS)
     choice("validate", validate, validation.VALIDATE)
-    tokens = _token_arguments(
+    tokens = token_arguments(
         target_ids, target_ids, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
     wanted = torch.is_grad_enabled() and logits.requires_grad
-    flat = _logit_rows(logits)
+    flat = logit_rows(logits)
     if inplace:
         _check_inplace(logits, flat)
         results = ops.Inplace.apply(flat, wanted, backend, validate, *tokens)
     else:
         results = ops.call(ops.logits_grpo, flat, wanted, backend, validate, *tokens)
     return _output(results, target_ids, config, tokens, config.needs_entropy)
-
-
-def _logit_rows(logits: Tensor) -> Tensor:
-    """(N, V) rows that lie contiguous, as the kernels read them; a copy only where the view does not."""
-    flat = logits.reshape(-1, logits.shape[-1])
-    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 
 def _metrics(*inputs: object) -> Tensor:
@@ -268,69 +267,9 @@ def _check_inplace(logits: Tensor, flat: Tensor) -> None:
     if torch.compiler.is_compiling():
         raise ValueError("inplace: expected False under torch.compile, got True")
     if flat.data_ptr() != logits.data_ptr():
-        raise ValueError(f"logits: inplace=True expects rows that flatten without a copy, got strides {logits.stride()}")
-
-
-def _row_arguments(
-    target_ids: Tensor, temperature: float | Tensor, softcap: float | None, logit_scale: float, entropy: bool, backend: str
-) -> tuple:
-    """The arguments that the two logps operators share, checked and flat."""
-    choice("backend", backend, BACKENDS)
-    number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
-    if softcap is not None:
-        number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
-    temperatures = None
-    if isinstance(temperature, Tensor):
-        validation.per_token("temperature", temperature, target_ids)
-        temperatures, temperature = temperature.reshape(-1), 1.0
-    else:
-        number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
-    softcap = None if softcap is None else float(softcap)
-    return target_ids.reshape(-1), temperatures, float(temperature), softcap, float(logit_scale), entropy, backend
-
-
-def _token_arguments(
-    like: Tensor,
-    target_ids: Tensor | None,
-    advantages: Tensor,
-    config: LossConfig,
-    completion_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    sampling_logps: Tensor | None,
-    num_items_in_batch: float | Tensor | None,
-    num_completions_in_batch: float | Tensor | None,
-) -> tuple:
-    """Check everything per token and flatten it to the operators' `TOKEN_ARGS`."""
-    validation.is_config(config)
-    validation.mask_and_segments(completion_mask, cu_seqlens, like)
-    num_completions = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    validation.advantages_of(advantages, num_completions, like)
-    for name, x in (("old_logps", old_logps), ("ref_logps", ref_logps), ("sampling_logps", sampling_logps)):
-        validation.per_token(name, x, like)
-    validation.reference(config, ref_logps)
-    temperature = config.temperature if isinstance(config.temperature, Tensor) and target_ids is not None else None
-    validation.per_token("temperature", temperature, like)
-    totals = []
-    for name, value in (
-        ("num_items_in_batch", num_items_in_batch),
-        ("num_completions_in_batch", num_completions_in_batch),
-    ):
-        validation.normaliser(name, value)
-        totals.append(_total(value, like))
-    if advantages.dim() == like.dim() and tuple(advantages.shape) == tuple(like.shape):
-        advantages = advantages.reshape(-1)
-    flat = (None if x is None else x.reshape(-1) for x in (completion_mask, old_logps, ref_logps, sampling_logps, temperature))
-    mask, old, ref, sampling, temperature = flat
-    targets = None if target_ids is None else target_ids.reshape(-1)
-    return (targets, advantages, cu_seqlens, num_completions, mask, old, ref, sampling, temperature, *totals, config.key)
-
-
-def _total(value: float | Tensor | None, like: Tensor) -> Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else value.reshape(()).to(like.device)
-    return torch.full((), float(value), dtype=torch.float64, device=like.device)
+        raise ValueError(
+            f"logits: inplace=True expects rows that flatten without a copy, got strides {logits.stride()}"
+        )
 
 
 def _shaped(logps: Tensor, entropy: Tensor, target_ids: Tensor, return_entropy: bool):
@@ -343,7 +282,8 @@ def _output(
 ) -> LossOutput:
     loss, logps, entropy = results[:3]
     entropy = entropy.detach().reshape(like.shape) if has_entropy else None
-    inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in tokens)
+    # Copies: the caller may reuse its buffers before the metrics are read. They do not depend on the targets.
+    inputs = (None, *(x.detach().clone() if isinstance(x, Tensor) else x for x in tokens[1:]))
     return LossOutput(loss, logps.detach().reshape(like.shape), entropy, config, inputs)
 
 

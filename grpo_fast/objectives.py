@@ -1,9 +1,9 @@
 """THE table: one small function per loss type, value and slope side by side.
 
-A leaf takes fp32 scalars (or tensors) `(logp, log_ratio, advantage, *params)` and returns `(loss, slope)`, the loss of one
-token and its derivative. It is written in the vocabulary `+ - * / < <= > == & exp log abs where clamp` of the module
-global `tl`, which is torch here: the readable reference. `bind` gives the same code object another `tl`, so Triton
-compiles this very source (`kernels/rows_triton.py`). Adding a loss is one leaf and one line of `OBJECTIVES`.
+A leaf takes fp32 scalars (or tensors) `(logp, log_ratio, advantage, *params)` and returns `(loss, slope)`, the loss
+of one token and its derivative. It is written in the vocabulary `+ - * / < <= > == & exp log abs where clamp` of the
+module global `tl`, which is torch here: the readable reference. `bind` gives the same code object another `tl`, so
+Triton compiles this very source (`kernels/rows_triton.py`). Adding a loss is one leaf and one line of `OBJECTIVES`.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
     p = tl.exp(logp)
     p_old = tl.exp(logp - log_ratio)
     divergence = -p_old * log_ratio + (1.0 - p_old) * tl.log((1.0 - p_old + 1e-8) / (1.0 - p + 1e-8))
-    left = tl.where(
-        advantage > 0, (divergence > epsilon_high) & (p > p_old), (divergence > epsilon_low) & (p < p_old)
-    )
+    left = tl.where(advantage > 0, (divergence > epsilon_high) & (p > p_old), (divergence > epsilon_low) & (p < p_old))
     slope = tl.where(left, 0.0, -advantage * tl.where(ratio < 20.0, ratio, 20.0))
     return slope * logp, slope
 
@@ -125,6 +123,7 @@ class Objective(NamedTuple):
         levels: the importance_sampling_level values it has a meaning for.
         clips: metrics of clipping: "ppo", "cispo", "vespo" or None.
         reference: whether beta weighs a KL to `ref_logps`.
+        raw_epsilon_high: default of epsilon_high where the loss reads it as a raw bound of the ratio.
     """
 
     leaf: Callable
@@ -135,11 +134,14 @@ class Objective(NamedTuple):
     levels: tuple[str, ...] = ("token", "sequence")
     clips: str | None = None
     reference: bool = True
+    raw_epsilon_high: float | None = None
 
 
 CLIP = ("epsilon_low", "epsilon_high")
 PPO = Objective(ppo_clip, (*CLIP, "delta"), clips="ppo")
-CISPO = Objective(cispo, ("ratio_min", "ratio_max"), "token_mean_global", slope_of="logp", clips="cispo")
+CISPO = Objective(
+    cispo, ("ratio_min", "ratio_max"), "token_mean_global", slope_of="logp", clips="cispo", raw_epsilon_high=5.0
+)
 SAPO = Objective(sapo, ("sapo_temperature_pos", "sapo_temperature_neg"))
 VESPO_PARAMS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 KIMI = Objective(kimi, ("beta",), "token_mean_global", slope_of="logp", levels=("token",), reference=False)

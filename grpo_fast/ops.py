@@ -1,8 +1,8 @@
-"""The loss passes as custom operators with their own backward: how autograd and `torch.compile(fullgraph=True)` see them.
+"""The loss passes as custom operators with their own backward: what autograd and torch.compile see.
 
-Each operator forms its gradients in the forward; backward multiplies them by the upstream scalar and hands them over. They
-are handed over once, so that they can become `.grad` without a copy; a second backward through a retained graph computes
-them again. A double backward is refused.
+Each operator forms its gradients in the forward; backward multiplies them by the upstream scalar and hands them over.
+They are handed over once, so that they can become `.grad` without a copy; a second backward through a retained graph
+computes them again. A double backward is refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from grpo_fast.passes import LossResult, kernel_precision, linear_loss, logits_l
 from grpo_fast.prepare import TokenInputs
 
 TOKEN_ARGS = (
-    "Tensor? target_ids, Tensor advantages, Tensor? cu_seqlens, int num_completions, Tensor? completion_mask, Tensor? old_logps, "
-    "Tensor? ref_logps, Tensor? sampling_logps, Tensor? temperature, Tensor? num_items_in_batch, "
+    "Tensor? target_ids, Tensor advantages, Tensor? cu_seqlens, int num_completions, Tensor? completion_mask, "
+    "Tensor? old_logps, Tensor? ref_logps, Tensor? sampling_logps, Tensor? temperature, Tensor? num_items_in_batch, "
     "Tensor? num_completions_in_batch, str config"
 )
 LOSS = "Tensor loss, Tensor logps, Tensor entropy"
@@ -34,9 +34,7 @@ library.define(
 library.define(
     f"logits_grpo(Tensor logits, bool wanted, str backend, str validate, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_logits)"
 )
-library.define(
-    f"logps_grpo(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_logps, Tensor d_entropy)"
-)
+library.define(f"logps_grpo(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_logps, Tensor d_entropy)")
 library.define(f"metrics(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> Tensor")
 
 
@@ -120,8 +118,10 @@ def gradients_of(inputs: tuple, output: tuple) -> list[Tensor | None]:
     return [x.detach() if like is not None and x.shape == like.shape else None for like, x in pairs]
 
 
-def hand_over(ctx: Any, grad_loss: Tensor | None, needs_grad: tuple[bool, ...], operator: Callable) -> list[Tensor | None]:
-    """The gradients of an operator's inputs. Its first inputs are the differentiable ones, in their gradients' order."""
+def hand_over(
+    ctx: Any, grad_loss: Tensor | None, needs_grad: tuple[bool, ...], operator: Callable
+) -> list[Tensor | None]:
+    """The gradients of an operator's inputs; its first inputs are the differentiable ones, in the same order."""
     if torch.is_grad_enabled():
         raise RuntimeError("grpo_fast: the fused losses have no double backward (create_graph=True)")
     if grad_loss is None:
@@ -137,14 +137,14 @@ def hand_over(ctx: Any, grad_loss: Tensor | None, needs_grad: tuple[bool, ...], 
 
 
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """gradient · upstream in place; nothing to do for the usual upstream of 1, where that can be seen without a sync."""
+    """gradient · upstream in place; nothing to do for an upstream of 1, where that can be seen without a sync."""
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     return gradient.mul_(upstream)
 
 
 class Eager(torch.autograd.Function):
-    """A loss operator outside of torch.compile: the same functions without the dispatcher, whose schemas cost 0.2 ms."""
+    """A loss operator outside of torch.compile: the same functions without the dispatcher (0.2 ms of schemas)."""
 
     @staticmethod
     def forward(ctx, operator, *inputs):

@@ -1,7 +1,7 @@
-"""`linear_logps` and `logits_logps` as custom operators: per-token logps and entropy, differentiable, no logits kept.
+"""`linear_logps` and `logits_logps` as custom operators: differentiable logps and entropy, no logits kept.
 
-Forward keeps (lse, logp, entropy) of every row; backward forms the logits again, chunk by chunk (8·N·V·H flops in all for
-the linear operator).
+Forward keeps (lse, logp, entropy) of every row; backward forms the logits again, chunk by chunk (8·N·V·H flops in all
+for the linear operator).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ROWS = (
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 library.define(f"linear_logps(Tensor hidden, Tensor weight, Tensor? bias, {ROWS}) -> ({STATS})")
 library.define(
-    f"linear_logps_grad(Tensor hidden, Tensor weight, Tensor? bias, {ROWS}, {STATS}, Tensor? d_logps, Tensor? d_entropy, "
-    "bool[] wanted) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    f"linear_logps_grad(Tensor hidden, Tensor weight, Tensor? bias, {ROWS}, {STATS}, Tensor? d_logps, "
+    "Tensor? d_entropy, bool[] wanted) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 library.define(f"logits_logps(Tensor logits, {ROWS}) -> ({STATS})")
 library.define(f"logits_logps_grad(Tensor logits, {ROWS}, {STATS}, Tensor? d_logps, Tensor? d_entropy) -> Tensor")
@@ -51,7 +51,9 @@ class Rows:
 
     def _check(self, vocab_size: int) -> None:
         low, high = self.target_ids.aminmax()
-        message = f"target_ids: expected ids in [0, {vocab_size}), or {validation.IGNORED_TARGET} for a row without a target"
+        message = (
+            f"target_ids: expected ids in [0, {vocab_size}), or {validation.IGNORED_TARGET} for a row without a target"
+        )
         if low.device.type == "cpu":
             message += f", got ids from {low.item()} to {high.item()}"
         validation.check_values([((low < 0) | (high >= vocab_size), message)], "auto")

@@ -1,4 +1,4 @@
-"""The passes behind the public functions: hidden, logits or logps in; loss, metrics and gradients out, without autograd.
+"""The passes behind the public functions: hidden, logits or logps in; loss and gradients out, no autograd.
 
 Gradients are formed in the forward, for an upstream gradient of 1 (`ops.py` multiplies by what comes).
 """
@@ -19,6 +19,7 @@ from grpo_fast.kernels.metrics import metric_names, token_metrics
 from grpo_fast.kernels.tokens import fused_inputs, token_loss
 from grpo_fast.logits import LogitsSweep
 from grpo_fast.prepare import ActiveTokens, TokenInputs, active_tokens, check_logps
+
 
 class LossResult(NamedTuple):
     """What every loss operator returns; empty tensors stand for what was not asked for."""
@@ -67,9 +68,7 @@ def linear_loss(
     """hidden → loss; gradients are (dH, dW, db)."""
     tokens = active_tokens(inputs, hidden.shape[0], weight.shape[0], config, validate)
     assert tokens.target_ids is not None
-    head = LinearHead(
-        hidden, weight, bias, tokens.target_ids, tokens.rule, tokens.index, pick_backend(backend, hidden)
-    )
+    head = LinearHead(hidden, weight, bias, tokens.target_ids, tokens.rule, tokens.index, pick_backend(backend, hidden))
     fused = fused_inputs(tokens.batch, config)
     if any(wanted) and fused is not None and head.num_rows:
         rows, gradients = head.loss_gradients(fused, config, wanted)
@@ -127,7 +126,8 @@ def logps_loss(
     result = token_loss(lp, h, tokens.batch, config)
     d_entropy = logps.new_empty(0) if result.grad_entropy is None else tokens.to_rows(result.grad_entropy)
     gradients = (tokens.to_rows(result.grad_logps), d_entropy)
-    return rows_result(result.loss, (lp, lp, h), tokens, gradients)
+    own = (lp, lp.clone(), None if h is None else h.clone())  # an output never shares memory with an input
+    return rows_result(result.loss, own, tokens, gradients)
 
 
 def logps_metrics(
@@ -140,4 +140,6 @@ def logps_metrics(
     tokens = active_tokens(inputs._replace(target_ids=None), logps.shape[0], None, config, "auto")
     lp, h = tokens.active(logps), None if entropy is None else tokens.active(entropy)
     metrics = token_metrics(lp, h, tokens.batch, config, tokens.num_rows)
-    return torch.stack([metrics[name] for name in metric_names(config, inputs.sampling_logps is not None, h is not None)])
+    return torch.stack(
+        [metrics[name] for name in metric_names(config, inputs.sampling_logps is not None, h is not None)]
+    )

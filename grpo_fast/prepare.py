@@ -1,7 +1,7 @@
 """From a caller's tensors in either layout to the T active tokens of one flat batch.
 
-Both layouts arrive here as N flat rows with `cu_seqlens`; what the mask switches off is gathered away, so that whatever a
-masked slot holds can reach nothing.
+Both layouts arrive here as N flat rows with `cu_seqlens`; what the mask switches off is gathered away, so that
+whatever a masked slot holds can reach nothing.
 """
 
 from __future__ import annotations

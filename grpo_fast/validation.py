@@ -1,8 +1,8 @@
 """Bad input gets a ValueError that names the argument, what was expected and what came, before any launch.
 
-Shapes, dtypes and devices are checked on the host, always. Values that live on a device are checked at once on the CPU or
-under `validate="full"`; on a GPU under "auto" a flag is computed there, and the next call that finds it ready raises.
-Kernels never read out of bounds meanwhile: target ids are clamped.
+Shapes, dtypes and devices are checked on the host, always. Values that live on a device are checked at once on the
+CPU or under `validate="full"`; on a GPU under "auto" a flag is computed there, and the next call that finds it ready
+raises. Kernels never read out of bounds meanwhile: target ids are clamped.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def layout(name: str, x: Tensor, target_ids: Tensor) -> None:
         raise ValueError(f"{name}: expected shape (B, L, ·) or (T, ·), got {tuple(x.shape)}")
     if target_ids.shape != x.shape[:-1]:
         raise ValueError(
-            f"target_ids: expected shape {tuple(x.shape[:-1])} as in {name} {tuple(x.shape)}, got {tuple(target_ids.shape)}"
+            f"target_ids: expected shape {tuple(x.shape[:-1])} as in {name} {tuple(x.shape)}, "
+            f"got {tuple(target_ids.shape)}"
         )
     same_device("target_ids", target_ids, x, name)
 
@@ -143,7 +144,9 @@ def mask_and_segments(mask: Tensor | None, cu_seqlens: Tensor | None, like: Tens
         raise ValueError(f"cu_seqlens: expected None for the padded layout (B, L), got shape {tuple(cu_seqlens.shape)}")
     if like.dim() == 1:
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"cu_seqlens: expected an int32 tensor (B+1,) for the packed layout, got {_kind(cu_seqlens)}")
+            raise ValueError(
+                f"cu_seqlens: expected an int32 tensor (B+1,) for the packed layout, got {_kind(cu_seqlens)}"
+            )
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
             raise ValueError(f"cu_seqlens: expected shape (B+1,), got {tuple(cu_seqlens.shape)}")
         same_device("cu_seqlens", cu_seqlens, like, "the logps")
@@ -166,7 +169,8 @@ def reference(config: LossConfig, ref_logps: Tensor | None) -> None:
         raise ValueError(f"ref_logps: beta = {config.beta} expects the reference's logps, got None")
     if ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
         raise ValueError(
-            f"ref_logps: loss_type {config.loss_type!r} expects None (its beta weighs the step from old_logps), got a tensor"
+            f"ref_logps: loss_type {config.loss_type!r} expects None (its beta weighs the step from old_logps), "
+            "got a tensor"
         )
 
 

@@ -208,7 +208,9 @@ def compile_library(
     except (ValueError, OSError) as error:
         return None, f"the losses of objectives.py and kl.py cannot be printed as C++: {error}"
     flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0], *extra_flags]
-    texts = [leaves.encode()] + [path.read_bytes() for path in [sources / f"{library}.cpp", *sorted(sources.glob("*.h"))]]
+    texts = [leaves.encode()] + [
+        path.read_bytes() for path in [sources / f"{library}.cpp", *sorted(sources.glob("*.h"))]
+    ]
     key = hashlib.sha256(repr((texts, flags, command, cpu_flags(), torch.__version__)).encode()).hexdigest()[:20]
     folder = cache_folder() if folder is None else folder
     target = folder / f"{library}-{key}.so"

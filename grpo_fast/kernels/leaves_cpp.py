@@ -155,7 +155,9 @@ class LeafPrinter:
                 declared = "" if name in self.local else "auto "
                 self.local.add(name)
                 return [f"  {declared}{name}_ = {text};"]
-            case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=value), ast.Name(id=slope)])], value=ast.Call() as call):
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=value), ast.Name(id=slope)])], value=ast.Call() as call
+            ):
                 pair = f"{value}_and_{slope}_"
                 self.local |= {value, slope}
                 return [
@@ -205,5 +207,6 @@ class LeafPrinter:
     def refusal(self, node: ast.AST) -> ValueError:
         words = ", ".join(WORDS)
         return ValueError(
-            f"{self.leaf.__name__}: expected assignments and a returned pair in the words {words}, got {ast.unparse(node)!r}"
+            f"{self.leaf.__name__}: expected assignments and a returned pair in the words {words}, "
+            f"got {ast.unparse(node)!r}"
         )

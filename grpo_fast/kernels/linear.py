@@ -153,7 +153,9 @@ class LinearHead:
             z = self.workspace(h.shape[0])
             self.raw_logits(h, z)
             chunk = z[:count]
-            return z, self.backend.row_loss_(chunk, chunk, target_ids, *inputs, config, rule, return_entropy=has_entropy)
+            return z, self.backend.row_loss_(
+                chunk, chunk, target_ids, *inputs, config, rule, return_entropy=has_entropy
+            )
         # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give them here.
         z, stats = self.forward(h, target_ids, rule, has_entropy)
         losses, g = row_coefficients(stats[1], *inputs[:5], config)
@@ -180,7 +182,8 @@ class LinearHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
 
-        The logits of a single chunk are still in the workspace; those of several are computed again, for active rows only.
+        The logits of a single chunk are still in the workspace; those of several are computed again, for active rows
+        only.
         """
         sums = GradientSums(self, wanted)
         for rows in self.chunks():

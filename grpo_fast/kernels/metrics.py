@@ -20,7 +20,8 @@ def token_metrics(
 ) -> dict[str, Tensor]:
     """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its completions.
 
-    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a coefficient of exactly 0.
+    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a coefficient of exactly
+    0.
     """
     objective = OBJECTIVES[config.loss_type]
     count = logps.numel()
@@ -59,7 +60,9 @@ def token_metrics(
         _, ratio_max = objective_params(config)
         metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (batch.advantages > 0)).float())
     elif objective.clips == "vespo":
-        _, slope = objective.leaf(logps, ratio.log, torch.where(batch.advantages < 0, -1.0, 1.0), *objective_params(config))
+        _, slope = objective.leaf(
+            logps, ratio.log, torch.where(batch.advantages < 0, -1.0, 1.0), *objective_params(config)
+        )
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if batch.sampling_logps is not None:
         gap = torch.nan_to_num(old_logps - batch.sampling_logps, nan=0.0).abs()

@@ -8,7 +8,7 @@ that row only, bitwise: not on the thread count, nor on the chunk.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,8 +137,8 @@ def row_loss_(
 ) -> RowLoss:
     """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache; see rows_torch.row_loss_.
 
-    The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for the `grad_logps` that
-    are returned. Between them the leaves run in double, from C++ printed off their Python source (leaves_cpp.py).
+    The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for the `grad_logps`
+    that are returned. Between them the leaves run in double, from C++ printed off their Python source (leaves_cpp.py).
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.
@@ -159,3 +159,47 @@ def row_loss_(
         return_entropy,
     )
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)
+
+
+class HostTokens(NamedTuple):
+    """The active tokens of a batch, in order; the tensors after `index` are gathered by it, where one is given."""
+
+    lengths: Tensor  # (B,) int64
+    segments: Tensor  # (T,) int64
+    advantages: Tensor  # (T,)
+    index: Tensor | None  # (T,) int64; None when all N rows are active
+    target_ids: Tensor | None  # (T,) int64
+    old_logps: Tensor | None  # (T,)
+    ref_logps: Tensor | None  # (T,)
+    sampling_logps: Tensor | None  # (T,)
+    temperature: Tensor | None  # (T,)
+
+
+def active_tokens(
+    target_ids: Tensor | None,  # (N,)
+    advantages: Tensor,  # (B,) or (N,)
+    cu_seqlens: Tensor | None,  # (B+1,)
+    num_completions: int,
+    completion_mask: Tensor | None,  # (N,)
+    old_logps: Tensor | None,  # (N,)
+    ref_logps: Tensor | None,  # (N,)
+    sampling_logps: Tensor | None,  # (N,)
+    temperature: Tensor | None,  # (N,)
+    num_rows: int,
+    vocab_size: int,
+) -> HostTokens | None:
+    """What `grpo_fast.prepare` does in some thirty operations, in one pass on the host, checks of the values included.
+
+    None where a value is odd or a dtype is not the usual one (int64 targets, fp32 vectors): then the caller goes the long
+    way, which also knows what to say.
+    """
+    optional = (old_logps, ref_logps, sampling_logps, temperature)
+    status, lengths, segments, spread, index, targets, *picked = _door("active_tokens")(
+        target_ids, advantages, cu_seqlens, num_completions, completion_mask, *optional, num_rows, vocab_size
+    )
+    if status == 0:
+        return None
+    if status == 1:
+        return HostTokens(lengths, segments, spread, None, target_ids, *optional)
+    chosen = [None if given is None else x for given, x in zip(optional, picked, strict=True)]
+    return HostTokens(lengths, segments, spread, index, None if target_ids is None else targets, *chosen)

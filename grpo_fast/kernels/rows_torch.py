@@ -162,13 +162,11 @@ def row_loss_(
 ) -> RowLoss:
     """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`, `row_grad_`.
 
-    `out` (which may be `logits`) receives d raw-logits of Σ_t policy_weights·ℓ + kl_weights·KL + grad_entropy·entropy.
-    `old_logps` None: the ratio is 1; `kl_weights` or `ref_logps` None: no KL. A row whose weights are all zero is written
-    as zeros and has loss 0, whatever it held.
+    `out` (which may be `logits`) receives d raw-logits of Σ_t policy_weights·ℓ + kl_weights·KL +
+    grad_entropy·entropy. `old_logps` None: the ratio is 1; `kl_weights` or `ref_logps` None: no KL. A row whose
+    weights are all zero is written as zeros and has loss 0, whatever it held.
     """
     lse, logps, entropy = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
-    losses, grad = row_coefficients(
-        logps, advantages, policy_weights, kl_weights, old_logps, ref_logps, config
-    )
+    losses, grad = row_coefficients(logps, advantages, policy_weights, kl_weights, old_logps, ref_logps, config)
     row_grad_(logits, target_ids, lse, logps, entropy, grad, grad_entropy, rule, out=out)
     return RowLoss(lse, logps, entropy, losses, grad)

@@ -1,0 +1,1 @@
+"""Benchmarks: one script per operation, peers as providers, results as JSON. The rules are in CONTRIBUTING.md."""

@@ -1,0 +1,183 @@
+"""How results are verified, timed and weighed, and on what machine: shared by the benchmark scripts."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.problem import Truth
+from benchmarks.providers import Step
+
+# Relative L2 error against fp64 beyond which a result is wrong, and is not timed. fp32: rounding is 1e-6, so 1e-4 is a
+# bug or a lower precision. 16 bits: logits rounded to bf16 move probabilities by about 1%, which a user may accept; the
+# error is printed.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+MIB = 2**20
+SLOW = 5.0  # seconds
+
+# glibc gives large blocks back to the kernel at every free, so by default each call pays for its page faults again.
+# "fair" keeps them and asks for huge pages; both are reported, because a peer's time may be mostly page faults.
+FAIR_ALLOCATOR = {
+    "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=68719476736"
+    ":glibc.malloc.mmap_threshold=68719476736"
+    ":glibc.malloc.hugetlb=1"
+}
+
+
+class Errors(NamedTuple):
+    """Relative to fp64: loss (by the mean absolute loss of a token), gradients (L2)."""
+
+    loss: float
+    grad_hidden: float
+    grad_weight: float
+
+    def acceptable(self, dtype: torch.dtype) -> bool:
+        return all(error <= TOLERANCE[dtype] for error in self)  # NaN is not
+
+
+def errors(result: tuple[Tensor, Tensor, Tensor], truth: Truth) -> Errors:
+    """How far a result is from the fp64 answer."""
+    loss, grad_hidden, grad_weight = result
+    return Errors(
+        abs(float(loss) - float(truth.loss)) / truth.loss_scale,
+        relative_l2(grad_hidden, truth.grad_hidden),
+        relative_l2(grad_weight, truth.grad_weight),
+    )
+
+
+def relative_l2(value: Tensor, exact: Tensor) -> float:
+    """‖value − exact‖ / ‖exact‖ in fp64, a block of rows at a time; inf for a wrong shape."""
+    if value.shape != exact.shape:
+        return float("inf")
+    pairs = zip(value.split(4096), exact.split(4096), strict=True)
+    squared = sum(float((block.double() - truth).square().sum()) for block, truth in pairs)
+    return (squared / float(exact.square().sum())) ** 0.5
+
+
+def seconds(step: Step, calls: int, device: str) -> float:
+    """Wall time of one call, averaged over `calls` back to back."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def interleaved(
+    steps: dict[str, Step], device: str, budget: float, rounds: int, minimum: int = 2
+) -> dict[str, list[float]]:
+    """Times of every step, in rounds that all take part in, so that a slow minute of the machine hits all alike.
+
+    A step gets as many rounds as `budget` seconds hold, at least `minimum` and at most `rounds`, spread evenly over the
+    whole time; one of microseconds is repeated within a round until it takes 20 ms. The steps have run before (they
+    were verified), so the call that tells how long one takes counts as a sample when it is a slow one.
+    """
+    warm = {name: seconds(step, 1, device) for name, step in steps.items()}
+    samples = {name: [time_] if time_ > SLOW else [] for name, time_ in warm.items()}
+    warm = {name: time_ if time_ > SLOW else seconds(steps[name], 1, device) for name, time_ in warm.items()}
+    calls = {name: max(1, round(0.02 / time_)) for name, time_ in warm.items()}
+    wanted = {
+        name: max(minimum, min(rounds, int(budget / (time_ * calls[name])))) - len(samples[name])
+        for name, time_ in warm.items()
+    }
+    total = max(wanted.values(), default=0)
+    names = list(steps)
+    for index in range(total):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            if (index + 1) * wanted[name] // total > index * wanted[name] // total:
+                samples[name].append(seconds(steps[name], calls[name], device))
+    return samples
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Median and half the interquartile range, in ms (the half range for fewer than four samples)."""
+    ordered = sorted(samples)
+    if len(ordered) < 4:
+        half = (ordered[-1] - ordered[0]) / 2
+    else:
+        first, _, third = statistics.quantiles(ordered, n=4)
+        half = (third - first) / 2
+    return {"median_ms": statistics.median(ordered) * 1e3, "spread_ms": half * 1e3, "min_ms": ordered[0] * 1e3}
+
+
+def peak_memory(step: Step, device: str) -> dict[str, float]:
+    """Peak memory of one warm call beyond what was there before it and the two gradients it returns, in MiB.
+
+    On the CPU: free pages go back to the kernel (malloc_trim), the high-water mark of the resident set is reset (5 into
+    /proc/self/clear_refs), the step runs, and VmHWM minus the resident set before is read. Buffers that a library keeps
+    between calls count as already there. `page_faults` are those of this call. On a GPU: torch's allocator statistics.
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients = sum(grad.nbytes for grad in step()[1:])
+        return {"workspace_mib": (torch.cuda.max_memory_allocated() - before - gradients) / MIB}
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before, faults = resident("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = sum(grad.nbytes for grad in step()[1:])
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return {"workspace_mib": (resident("VmHWM") - before - gradients) / MIB, "page_faults": float(faults)}
+
+
+def resident(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"field: expected one of /proc/self/status, got {field!r}")
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """What a figure must be quoted with."""
+    information: dict[str, Any] = {"machine": platform.machine(), "cpu": "unknown", "cores": os.cpu_count()}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        fields = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
+        fields = {key.strip(): value.strip() for key, value in fields.items()}
+        flags = set(fields.get("flags", "").split())
+        information["cpu"] = (
+            f"{fields.get('model name', 'unknown')} (family {fields.get('cpu family')}, model {fields.get('model')})"
+        )
+        information["instructions"] = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    information["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        information["gpu"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+        )
+        information["cuda"] = torch.version.cuda
+    return information
+
+
+def commit() -> str:
+    """The checkout's commit, with "+changes" when the tree differs from it."""
+    root = Path(__file__).parent.parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    try:
+        return (git("rev-parse", "--short=12", "HEAD") or "none") + ("+changes" if git("status", "--porcelain") else "")
+    except OSError:
+        return "none"

@@ -1,0 +1,5 @@
+"""Completions for prompts, with the log-probabilities the sampler used."""
+
+from grpo_fast.rollout.hf import Rollout, generate
+
+__all__ = ["Rollout", "generate"]

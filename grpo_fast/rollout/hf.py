@@ -1,0 +1,110 @@
+"""Rollouts by transformers' own `generate`: batched, left-padded, with our sampler inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rollout.sampler import Sampler, seed_of
+
+Prompt = str | list[dict[str, str]]
+
+
+class Sampling(Protocol):
+    """The options `generate` reads (`RolloutConfig` and `SamplingConfig` have them)."""
+
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    batch_size: int | None
+
+
+@dataclass
+class Rollout:
+    """N·G completions, the G of one prompt side by side."""
+
+    prompts: list[str] = field(default_factory=list)  # text of each completion's prompt (so each G times)
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    completion_ids: list[list[int]] = field(default_factory=list)  # up to and with the first EOS
+    sampling_logps: list[Tensor] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
+    texts: list[str] = field(default_factory=list)  # completions without special tokens
+    truncated: list[bool] = field(default_factory=list)  # no EOS within max_new_tokens
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(ids) for ids in self.completion_ids]
+
+
+def generate(
+    policy: Any, prompts: Sequence[Prompt], options: Sampling, *, seed: int | tuple[int | str, ...]
+) -> Rollout:
+    """G = `options.group_size` completions of each prompt.
+
+    Args:
+        policy: a `Policy` (model, tokenizer, eos_ids, `generation()`).
+        prompts: texts, or chat messages for the tokenizer's template.
+        options: how many, how long, how random; temperature 0 is greedy.
+        seed: an int or a tuple such as (seed, step). The random number of a token depends on it, the completion's place
+            and the token's position only, not on `batch_size`.
+
+    Raises:
+        ValueError: a prompt without tokens.
+    """
+    texts, ids = encode_prompts(policy.tokenizer, prompts)
+    group = options.group_size
+    repeated = [i for i in range(len(ids)) for _ in range(group)]
+    parts = seed if isinstance(seed, tuple) else (seed,)
+    generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
+    uniforms = torch.rand(len(repeated), options.max_new_tokens, generator=generator)
+    rollout = Rollout()
+    size = options.batch_size or max(len(repeated), 1)
+    with policy.generation():
+        for start in range(0, len(repeated), size):
+            chosen = repeated[start : start + size]
+            rollout.prompts += [texts[i] for i in chosen]
+            rollout.prompt_ids += [ids[i] for i in chosen]
+            _generate_batch(policy, [ids[i] for i in chosen], options, uniforms[start : start + size], rollout)
+    rollout.texts = policy.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+    return rollout
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
+    """The text and the token ids of each prompt; chat messages go through the tokenizer's template."""
+    texts, ids = [], []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            text, special = prompt, True
+        else:  # the template writes the special tokens itself
+            text, special = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), False
+        encoded = tokenizer(text, add_special_tokens=special)["input_ids"]
+        if not encoded:
+            raise ValueError(f"prompts: expected at least one token, came {prompt!r}")
+        texts.append(text)
+        ids.append(encoded)
+    return texts, ids
+
+
+def _generate_batch(
+    policy: Any, prompts: list[list[int]], options: Sampling, uniforms: Tensor, rollout: Rollout
+) -> None:
+    device, pad = policy.device, policy.pad_id
+    longest = max(map(len, prompts))
+    input_ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    sampler = Sampler(uniforms.to(device), temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    output = policy.lm.generate(
+        input_ids=input_ids, attention_mask=mask, max_new_tokens=options.max_new_tokens, do_sample=False,
+        logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids), pad_token_id=pad,
+    )  # fmt: skip
+    rows, logps = output[:, longest:].tolist(), sampler.logps.cpu()
+    for row, row_logps in zip(rows, logps, strict=True):
+        end = next((t + 1 for t, token in enumerate(row) if token in policy.eos_ids), None)
+        rollout.truncated.append(end is None)
+        rollout.completion_ids.append(row[:end])
+        rollout.sampling_logps.append(row_logps[: len(row[:end])].clone())

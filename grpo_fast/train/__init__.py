@@ -1,0 +1,1 @@
+"""The trainer: `train(load_recipe("sort"))`."""

@@ -1,0 +1,246 @@
+"""The policy: a transformers causal LM, its tokenizer, and the three things the trainer asks of them.
+
+`hidden` gives the rows that predict completion tokens, `head` what turns them into logits, `generation()` the mode in
+which `generate` runs. A reference model is a `Policy` too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast import linear_logps
+from grpo_fast.attention import NAME, PackedLayout, check_supported, disable_dropout, register
+from grpo_fast.train.batch import MicroBatch
+from grpo_fast.train.config import LoraConfig, ModelConfig
+from grpo_fast.train.head import Head, head_of
+
+log = logging.getLogger(__name__)
+
+# How far packed hidden states + linear_logps may stand from the model's own logits, by dtype of the weights (nats).
+CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class Policy:
+    """A causal LM for training on packed rows.
+
+    Args:
+        model: a transformers causal LM, or a peft model around one.
+        tokenizer: its tokenizer.
+        attn: attention for `generate`; "auto" is the model's default (eager where it needs a softcap).
+        autocast: dtype the trunk runs in over fp32 weights, or None.
+
+    Raises:
+        ValueError: a model that packed attention or the fused head would compute wrongly.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, attn: str = "auto", autocast: torch.dtype | None = None) -> None:
+        self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
+        self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        check_supported(self.lm)
+        disable_dropout(self.lm)
+        self.generation_attn = _generation_attention(self.lm) if attn == "auto" else attn
+        self.lm.set_attn_implementation(register())
+        self.eos_ids, self.pad_id = _special_ids(self.lm, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def head(self) -> Head:
+        """Weight, bias, softcap and logit scale of the language-model head (dtype of the hidden states)."""
+        head = head_of(self.lm)
+        if self.autocast is None:
+            return head
+        bias = None if head.bias is None else head.bias.to(self.autocast)
+        return head._replace(weight=head.weight.to(self.autocast), bias=bias)
+
+    def hidden(self, input_ids: Tensor, layout: PackedLayout, predicting: Tensor) -> Tensor:
+        """Final hidden states of the rows `predicting`: (1, T) ids → (R, H)."""
+        with self._autocast():
+            output = self.lm.base_model(
+                input_ids=input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout
+            )
+        states = output.last_hidden_state[0].index_select(0, predicting)
+        return states if self.autocast is None else states.to(self.autocast)
+
+    def logps(self, batch: MicroBatch, temperature: float = 1.0) -> Tensor:
+        """(R,) fp32 log-probabilities of the completion tokens; the logits are never stored under no_grad."""
+        head = self.head
+        hidden = self.hidden(batch.input_ids, batch.layout, batch.predicting)
+        return linear_logps(
+            hidden, head.weight, batch.target_ids, bias=head.bias, temperature=temperature, softcap=head.softcap,
+            logit_scale=head.logit_scale,
+        )  # fmt: skip
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Evaluation mode with a cache-capable attention and a plain generation config; restored afterwards.
+
+        The attention is exchanged between whole steps only, never between a forward pass and its backward.
+        """
+        training, saved = self.lm.training, self.lm.generation_config
+        # A shipped generation config may hold penalties and warpers; the sampler is ours alone.
+        self.lm.generation_config = type(saved)()
+        self.lm.set_attn_implementation(self.generation_attn)
+        self.lm.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                yield
+        finally:
+            self.lm.generation_config = saved
+            self.lm.set_attn_implementation(NAME)
+            self.lm.train(training)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """The model as it was before LoRA."""
+        if self.model is self.lm:
+            raise ValueError("model.lora: expected a peft model, came a plain one")
+        return self.model.disable_adapter()
+
+    def frozen_copy(self) -> Policy:
+        """A copy without gradients that shares nothing with this policy: the reference model."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model).requires_grad_(False).eval()
+        twin.lm = twin.model.get_base_model() if hasattr(twin.model, "get_base_model") else twin.model
+        return twin
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def self_check(self) -> float:
+        """Compare packed hidden states + `linear_logps` with the model's own logits on two short sequences of ids.
+
+        Finds what no table can know: a head with an unknown rule, attention that ignores the layout, positions that are
+        not RoPE's. Returns the largest difference in nats; raises ValueError beyond the dtype's tolerance.
+        """
+        vocabulary = self.head.weight.shape[0]
+        sequences = [[(7 * i + 11 * j + 3) % vocabulary for i in range(n)] for j, n in enumerate((5, 9))]
+        layout = PackedLayout.of([len(s) for s in sequences], self.device)
+        rows = [0, 1, 2, 3, *range(5, 13)]
+        targets = torch.tensor(sequences[0][1:] + sequences[1][1:], device=self.device)
+        head = self.head
+        hidden = self.hidden(
+            torch.tensor([sum(sequences, [])], device=self.device), layout, torch.tensor(rows, device=self.device)
+        )
+        ours = linear_logps(
+            hidden, head.weight, targets, bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale
+        )
+        with self.generation():
+            theirs = torch.cat([self._own_logps(s) for s in sequences])
+        difference = float((ours - theirs).abs().max())
+        dtype = self.autocast or head.weight.dtype
+        if not difference <= CHECK_TOLERANCE[dtype]:
+            raise ValueError(
+                f"model_type {self.lm.config.model_type}: packed attention with the fused head differs from its "
+                f"own logits by {difference:.3g} nats (expected ≤ {CHECK_TOLERANCE[dtype]} in {dtype}); its head "
+                "or attention has a rule this trainer does not know"
+            )
+        return difference
+
+    def _own_logps(self, sequence: list[int]) -> Tensor:
+        ids = torch.tensor([sequence], device=self.device)
+        logits = self.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+    def save(self, directory: str | Path) -> None:
+        """Write model and tokenizer in transformers format (with LoRA: the merged model)."""
+        from transformers.utils import logging as logging_of_transformers
+
+        model = self.lm
+        if self.model is not self.lm:
+            model = copy.deepcopy(self.model).merge_and_unload()
+        model.set_attn_implementation(self.generation_attn)
+        logging_of_transformers.disable_progress_bar()
+        model.save_pretrained(directory)
+        logging_of_transformers.enable_progress_bar()
+        self.tokenizer.save_pretrained(directory)
+        self.lm.set_attn_implementation(NAME)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
+    """Load `config.path`, or make a model from `config.config` for `tokenizer` (random start, torch's seed)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype = getattr(torch, config.dtype)
+    if config.path is not None:
+        options = {"trust_remote_code": config.trust_remote_code}
+        model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, **options)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.path, padding_side="left", **options)
+    else:
+        model = _from_config(dict(config.config or {}), tokenizer).to(dtype)
+    model.to(_device(config.device))
+    if config.gradient_checkpointing:
+        enable_checkpointing(model)
+    if config.lora is not None:
+        model = _with_adapter(model, config.lora, config.gradient_checkpointing)
+    autocast = None if config.autocast is None else getattr(torch, config.autocast)
+    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
+    log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
+    return policy
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute each layer's activations in the backward pass (transformers 5.2x renamed the method)."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields.setdefault("vocab_size", len(tokenizer))
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    # A config takes any keyword, so compare with one made of defaults.
+    plain = AutoConfig.for_model(fields["model_type"])
+    unknown = [name for name in fields if not hasattr(plain, name)]
+    if unknown:
+        raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**special, **fields}))
+
+
+def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
+    import peft
+
+    settings = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    if checkpointing:  # a checkpointed layer passes a gradient on only if its input asks for one
+        model.enable_input_require_grads()
+    return peft.get_peft_model(model, settings)
+
+
+def _generation_attention(lm: Any) -> str:
+    softcap = getattr(lm.config, "attn_logit_softcapping", None)
+    return "eager" if softcap is not None else lm.config._attn_implementation
+
+
+def _special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
+    """Every id that ends a completion (tokenizer's and generation config's), and one for padding."""
+    eos: set[int] = set()
+    for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
+        eos |= set(value) if isinstance(value, (list, tuple)) else ({value} if value is not None else set())
+    if not eos:
+        raise ValueError("tokenizer: has no EOS token, so no completion could end")
+    pad = tokenizer.pad_token_id
+    return frozenset(eos), min(eos) if pad is None else pad
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)

@@ -1,0 +1,49 @@
+"""What a run is made of, built from its configuration before the first step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_fast.data import Example, load_examples, task_symbols
+from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
+from grpo_fast.rewards import RewardSet, scorer_for
+from grpo_fast.train.config import DataConfig, ModelConfig, RunConfig
+from grpo_fast.train.evaluate import EvalResult, evaluate, policy_generate
+from grpo_fast.train.policy import Policy, load_policy
+
+BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
+
+
+def build_policy(model: ModelConfig, data: DataConfig, train_set: Sequence[Example]) -> Policy:
+    """The policy, with a tokenizer built from the data where the configuration asks for one."""
+    tokenizer: Any = None
+    if model.tokenizer == "symbols":
+        tokenizer = build_symbol_tokenizer(task_symbols(data))
+    elif model.tokenizer == "bpe":
+        texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(train_set, BPE_TEXTS)]
+        tokenizer = build_bpe_tokenizer(texts, model.vocab_size)
+    return load_policy(model, tokenizer)
+
+
+def build_evaluation(config: RunConfig, policy: Policy, rewards: RewardSet) -> Callable[[], EvalResult]:
+    """A function that evaluates the policy as it is on the held-out prompts: the same prompts and seed each time."""
+    test_set = load_examples(config.data, split="test", seed=config.seed)
+    examples = [test_set[i] for i in range(min(len(test_set), config.eval.n or len(test_set)))]
+    scorer = scorer_for(config.data.task, [e.answer for e in examples])
+    answer = policy_generate(
+        policy, max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens, top_p=config.eval.top_p,
+        top_k=config.eval.top_k,
+    )  # fmt: skip
+    options: dict[str, Any] = dict(
+        samples=config.eval.samples, temperature=config.eval.temperature, k=config.eval.k,
+        batch_size=config.eval.batch_size, seed=config.seed,
+    )  # fmt: skip
+    return lambda: evaluate(answer, examples, rewards, scorer, **options)
+
+
+def prompts_of(train_set: Sequence[Example], step: int, count: int) -> list[Example]:
+    """The prompts of a step (from 1): the training set in its order, round and round."""
+    first = (step - 1) * count
+    return [train_set[i % len(train_set)] for i in range(first, first + count)]

@@ -1,0 +1,60 @@
+"""A short supervised start: a random model learns what a solution looks like. Its loss is −linear_logps(…).mean()."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from grpo_fast.rollout import Rollout
+from grpo_fast.rollout.hf import encode_prompts
+from grpo_fast.train.batch import MicroBatch
+from grpo_fast.train.config import OptimConfig, WarmStartConfig
+from grpo_fast.train.optimizer import Optimizer
+from grpo_fast.train.policy import Policy
+
+
+def warm_start(
+    policy: Policy,
+    examples: Sequence,
+    config: WarmStartConfig,
+    *,
+    seed: int,
+    log: Callable[[int, dict[str, float]], Any] = lambda step, metrics: None,
+) -> float:
+    """Train on the examples' gold solutions, each ended by EOS, for `config.steps` steps; returns the last loss.
+
+    `log` is called as log(0, metrics) after every step: the run's own steps begin when this is over.
+
+    Raises ValueError when no example has a solution.
+    """
+    usable = [e for e in examples if e.solution]
+    if not usable:
+        raise ValueError("warm_start: expected examples with a solution, came none")
+    optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=config.warmup, weight_decay=0.01)
+    optimizer = Optimizer(policy.trainable(), optim, config.steps)
+    rng = random.Random(f"{seed}/warm start")
+    policy.model.train()
+    loss = torch.zeros(())
+    for step in range(1, config.steps + 1):
+        batch = pack_solutions(policy, rng.sample(usable, min(config.batch_size, len(usable))))
+        loss = -policy.logps(batch).mean()
+        loss.backward()
+        optimizer.step()
+        log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
+    return loss.item()
+
+
+def pack_solutions(policy: Policy, examples: Sequence) -> MicroBatch:
+    """Prompts with their gold solutions in place of sampled completions."""
+    _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
+    solutions = [policy.tokenizer(e.solution, add_special_tokens=False)["input_ids"] for e in examples]
+    eos = policy.tokenizer.eos_token_id
+    completions = [ids + [eos] for ids in solutions]
+    rollout = Rollout(
+        prompt_ids=prompt_ids, completion_ids=completions, sampling_logps=[torch.zeros(len(c)) for c in completions],
+        truncated=[False] * len(completions),
+    )  # fmt: skip
+    return MicroBatch.pack(rollout, torch.zeros(len(examples)), range(len(examples)), policy.device)

@@ -1,0 +1,20 @@
+"""Shared by all tests: one thread, and poison for fresh memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Every `empty` of torch, in Python and C++, comes filled with NaN (floats) or the largest integer.
+
+    torch's own switch does this under deterministic algorithms; an output slot that a kernel forgets shows up as NaN.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,300 @@
+"""Small batches with every difficulty in them, and one way to call the three loss functions in both layouts.
+
+A case is built padded: completions of different lengths, one of them empty, one with a hole in its mask (a tool call),
+advantages of both signs and one exact zero, log ratios on both sides of every clip bound but never near one, so that
+fp32 rounding cannot change a decision. Masked slots hold ordinary numbers here; `poisoned` in
+test_contract_invariance.py puts NaN, inf and bad ids there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_fast
+from tests import oracles
+
+LOSSES = tuple(oracles.ORACLES)
+AGGREGATIONS = ("sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum")
+SEQUENCE_LOSSES = tuple(
+    x for x in LOSSES if x not in ("gspo_token", "gmpo", "vespo", "dppo_tv", "dppo_kl", "kimi", "dro")
+)
+LOSS_LEVELS = tuple((x, "token") for x in LOSSES if x != "gspo") + tuple((x, "sequence") for x in SEQUENCE_LOSSES)
+LAYOUTS = ("padded", "packed")
+FUNCTIONS = ("logps", "logits", "linear")
+
+
+def row_backends() -> list:
+    """ "torch" always; "cpu" (csrc) where it builds, a visible skip with the reason where it does not."""
+    from grpo_fast.kernels import backends
+
+    reason = backends.unavailable("cpu", "cpu")
+    mark = [pytest.mark.skip(reason=f"backend cpu: {reason}")] if reason else []
+    return [pytest.param("torch", id="torch"), pytest.param("cpu", id="cpu", marks=mark)]
+
+
+BACKENDS = row_backends()
+
+# Log ratios far from log(0.8), log(1.28), log(1.5), log(3) and from 0; both signs, inside and outside the clip range.
+LOG_RATIOS = (-1.1, -0.45, -0.12, 0.07, 0.16, 0.55, 0.85, 1.35)
+REF_DIFFERENCES = (-0.7, -0.3, 0.05, 0.25, 0.6)
+SAMPLING_DIFFERENCES = (-0.5, -0.1, 0.2, 0.4, 1.4)  # log 3 = 1.0986 is the default cap
+
+
+@dataclass
+class Case:
+    hidden: Tensor  # (B, L, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    ids: Tensor  # (B, L) int64
+    mask: Tensor  # (B, L) bool
+    advantages: Tensor  # (B,) or (B, L)
+    old: Tensor | None  # (B, L)
+    ref: Tensor | None  # (B, L)
+    sampling: Tensor | None = None  # (B, L)
+    options: dict[str, Any] = field(default_factory=dict)
+    num_items: float | None = None
+    num_completions: float | None = None
+
+    def but(self, **changes: Any) -> Case:
+        return dataclasses.replace(self, **changes)
+
+    def with_options(self, **options: Any) -> Case:
+        return self.but(options={**self.options, **options})
+
+    @property
+    def logits(self) -> Tensor:  # (B, L, V), in the dtype of hidden: what the logits function is given
+        raw = self.hidden.double() @ self.weight.double().T
+        raw = raw if self.bias is None else raw + self.bias.double()
+        return raw.to(self.hidden.dtype)
+
+
+def options_for(loss_type: str, level: str = "token", aggregation: str | None = None, **more: Any) -> dict[str, Any]:
+    """Options under which every branch of the loss is reached on a `make_case` batch."""
+    options: dict[str, Any] = {"loss_type": loss_type, "epsilon_low": 0.2, "epsilon_high": 0.28}
+    if loss_type == "cispo":
+        options["epsilon_high"] = 1.5
+    if loss_type in ("dppo_tv", "dppo_kl"):
+        small = 0.008 if loss_type == "dppo_tv" else 0.004  # probabilities are about 1/V here
+        options.update(epsilon_low=small, epsilon_high=small * 1.25)
+    if loss_type in ("kimi", "dro"):
+        options["beta"] = 0.3
+    if level == "sequence":
+        options["importance_sampling_level"] = "sequence"
+    if aggregation is not None:
+        options["aggregation"] = aggregation
+    resolved = aggregation or oracles.DEFAULT_AGGREGATION[loss_type]
+    if resolved == "fixed_length":
+        options["max_completion_length"] = 9
+    return {**options, **more}
+
+
+def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[int, ...]) -> Tensor:
+    """One of the choices per element, moved by at most 0.02."""
+    index = torch.randint(len(choices), shape, generator=generator)
+    return torch.tensor(choices, dtype=torch.float64)[index] + 0.02 * torch.rand(shape, generator=generator)
+
+
+def default_mask() -> Tensor:
+    lengths = torch.tensor([7, 3, 0, 5, 6])
+    mask = torch.arange(7)[None, :] < lengths[:, None]
+    mask[3, 1:3] = False  # a hole: tokens a tool wrote
+    mask[4, 0] = False
+    return mask
+
+
+def make_case(
+    seed: int = 0, *, H: int = 8, V: int = 23, mask: Tensor | None = None, dtype=torch.float32, bias: bool = True,
+    per_token_advantages: bool = False, sampling: bool = False, scale: float = 1.0, **options: Any,
+) -> Case:  # fmt: skip
+    """A padded batch whose old, ref and sampling logps are placed relative to the fp64 logps of the same inputs."""
+    g = torch.Generator().manual_seed(seed)
+    mask = default_mask() if mask is None else mask
+    B, L = mask.shape
+    hidden = (scale * torch.randn(B, L, H, generator=g)).to(dtype)
+    weight = (scale * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
+    b = (0.3 * torch.randn(V, generator=g)).to(dtype) if bias else None
+    ids = torch.randint(V, (B, L), generator=g)
+    rows = hidden.double() @ weight.double().T
+    rows = rows if b is None else rows + b.double()
+    o = oracles.resolve(options)
+    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
+    lp, _ = oracles.logps_and_entropy(rows.reshape(-1, V), ids.reshape(-1), **rule)
+    lp = lp.reshape(B, L)
+    old = torch.clamp(lp - pick(g, LOG_RATIOS, (B, L)), max=-1e-3)
+    ref = lp + pick(g, REF_DIFFERENCES, (B, L))
+    sampler = old - pick(g, SAMPLING_DIFFERENCES, (B, L))
+    advantages = torch.tensor([1.3, -0.8, 0.6, -1.7, 0.9, -0.4, 0.0])[torch.arange(B) % 7]
+    if per_token_advantages:
+        advantages = advantages[:, None] + torch.randn(B, L, generator=g)
+    return Case(
+        hidden=hidden, weight=weight, bias=b, ids=ids, mask=mask, advantages=advantages.float(), old=old.float(),
+        ref=ref.float(), sampling=sampler.float() if sampling else None, options=dict(options),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ layouts
+def spans(mask: Tensor) -> list[int]:
+    """Rows of each completion in the packed layout: up to its last active token, holes included."""
+    positions = torch.arange(1, mask.shape[1] + 1)
+    return [int((positions * m).max()) if m.numel() else 0 for m in mask]
+
+
+def pack(tensor: Tensor | None, lengths: list[int]) -> Tensor | None:
+    """(B, L, …) → (T, …)."""
+    if tensor is None:
+        return None
+    pieces = [tensor[b, :n] for b, n in enumerate(lengths)]
+    return torch.cat(pieces) if pieces else tensor.new_zeros((0, *tensor.shape[2:]))
+
+
+def unpack(tensor: Tensor, lengths: list[int], L: int) -> Tensor:
+    """(T, …) → (B, L, …), zeros where nothing was."""
+    out = tensor.new_zeros((len(lengths), L, *tensor.shape[1:]))
+    start = 0
+    for b, n in enumerate(lengths):
+        out[b, :n] = tensor[start : start + n]
+        start += n
+    return out
+
+
+def cu_seqlens_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+# ------------------------------------------------------------------------------------------------------- calling
+@dataclass
+class Result:
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logps: Tensor  # (B, L), zeros where packed had no row
+    entropy: Tensor | None
+    grads: dict[str, Tensor]  # "logps" | "logits" | "hidden", "weight", "bias", in the padded layout
+    raw: Any  # the LossOutput itself
+
+
+def arguments(case: Case, layout: str) -> dict[str, Any]:
+    """The keywords shared by the three functions, in the layout asked for."""
+    keywords: dict[str, Any] = {"num_items_in_batch": case.num_items, "num_completions_in_batch": case.num_completions}
+    lengths = spans(case.mask)
+    lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
+    keywords["completion_mask"] = lay(case.mask)
+    keywords["old_logps"], keywords["ref_logps"], keywords["sampling_logps"] = map(
+        lay, (case.old, case.ref, case.sampling)
+    )
+    keywords["advantages"] = lay(case.advantages) if case.advantages.dim() == 2 else case.advantages
+    if layout == "packed":
+        keywords["cu_seqlens"] = cu_seqlens_of(lengths)
+    if oracles.resolve(case.options).beta == 0 or case.options["loss_type"] in ("kimi", "dro"):
+        keywords["ref_logps"] = None
+    return keywords
+
+
+def run(
+    function: str, case: Case, *, layout: str = "padded", backend: str = "torch", upstream: float | None = 1.0,
+    config: Any = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Call one public loss function on a case, run backward, and return everything in the padded layout."""
+    config = config or grpo_fast.LossConfig(**case.options)
+    keywords = {**arguments(case, layout), **more}
+    advantages = keywords.pop("advantages")
+    lengths, L = spans(case.mask), case.mask.shape[1]
+    lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
+    back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
+    ids = lay(case.ids)
+    leaves: dict[str, Tensor] = {}
+    if function == "linear":
+        leaves["hidden"] = lay(case.hidden).detach().clone().requires_grad_()
+        leaves["weight"] = case.weight.detach().clone().requires_grad_()
+        if case.bias is not None:
+            leaves["bias"] = case.bias.detach().clone().requires_grad_()
+        out = grpo_fast.linear_grpo_loss(
+            leaves["hidden"],
+            leaves["weight"],
+            ids,
+            advantages,
+            config,
+            bias=leaves.get("bias"),
+            backend=backend,
+            **keywords,
+        )
+    elif function == "logits":
+        leaves["logits"] = lay(case.logits).detach().clone().requires_grad_()
+        out = grpo_fast.logits_grpo_loss(leaves["logits"], ids, advantages, config, backend=backend, **keywords)
+    else:
+        logps, entropy = reference_logps(case)
+        leaves["logps"] = lay(logps).detach().clone().requires_grad_()
+        if config.entropy_coef != 0 or config.top_entropy_quantile < 1 or config.compute_entropy:
+            leaves["entropy"] = lay(entropy).detach().clone().requires_grad_()
+        out = grpo_fast.grpo_loss(leaves["logps"], advantages, config, entropy=leaves.get("entropy"), **keywords)
+    grads: dict[str, Tensor] = {}
+    if upstream is not None:
+        (out.loss * upstream).backward()
+        for name, leaf in leaves.items():
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            grads[name] = grad if name in ("weight", "bias") else back(grad)
+    entropy_out = None if out.entropy is None else back(out.entropy)
+    return Result(out.loss.detach(), out.metrics, back(out.logps), entropy_out, grads, out)
+
+
+def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
+    """fp32 logps and entropy (B, L) of the case's rows, from the oracle: the inputs of `grpo_loss`."""
+    o = oracles.resolve(case.options)
+    B, L, V = case.logits.shape
+    raw = case.hidden.double() @ case.weight.double().T
+    raw = raw if case.bias is None else raw + case.bias.double()
+    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
+    if isinstance(rule["temperature"], Tensor):
+        rule["temperature"] = rule["temperature"].reshape(-1)
+    lp, H = oracles.logps_and_entropy(raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), **rule)
+    return lp.reshape(B, L).float(), H.reshape(B, L).float()
+
+
+def truth(function: str, case: Case):
+    """The oracle's answer for the same call: `.loss`, `.<name>_grad`, `.losses`, …"""
+    options = {k: v for k, v in case.options.items()}
+    keywords = dict(
+        mask=case.mask, old=case.old, ref=case.ref, sampling=case.sampling, num_items=case.num_items,
+        num_completions=case.num_completions,
+    )  # fmt: skip
+    temperature = options.get("temperature")
+    if isinstance(temperature, Tensor):
+        keywords["temperature"] = temperature
+    if function == "linear":
+        return oracles.oracle_from_hidden(
+            case.hidden, case.weight, case.ids, case.advantages, options, bias=case.bias, **keywords
+        )
+    if function == "logits":
+        return oracles.oracle_from_logits(case.logits, case.ids, case.advantages, options, **keywords)
+    keywords.pop("temperature", None)
+    logps, entropy = reference_logps(case)
+    return oracles.oracle_from_logps(logps, case.advantages, options, entropy=entropy, **keywords)
+
+
+# ------------------------------------------------------------------------------------------------------- judging
+def relative_l2(value: Tensor, true: Tensor) -> float:
+    """‖value − true‖ / ‖true‖ in fp64 (the absolute norm when the truth is 0)."""
+    error = (value.double() - true.double()).norm().item()
+    size = true.double().norm().item()
+    return error / size if size > 0 else error
+
+
+def assert_same(function: str, case: Case, result: Result, *, loss_tol: float, grad_tol: float) -> None:
+    """Loss and every gradient against the oracle; masked rows of the gradient exactly 0."""
+    expected = truth(function, case)
+    scale = max(1.0, sum(x.abs().sum().item() for x in expected.losses) / max(1, int(case.mask.sum())))
+    assert abs(result.loss.item() - expected.loss.item()) <= loss_tol * scale, (
+        result.loss.item(),
+        expected.loss.item(),
+    )
+    for name, grad in result.grads.items():
+        reference = getattr(expected, f"{name}_grad")
+        error = relative_l2(grad, reference)
+        assert error <= grad_tol, f"d{name}: relative L2 {error:.2e} > {grad_tol:.0e}"
+        if name not in ("weight", "bias"):
+            assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got a gradient"

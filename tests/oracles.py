@@ -1,0 +1,413 @@
+"""The truth the tests compare with: fp64, torch autograd, the papers' notation, one completion at a time.
+
+Nothing here is imported from grpo_fast, and nothing here is fast. Every objective is a function of ONE completion
+(its active tokens only, a 1-D tensor per quantity), so that padding, packing, masks, broadcasting, chunking and
+in-place tricks, where the package can go wrong, do not exist on this side. Gradients come from autograd with
+explicit `.detach()` where a paper writes a stop-gradient.
+
+Sources: the formulas of OBJECTIVES (DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, INTELLECT-2,
+PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO 2507.18071, Kimi k1.5) and,
+where those point to it, TRL 1.16 `GRPOTrainer` (read, not imported): `_compute_loss` (order of the extras, KL times
+ratio), `get_gamma_weights` (VESPO), `get_off_policy_mask`, `get_high_entropy_mask`; verl `core_algos` for DPPO.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_MAX = 20.0  # ratios are exp(min(lr, 20)); the slope of the guarded branch is kept, so it still restores
+
+DEFAULTS: dict[str, Any] = {
+    "loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": None, "delta": None, "beta": 0.0, "kl_estimator": "k3",
+    "kl_times_ratio": False, "temperature": 1.0, "softcap": None, "logit_scale": 1.0,
+    "importance_sampling_level": "token", "aggregation": None, "max_completion_length": None, "entropy_coef": 0.0,
+    "top_entropy_quantile": 1.0, "off_policy_threshold": None, "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05, "cispo_bound": "raw", "dual_clip_c": 3.0, "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "sampling_correction": "token_truncate",
+    "sampling_ratio_cap": 3.0,
+}  # fmt: skip
+
+AGGREGATED_BY = {  # default normaliser → the losses that have it
+    "sequence_mean": ("grpo", "sapo", "gspo", "gspo_token", "dual_clip", "gmpo"),
+    "token_mean_local": ("bnpo",),
+    "fixed_length": ("dr_grpo",),
+    "token_mean_global": ("dapo", "cispo", "vespo", "reinforce", "unclipped", "dppo_tv", "dppo_kl", "kimi", "dro"),
+    "sequence_sum": ("luspo",),
+}
+DEFAULT_AGGREGATION = {loss: name for name, losses in AGGREGATED_BY.items() for loss in losses}
+
+
+class Completion(NamedTuple):
+    """The active tokens of one completion; every field has shape (n,)."""
+
+    logp: Tensor
+    old: Tensor  # = logp.detach() when the caller gave none
+    ref: Tensor | None
+    sampling: Tensor | None
+    advantage: Tensor
+    entropy: Tensor | None
+
+
+def resolve(options: dict[str, Any]) -> SimpleNamespace:
+    """Options as a user writes them → all of them, with the documented defaults."""
+    unknown = set(options) - set(DEFAULTS) - {"compute_entropy"}
+    assert not unknown, unknown
+    o = SimpleNamespace(**{**DEFAULTS, **options})
+    if o.epsilon_high is None:
+        o.epsilon_high = 5.0 if o.loss_type == "cispo" else o.epsilon_low
+    if o.loss_type == "gspo":
+        o.importance_sampling_level = "sequence"
+    if o.aggregation is None:
+        o.aggregation = DEFAULT_AGGREGATION[o.loss_type]
+    return o
+
+
+# ---------------------------------------------------------------------------------------------------- log ratios
+def guarded(log_ratio: Tensor) -> Tensor:
+    """min(lr, 20) in value, slope 1 everywhere."""
+    return torch.where(log_ratio > LOG_RATIO_MAX, LOG_RATIO_MAX + (log_ratio - log_ratio.detach()), log_ratio)
+
+
+def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
+    """lr of OBJECTIVES at the level asked for, repeated to (n,)."""
+    lr = c.logp - c.old
+    if o.importance_sampling_level == "sequence":
+        lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))  # Σ lr·m / max(Σ m, 1), gradient through the mean
+    return lr
+
+
+def ratio(c: Completion, o: SimpleNamespace) -> Tensor:
+    return torch.exp(guarded(log_ratio(c, o)))
+
+
+# ---------------------------------------------------------------------------------------------------- objectives
+def ppo_clip(r: Tensor, A: Tensor, o: SimpleNamespace, *, delta: float | None = None) -> Tensor:
+    r1 = r if delta is None else torch.clamp(r, max=delta)
+    r2 = torch.clamp(r, 1 - o.epsilon_low, 1 + o.epsilon_high)
+    return -torch.minimum(r1 * A, r2 * A)
+
+
+def reinforce(c, o):
+    return -c.advantage * c.logp
+
+
+def unclipped(c, o):
+    return -ratio(c, o) * c.advantage
+
+
+def grpo(c, o):
+    return ppo_clip(ratio(c, o), c.advantage, o, delta=o.delta)
+
+
+def dual_clip(c, o):
+    loss = ppo_clip(ratio(c, o), c.advantage, o)
+    return torch.where(c.advantage < 0, torch.minimum(loss, -c.advantage * o.dual_clip_c), loss)
+
+
+def cispo(c, o):
+    r = ratio(c, o)
+    if o.cispo_bound == "raw":
+        weight = torch.clamp(r, max=o.epsilon_high)
+    else:
+        weight = torch.clamp(r, 1 - o.epsilon_low, 1 + o.epsilon_high)
+    return -weight.detach() * c.advantage * c.logp
+
+
+def sapo(c, o):
+    r, A = ratio(c, o), c.advantage
+    tau = torch.where(A > 0, torch.full_like(A, o.sapo_temperature_pos), torch.full_like(A, o.sapo_temperature_neg))
+    return -A * torch.sigmoid(tau * (r - 1)) * 4 / tau
+
+
+def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
+    """TRL 1.16 get_gamma_weights, with λ clamped to ≥ 1e-4 and the clamps in its order."""
+    lower = math.log(1e-8)
+    w = torch.clamp(c.logp - c.old, -20.0, 20.0).sum()
+    log_is = log_sampling_correction(c, o)
+    if log_is is not None:
+        w = w + torch.clamp(log_is, lower, 20.0).sum()
+    w = torch.clamp(w, lower, 20.0)
+    positive = c.advantage >= 0
+    k = torch.where(positive, torch.as_tensor(o.vespo_k_pos).double(), torch.as_tensor(o.vespo_k_neg).double())
+    lam = torch.where(
+        positive, torch.as_tensor(o.vespo_lambda_pos).double(), torch.as_tensor(o.vespo_lambda_neg).double()
+    )
+    lam = lam.clamp(min=1e-4)
+    return torch.exp(lam + k * w - lam * torch.exp(w)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).detach()
+
+
+def vespo(c, o):
+    return -vespo_phi(c, o) * c.advantage * c.logp
+
+
+def gmpo(c, o):
+    lr, A = c.logp - c.old, c.advantage
+    clipped = torch.where(A >= 0, torch.clamp(lr, max=o.epsilon_high), torch.clamp(lr, min=-o.epsilon_low))
+    mean = clipped.sum() / max(len(lr), 1)
+    return -A * torch.exp(guarded(mean))
+
+
+def gspo_token(c, o):
+    s = c.logp - c.logp.detach() + (c.logp - c.old).mean().detach()
+    return ppo_clip(torch.exp(torch.clamp(s, max=10.0)), c.advantage, o, delta=o.delta)
+
+
+def dppo_tv(c, o):
+    r = torch.exp(torch.clamp(c.logp - c.old, -20.0, 20.0)).clamp(max=20.0).detach()
+    moved = (torch.exp(c.logp) - torch.exp(c.old)).detach()
+    keep = torch.where(c.advantage > 0, moved <= o.epsilon_high, moved >= -o.epsilon_low)
+    return -c.advantage * r * c.logp * keep
+
+
+def dppo_kl(c, o):
+    r = torch.exp(torch.clamp(c.logp - c.old, -20.0, 20.0)).clamp(max=20.0).detach()
+    p, q = torch.exp(c.logp).detach(), torch.exp(c.old)
+    divergence = binary_kl(q, p)
+    keep = torch.where(
+        c.advantage > 0,
+        (divergence <= o.epsilon_high) | (p <= q),  # a step back towards the old policy is never masked
+        (divergence <= o.epsilon_low) | (p >= q),
+    )
+    return -c.advantage * r * c.logp * keep
+
+
+def binary_kl(q: Tensor, p: Tensor) -> Tensor:
+    """KL(Bernoulli(q) ‖ Bernoulli(p)): the token against all others."""
+    return q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
+
+
+def kimi(c, o):
+    lr = c.logp - c.old
+    return -(c.logp * c.advantage - 0.5 * o.beta * lr**2)
+
+
+ORACLES = {
+    "reinforce": reinforce, "unclipped": unclipped, "grpo": grpo, "bnpo": grpo, "dr_grpo": grpo, "dapo": grpo,
+    "luspo": grpo, "dual_clip": dual_clip, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "gspo": grpo,
+    "gspo_token": gspo_token, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "kimi": kimi, "dro": kimi,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- KL
+def k3_value(d: Tensor) -> Tensor:
+    """e^d − d − 1, continued by its tangent above d = 20; `expm1` so that fp64 keeps its digits for small d."""
+    top = torch.clamp(d, max=20.0)
+    series = d**2 / 2 + d**3 / 6 + d**4 / 24 + d**5 / 120 + d**6 / 720
+    exact = torch.expm1(top) - top + math.expm1(20.0) * (d - top)
+    return torch.where(d.abs() < 1e-2, series, exact)
+
+
+def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
+    return value.detach() + gradient_of - gradient_of.detach()
+
+
+KL_ORACLES = {
+    "k1": lambda d: -d,
+    "abs": lambda d: d.abs(),
+    "k2": lambda d: d**2 / 2,
+    "k3": k3_value,
+    "k3+": lambda d: straight_through(k3_value(d), d**2 / 2),
+    "k1+": lambda d: straight_through(-d, d**2 / 2),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ extras
+def log_sampling_correction(c: Completion, o: SimpleNamespace) -> Tensor | None:
+    """log of the train/inference ratio after truncation or masking: (n,) at token level, (1,) at sequence level."""
+    if c.sampling is None or o.sampling_correction is None:
+        return None
+    log_is = (c.old - c.sampling).detach()
+    if o.sampling_correction.startswith("sequence"):
+        log_is = log_is.sum().reshape(1)
+    cap = math.log(o.sampling_ratio_cap)
+    if o.sampling_correction.endswith("truncate"):
+        return torch.clamp(log_is, max=cap)
+    return torch.where(log_is <= cap, log_is, torch.full_like(log_is, -math.inf))
+
+
+def off_policy_keep(c: Completion, o: SimpleNamespace) -> Tensor:
+    behaviour = c.old if c.sampling is None else c.sampling  # TRL: the sampler's logps when there are any
+    drift = (behaviour - c.logp.detach()).sum() / max(len(c.logp), 1)
+    return (c.advantage >= 0) | (drift <= o.off_policy_threshold)
+
+
+def completion_loss(c: Completion, o: SimpleNamespace, entropy_floor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Per-token loss (n,) with the extras in the documented order, and the per-token KL (n,) for the metric."""
+    loss = ORACLES[o.loss_type](c, o)
+    if o.off_policy_threshold is not None:
+        loss = loss * off_policy_keep(c, o)
+    if entropy_floor is not None:
+        loss = loss * (c.entropy.detach() >= entropy_floor)
+    log_is = log_sampling_correction(c, o)
+    if log_is is not None and o.loss_type != "vespo":
+        loss = loss * torch.exp(log_is)
+    kl = None
+    if o.beta != 0 and o.loss_type not in ("kimi", "dro"):
+        kl = KL_ORACLES[o.kl_estimator](c.ref - c.logp)
+        if o.kl_times_ratio:
+            kl = kl * ratio(c, o)  # the ratio before δ, gradient through both
+        loss = loss + o.beta * kl
+    return loss, kl
+
+
+def token_weights(lengths: list[int], o: SimpleNamespace, num_items, num_completions) -> list[float]:
+    """w_t of the tokens of each completion."""
+    B = max(len(lengths), 1) if num_completions is None else float(num_completions)
+    tokens = float(sum(lengths))
+    if o.aggregation == "sequence_mean":
+        return [1 / (B * n) if n else 0.0 for n in lengths]
+    if o.aggregation == "token_mean_local":
+        return [1 / max(tokens, 1.0)] * len(lengths)
+    if o.aggregation == "fixed_length":
+        return [1 / (B * o.max_completion_length)] * len(lengths)
+    if o.aggregation == "token_mean_global":
+        return [1 / (max(tokens, 1.0) if num_items is None else float(num_items))] * len(lengths)
+    if o.aggregation == "sequence_sum":
+        return [1 / B] * len(lengths)
+    raise AssertionError(o.aggregation)
+
+
+def batch_loss(
+    completions: list[Completion], options: dict[str, Any], *, num_items=None, num_completions=None
+) -> SimpleNamespace:
+    """The whole loss of a list of completions; `.loss` carries autograd's graph."""
+    o = resolve(options)
+    zero = torch.zeros((), dtype=torch.float64)
+    floor = None
+    if o.top_entropy_quantile < 1.0:
+        entropies = torch.cat([zero[None][:0], *(c.entropy.detach() for c in completions)])
+        floor = torch.quantile(entropies, 1.0 - o.top_entropy_quantile) if len(entropies) else zero
+    weights = token_weights([len(c.logp) for c in completions], o, num_items, num_completions)
+    loss, losses, kls = zero, [], []
+    for c, w in zip(completions, weights, strict=True):
+        if len(c.logp) == 0:
+            continue
+        per_token, kl = completion_loss(c, o, floor)
+        loss = loss + w * per_token.sum()
+        losses.append(per_token)
+        kls.append(kl)
+    policy_loss = loss
+    if o.entropy_coef != 0:
+        loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items)
+    return SimpleNamespace(loss=loss, policy_loss=policy_loss, losses=losses, kls=kls, entropy_floor=floor, options=o)
+
+
+def entropy_bonus(completions: list[Completion], floor: Tensor | None, num_items) -> Tensor:
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for c in completions:
+        keep = torch.ones_like(c.entropy, dtype=torch.bool) if floor is None else c.entropy.detach() >= floor
+        total = total + c.entropy[keep].sum()
+        count += int(keep.sum())
+    return total / (max(count, 1) if num_items is None else float(num_items))
+
+
+# ------------------------------------------------------------------------------------------ logits, hidden, layouts
+def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0) -> Tensor:
+    """scale, then softcap, then temperature: `raw` (n, V), temperature a number or (n,)."""
+    z = logit_scale * raw
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(torch.float64).unsqueeze(-1)
+    return z / temperature
+
+
+def logps_and_entropy(raw: Tensor, ids: Tensor, **rule) -> tuple[Tensor, Tensor]:
+    """raw (n, V) fp64, ids (n,) → lp (n,), H (n,); −inf columns have probability exactly 0."""
+    log_p = torch.log_softmax(scaled_logits(raw, **rule), dim=-1)
+    p = log_p.exp()
+    entropy = -(p * torch.where(torch.isinf(log_p), torch.zeros_like(log_p), log_p)).sum(-1)
+    return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def split(tensor: Tensor | None, mask: Tensor) -> list[Tensor | None]:
+    """(B, L, …) → the active rows of each completion."""
+    return [None if tensor is None else tensor[b][mask[b]] for b in range(len(mask))]
+
+
+def as_double(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(torch.float64)
+
+
+def completions_of(
+    logp: Tensor, advantages: Tensor, mask: Tensor, *, old=None, ref=None, sampling=None, entropy=None
+) -> list[Completion]:
+    """Padded (B, L) tensors, mask (B, L) bool → completions; advantages (B,) or (B, L)."""
+    B, L = mask.shape
+    A = as_double(advantages)
+    A = A.unsqueeze(1).expand(B, L) if A.dim() == 1 else A
+    lps, As = split(logp, mask), split(A, mask)
+    olds, refs, sams = split(as_double(old), mask), split(as_double(ref), mask), split(as_double(sampling), mask)
+    ents = split(entropy, mask)
+    return [
+        Completion(lps[b], lps[b].detach() if old is None else olds[b], refs[b], sams[b], As[b], ents[b])
+        for b in range(B)
+    ]
+
+
+def oracle_from_logps(
+    logps, advantages, options, *, mask, old=None, ref=None, sampling=None, entropy=None, num_items=None,
+    num_completions=None,
+) -> SimpleNamespace:  # fmt: skip
+    """Loss of given logps (B, L); `.logps_grad` (B, L), `.entropy_grad` when an entropy was given."""
+    lp = as_double(logps).requires_grad_()
+    H = None if entropy is None else as_double(entropy).requires_grad_()
+    completions = completions_of(lp, advantages, mask, old=old, ref=ref, sampling=sampling, entropy=H)
+    out = batch_loss(completions, options, num_items=num_items, num_completions=num_completions)
+    out.logps_grad = grad_or_zero(out.loss, lp)
+    out.entropy_grad = None if H is None else grad_or_zero(out.loss, H)
+    return out
+
+
+def oracle_from_logits(
+    logits, ids, advantages, options, *, mask, old=None, ref=None, sampling=None, num_items=None,
+    num_completions=None, temperature=None,
+) -> SimpleNamespace:  # fmt: skip
+    """Loss of raw logits (B, L, V), ids (B, L); `.logits_grad`, `.logps`, `.entropy` are (B, L[, V])."""
+    raw = as_double(logits).requires_grad_()
+    out = _from_rows(
+        raw[mask], ids, advantages, options, mask, old, ref, sampling, num_items, num_completions, temperature
+    )
+    out.logits_grad = grad_or_zero(out.loss, raw)
+    return out
+
+
+def oracle_from_hidden(
+    hidden, weight, ids, advantages, options, *, mask, bias=None, old=None, ref=None, sampling=None, num_items=None,
+    num_completions=None, temperature=None,
+) -> SimpleNamespace:  # fmt: skip
+    """Loss of hidden (B, L, H), weight (V, H), bias (V,); gradients of all three."""
+    h, W = as_double(hidden).requires_grad_(), as_double(weight).requires_grad_()
+    b = None if bias is None else as_double(bias).requires_grad_()
+    rows = h[mask] @ W.T
+    rows = rows if b is None else rows + b
+    out = _from_rows(rows, ids, advantages, options, mask, old, ref, sampling, num_items, num_completions, temperature)
+    out.hidden_grad, out.weight_grad = grad_or_zero(out.loss, h), grad_or_zero(out.loss, W)
+    out.bias_grad = None if b is None else grad_or_zero(out.loss, b)
+    return out
+
+
+def _from_rows(rows, ids, advantages, options, mask, old, ref, sampling, num_items, num_completions, temperature):
+    o = resolve(options)
+    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
+    if temperature is not None:
+        rule["temperature"] = temperature[mask] if isinstance(temperature, Tensor) else temperature
+    lp, H = logps_and_entropy(rows, ids[mask], **rule)
+    grid_lp = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, lp)
+    grid_H = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, H)
+    completions = completions_of(grid_lp, advantages, mask, old=old, ref=ref, sampling=sampling, entropy=grid_H)
+    out = batch_loss(completions, options, num_items=num_items, num_completions=num_completions)
+    out.logps, out.entropy = grid_lp.detach(), grid_H.detach()
+    return out
+
+
+def grad_or_zero(loss: Tensor, x: Tensor) -> Tensor:
+    if not loss.requires_grad:
+        return torch.zeros_like(x)
+    (g,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(x) if g is None else g

@@ -1,0 +1,66 @@
+"""Tiny models and tokenizers for tests, built on the spot: no hub, no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+# What makes each family worth a test of its own.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},  # the plain case, grouped-query attention
+    "qwen2": {"tie_word_embeddings": True},  # biased projections, tied head
+    "qwen3": {"head_dim": 16},  # q and k norms, head_dim other than hidden/heads
+    "mistral": {"sliding_window": 6},  # a window shorter than the sequences
+    "gemma2": {  # both softcaps, a window in every other layer, query scale, (1+w) norms
+        "head_dim": 16,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},  # head divided by 4
+    "cohere": {"logit_scale": 0.25},  # head times 0.25, interleaved RoPE, parallel block
+}
+TEXTS = ["What is 12 + 30? The answer is 42.\n#### 42", "Janet has 3 apples and buys 4 more.\n#### 7"] * 10
+
+
+def tiny_model(family: str = "qwen2", *, vocab_size: int = 61, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers causal LM of this family, in evaluation mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    fields = {**special, **SIZES, **FAMILIES[family], "vocab_size": vocab_size, **changes}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    for parameter in model.parameters():  # the default start is so small that wrong attention would hardly show
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def tiny_folder(path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, seed: int = 0) -> str:
+    """A tiny model with a BPE tokenizer, saved in transformers format."""
+    from grpo_fast.data.tokenizer import build_bpe_tokenizer
+
+    tokenizer = build_bpe_tokenizer(TEXTS, vocab_size)
+    torch.manual_seed(seed)
+    model = tiny_model(
+        family,
+        vocab_size=len(tokenizer),
+        seed=seed,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)

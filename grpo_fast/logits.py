@@ -31,9 +31,9 @@ class LogitsSweep:
         assert tokens.target_ids is not None
         self.targets = tokens.to_rows(tokens.target_ids)
         rule = tokens.rule
-        if isinstance(rule.temperature, Tensor) and tokens.index is not None:
+        if isinstance(rule.temperature, Tensor) and tokens.rows is not None:
             filled = rule.temperature.new_ones(tokens.num_rows)
-            rule = rule._replace(temperature=filled.index_copy_(0, tokens.index, rule.temperature))
+            rule = rule._replace(temperature=filled.index_copy_(0, tokens.rows, rule.temperature))
         self.rule = rule
 
     def blocks(self) -> Iterator[slice]:

@@ -68,7 +68,7 @@ def linear_loss(
     """hidden → loss; gradients are (dH, dW, db)."""
     tokens = active_tokens(inputs, hidden.shape[0], weight.shape[0], config, validate)
     assert tokens.target_ids is not None
-    head = LinearHead(hidden, weight, bias, tokens.target_ids, tokens.rule, tokens.index, pick_backend(backend, hidden))
+    head = LinearHead(hidden, weight, bias, tokens.target_ids, tokens.rule, tokens.rows, pick_backend(backend, hidden))
     fused = fused_inputs(tokens.batch, config)
     if any(wanted) and fused is not None and head.num_rows:
         rows, gradients = head.loss_gradients(fused, config, wanted)

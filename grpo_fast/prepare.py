@@ -15,8 +15,10 @@ from torch import Tensor
 from grpo_fast import validation
 from grpo_fast.aggregation import completion_weights
 from grpo_fast.config import LossConfig
+from grpo_fast.kernels import rows_cpu
+from grpo_fast.kernels.backends import unavailable
 from grpo_fast.kernels.rows_torch import LogitRule
-from grpo_fast.kernels.tokens import TokenBatch
+from grpo_fast.kernels.tokens import GatheredTokens, TokenBatch
 
 
 class TokenInputs(NamedTuple):
@@ -39,24 +41,59 @@ class ActiveTokens(NamedTuple):
     """The T tokens that count, and how they lie among the N rows."""
 
     num_rows: int  # N
-    index: Tensor | None  # (T,) rows of the active tokens; None when all N are active
+    rows: Tensor | None  # (T,) rows of the active tokens; None when all N are active
     target_ids: Tensor | None  # (T,) int64, inside [0, V)
     batch: TokenBatch
     rule: LogitRule
 
     def active(self, x: Tensor) -> Tensor:
         """(N,) → (T,)."""
-        return x if self.index is None else x.index_select(0, self.index)
+        return x if self.rows is None else x.index_select(0, self.rows)
 
     def to_rows(self, x: Tensor) -> Tensor:
         """(T,) → (N,), zeros where a row is not active."""
-        return x if self.index is None else x.new_zeros(self.num_rows).index_copy_(0, self.index, x)
+        return x if self.rows is None else x.new_zeros(self.num_rows).index_copy_(0, self.rows, x)
 
 
 def active_tokens(
     inputs: TokenInputs, num_rows: int, vocab_size: int | None, config: LossConfig, validate: str
 ) -> ActiveTokens:
     """Gather the active tokens and check every value that was not checked on the host."""
+    found = _gathered_on_host(inputs, num_rows, vocab_size) or _gathered(inputs, num_rows, vocab_size, validate)
+    items = inputs.num_items_in_batch
+    weights = completion_weights(
+        str(config.aggregation),
+        found.lengths,
+        found.segments.shape[0],
+        max_completion_length=config.max_completion_length,
+        num_items_in_batch=items,
+        num_completions_in_batch=inputs.num_completions_in_batch,
+    )
+    validation.check_values(_total_checks(inputs), validate)
+    batch = TokenBatch(
+        advantages=found.advantages,
+        weights=weights[found.segments],
+        entropy_weight=None if items is None else 1.0 / items.float(),
+        lengths=found.lengths,
+        segments=found.segments,
+        old_logps=found.old_logps,
+        ref_logps=found.ref_logps,
+        sampling_logps=found.sampling_logps,
+    )
+    temperature = config.temperature if found.temperature is None else found.temperature
+    rule = LogitRule(config.logit_scale, config.softcap, temperature)
+    return ActiveTokens(num_rows, found.rows, found.target_ids, batch, rule)
+
+
+def _gathered_on_host(inputs: TokenInputs, num_rows: int, vocab_size: int | None) -> GatheredTokens | None:
+    """The same as `_gathered` in one C++ pass, where that runs and finds nothing odd (thirty operations: 0.1 ms)."""
+    if inputs.advantages.device.type != "cpu" or unavailable("cpu", "cpu"):
+        return None
+    tensors = inputs[:9]  # target_ids … temperature
+    return rows_cpu.active_tokens(*tensors, num_rows, vocab_size or 0)
+
+
+def _gathered(inputs: TokenInputs, num_rows: int, vocab_size: int | None, validate: str) -> GatheredTokens:
     index = _active_index(inputs.completion_mask, num_rows, validate)
     lengths, segments = _segments(inputs, num_rows, validate)
     if index is not None:
@@ -70,34 +107,17 @@ def active_tokens(
 
     per_completion = inputs.advantages.shape[0] == inputs.num_completions
     advantages = inputs.advantages.float()[segments] if per_completion else gather(inputs.advantages)
-    assert advantages is not None
-    weights = completion_weights(
-        str(config.aggregation),
-        lengths,
-        segments.shape[0],
-        max_completion_length=config.max_completion_length,
-        num_items_in_batch=inputs.num_items_in_batch,
-        num_completions_in_batch=inputs.num_completions_in_batch,
-    )
-    batch = TokenBatch(
-        advantages=advantages,
-        weights=weights[segments],
-        entropy_weight=None if inputs.num_items_in_batch is None else 1.0 / inputs.num_items_in_batch.float(),
-        lengths=lengths,
-        segments=segments,
-        old_logps=gather(inputs.old_logps),
-        ref_logps=gather(inputs.ref_logps),
-        sampling_logps=gather(inputs.sampling_logps),
-    )
-    temperature = gather(inputs.temperature)
     targets = inputs.target_ids
     if targets is not None:
         targets = (targets if index is None else targets.index_select(0, index)).long()
-    validation.check_values(_value_checks(batch, targets, temperature, vocab_size, inputs), validate)
+    old, ref, sampling = gather(inputs.old_logps), gather(inputs.ref_logps), gather(inputs.sampling_logps)
+    found = GatheredTokens(
+        lengths, segments, advantages, index, targets, old, ref, sampling, gather(inputs.temperature)
+    )
+    validation.check_values(_value_checks(found, vocab_size), validate)
     if targets is not None and targets.is_cuda and vocab_size:
-        targets = targets.clamp(0, vocab_size - 1)
-    rule = LogitRule(config.logit_scale, config.softcap, config.temperature if temperature is None else temperature)
-    return ActiveTokens(num_rows, index, targets, batch, rule)
+        found = found._replace(target_ids=targets.clamp(0, vocab_size - 1))
+    return found
 
 
 def _active_index(mask: Tensor | None, num_rows: int, validate: str) -> Tensor | None:
@@ -132,21 +152,20 @@ def _cu_checks(cu: Tensor, lengths: Tensor, num_rows: int) -> list[tuple[Tensor,
     return [((cu[0] != 0) | (cu[-1] != num_rows) | (lengths < 0).any(), message)]
 
 
-def _value_checks(
-    batch: TokenBatch, targets: Tensor | None, temperature: Tensor | None, vocab_size: int | None, inputs: TokenInputs
-) -> list[tuple[Tensor, str]]:
+def _value_checks(found: GatheredTokens, vocab_size: int | None) -> list[tuple[Tensor, str]]:
     """One flag and one sentence for everything that only the values can tell.
 
     A sum finds a NaN or inf in one operation; only when it does is every element looked at.
     """
-    on_host = batch.advantages.device.type == "cpu"
+    on_host = found.advantages.device.type == "cpu"
     checks = []
-    if not (on_host and math.isfinite(batch.advantages.sum().item())):
-        checks.append((~torch.isfinite(batch.advantages).all(), "advantages: expected finite numbers, got NaN or inf"))
+    if not (on_host and math.isfinite(found.advantages.sum().item())):
+        checks.append((~torch.isfinite(found.advantages).all(), "advantages: expected finite numbers, got NaN or inf"))
     for name in ("old_logps", "ref_logps"):
-        values = getattr(batch, name)
+        values = getattr(found, name)
         if values is not None and not (on_host and math.isfinite(values.sum().item())):
             checks.append((values.isnan().any(), f"{name}: expected numbers at the active tokens, got NaN"))
+    targets, temperature = found.target_ids, found.temperature
     if targets is not None and targets.numel():
         low, high = targets.aminmax()
         message = f"target_ids: expected ids in [0, {vocab_size}) at the active tokens"
@@ -157,10 +176,15 @@ def _value_checks(
     if temperature is not None:
         bad = ~((temperature > 0) & torch.isfinite(temperature)).all()
         checks.append((bad, "temperature: expected finite numbers > 0 at the active tokens, got others"))
+    return checks
+
+
+def _total_checks(inputs: TokenInputs) -> list[tuple[Tensor, str]]:
+    checks = []
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if value is not None:
-            came = f", got {value.item()}" if on_host else ""
+            came = f", got {value.item()}" if value.device.type == "cpu" else ""
             checks.append((~((value > 0) & torch.isfinite(value)), f"{name}: expected a number > 0{came}"))
     return checks
 

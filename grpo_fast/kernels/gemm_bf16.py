@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels import csrc_loader
+
+logger = logging.getLogger("grpo_fast")
 
 
 @functools.cache
@@ -40,3 +43,22 @@ def mm_bf16_fp32(
         raise ValueError(f"mm_bf16_fp32: expected a CPU with AMX and a C++ compiler, got one where {reason}")
     with torch.no_grad():
         return torch.ops.grpo_fast_gemm_bf16.mm_bf16_fp32(a.detach(), b.detach(), False)
+
+
+@functools.cache
+def is_trusted() -> bool:
+    """Whether `mm_bf16_fp32` runs here and has just agreed with the widened product on a small problem; asked once.
+
+    The tile product is looked up in libtorch_cpu, outside of its stable interface: it is believed only after a look.
+    """
+    if unavailable():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))  # a tile and an edge
+    error = (mm_bf16_fp32(a, b) - a.float() @ b.float().t()).abs().amax().item()
+    if error <= 1e-4:
+        return True
+    logger.warning(
+        "grpo_fast: the bf16 GEMM of this torch is off by %g on a self-check; widening to fp32 instead", error
+    )
+    return False

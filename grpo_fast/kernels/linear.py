@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config import LossConfig
+from grpo_fast.kernels import gemm_bf16
 from grpo_fast.kernels.backends import Backend
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, row_coefficients
 from grpo_fast.kernels.tokens import FusedInputs
@@ -169,7 +170,7 @@ class LinearHead:
         sums, parts = GradientSums(self, wanted), []
         for rows in self.chunks():
             h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
-            chunk = inputs.map(lambda x, rows=rows: x[rows])  # type: ignore[misc]
+            chunk = inputs if self.is_single_chunk else inputs.map(lambda x, rows=rows: x[rows])  # type: ignore[misc]
             z, part = self.row_loss(h, targets, chunk, config, rule)
             g_entropy, count = chunk.grad_entropy, targets.shape[0]
             keep = (part.grad_logps if g_entropy is None else (part.grad_logps != 0) | (g_entropy != 0)).nonzero()[:, 0]
@@ -301,6 +302,9 @@ def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
         torch.mm(h, weight.t(), out=out)
     elif h.is_cuda:
         torch.mm(h, weight.t(), out_dtype=torch.float32, out=out)
+    elif h.dtype == torch.bfloat16 and h.shape[1] % 2 == 0 and gemm_bf16.is_trusted():
+        for v in range(0, weight.shape[0], WIDEN_ROWS):
+            out[:, v : v + WIDEN_ROWS] = gemm_bf16.mm_bf16_fp32(h, weight[v : v + WIDEN_ROWS])
     else:
         h = h.float()
         for v in range(0, weight.shape[0], WIDEN_ROWS):

@@ -8,13 +8,14 @@ that row only, bitwise: not on the thread count, nor on the chunk.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels import csrc_loader, leaves_cpp
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss
+from grpo_fast.kernels.tokens import GatheredTokens
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES, objective_params
 
@@ -161,20 +162,6 @@ def row_loss_(
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)
 
 
-class HostTokens(NamedTuple):
-    """The active tokens of a batch, in order; the tensors after `index` are gathered by it, where one is given."""
-
-    lengths: Tensor  # (B,) int64
-    segments: Tensor  # (T,) int64
-    advantages: Tensor  # (T,)
-    index: Tensor | None  # (T,) int64; None when all N rows are active
-    target_ids: Tensor | None  # (T,) int64
-    old_logps: Tensor | None  # (T,)
-    ref_logps: Tensor | None  # (T,)
-    sampling_logps: Tensor | None  # (T,)
-    temperature: Tensor | None  # (T,)
-
-
 def active_tokens(
     target_ids: Tensor | None,  # (N,)
     advantages: Tensor,  # (B,) or (N,)
@@ -187,11 +174,11 @@ def active_tokens(
     temperature: Tensor | None,  # (N,)
     num_rows: int,
     vocab_size: int,
-) -> HostTokens | None:
+) -> GatheredTokens | None:
     """What `grpo_fast.prepare` does in some thirty operations, in one pass on the host, checks of the values included.
 
-    None where a value is odd or a dtype is not the usual one (int64 targets, fp32 vectors): then the caller goes the long
-    way, which also knows what to say.
+    None where a value is odd or a dtype is not the usual one (int64 targets, fp32 vectors): then the caller goes the
+    long way, which also knows what to say.
     """
     optional = (old_logps, ref_logps, sampling_logps, temperature)
     status, lengths, segments, spread, index, targets, *picked = _door("active_tokens")(
@@ -200,6 +187,6 @@ def active_tokens(
     if status == 0:
         return None
     if status == 1:
-        return HostTokens(lengths, segments, spread, None, target_ids, *optional)
+        return GatheredTokens(lengths, segments, spread, None, target_ids, *optional)
     chosen = [None if given is None else x for given, x in zip(optional, picked, strict=True)]
-    return HostTokens(lengths, segments, spread, index, None if target_ids is None else targets, *chosen)
+    return GatheredTokens(lengths, segments, spread, index, None if target_ids is None else targets, *chosen)

@@ -20,6 +20,20 @@ from grpo_fast.objectives import LOG_RATIO_MAX, OBJECTIVES, objective_params
 LOG_TINY = math.log(1e-8)
 
 
+class GatheredTokens(NamedTuple):
+    """The active tokens of a batch, in order; the tensors after `rows` are gathered by it, where it is given."""
+
+    lengths: Tensor  # (B,) int64
+    segments: Tensor  # (T,) int64
+    advantages: Tensor  # (T,)
+    rows: Tensor | None  # (T,) int64: the index; None when all N rows are active
+    target_ids: Tensor | None  # (T,) int64
+    old_logps: Tensor | None  # (T,)
+    ref_logps: Tensor | None  # (T,)
+    sampling_logps: Tensor | None  # (T,)
+    temperature: Tensor | None  # (T,)
+
+
 class TokenBatch(NamedTuple):
     """What the objective knows about every active token, beside its logp. All fp32 unless said otherwise."""
 

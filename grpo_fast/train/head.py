@@ -16,7 +16,7 @@ class Head(NamedTuple):
     logit_scale: float
 
 
-def head_of(lm: nn.Module) -> Head:
+def head_of(lm: Any) -> Head:
     """Read the head of a transformers causal LM.
 
     Known rules: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite,
@@ -24,13 +24,13 @@ def head_of(lm: nn.Module) -> Head:
 
     Raises ValueError for a head that is no plain linear layer (for example with a LoRA adapter on it).
     """
-    layer: Any = lm.get_output_embeddings()
+    layer = lm.get_output_embeddings()
     if type(layer) is not nn.Linear:
         raise ValueError(
             f"lm_head: expected torch.nn.Linear, came {type(layer).__name__} "
             "(leave it out of model.lora.target_modules)"
         )
-    config: Any = lm.config
+    config = lm.config
     scale = 1.0
     for name, inverse in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):
         value = getattr(config, name, None)

@@ -1,0 +1,101 @@
+"""Tests that planted bugs asked for (`python -m tests.mutation`): each names what went unnoticed before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast import logits as logits_module
+from grpo_fast.kernels import linear
+from tests import oracles
+from tests.loss_cases import BACKENDS, LAYOUTS, assert_same, make_case, options_for, relative_l2, run
+
+EXACT = {"loss_tol": 2e-6, "grad_tol": 1e-5}
+GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 completions, about 150 active rows
+IDLE = torch.arange(7) % 2 == 1  # completions without an advantage: their rows have no coefficient
+
+
+@pytest.mark.parametrize("function", ["logps", "logits", "linear"])
+def test_cispo_with_the_offset_bound(function):
+    case = make_case(21, **options_for("cispo", cispo_bound="offset", epsilon_high=0.28))
+    assert_same(function, case, run(function, case), **EXACT)
+
+
+def test_the_offset_bound_of_cispo_in_numbers():
+    """A ratio of 2 is cut to 1 + ε_high, one of 1/2 raised to 1 - ε_low."""
+    config = grpo_fast.LossConfig(loss_type="cispo", cispo_bound="offset", epsilon_low=0.2, epsilon_high=0.3)
+    logps = torch.full((2, 1), -1.0, requires_grad=True)
+    old = logps.detach() - torch.tensor([[2.0], [0.5]]).log()
+    grpo_fast.grpo_loss(logps, torch.ones(2), config, old_logps=old).loss.backward()
+    torch.testing.assert_close(logps.grad, -torch.tensor([[1.3], [0.8]]) / 2)
+
+
+def many_rows(loss_type: str, level: str, **options):
+    case = make_case(22, mask=GAPS, **options_for(loss_type, level, **options))
+    return case.but(advantages=torch.where(IDLE, 0.0, case.advantages + 0.05))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("loss_type", "level"), [("grpo", "token"), ("grpo", "sequence"), ("gmpo", "token")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, monkeypatch):
+    """Five chunks, each with rows that are left out of its GEMMs: dH, dW and db keep their places."""
+    case = many_rows(loss_type, level)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda device: 32 * len(case.weight) * 4)
+    assert_same("linear", case, run("linear", case, layout=layout, backend=backend), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_without_a_gap(backend, monkeypatch):
+    """Every row active, so that slices, not index tensors, say where a chunk lies."""
+    case = make_case(23, mask=torch.ones(7, 20, dtype=torch.bool), **options_for("grpo"))
+    case = case.but(advantages=torch.where(IDLE, 0.0, case.advantages + 0.05))
+    monkeypatch.setattr(linear, "workspace_bytes", lambda device: 32 * len(case.weight) * 4)
+    assert_same("linear", case, run("linear", case, backend=backend), **EXACT)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_of_given_logits(backend, level, monkeypatch):
+    """Sixteen rows at a time: every block has its own coefficients, and its own entropy gradient."""
+    monkeypatch.setattr(logits_module, "CPU_BLOCK_BYTES", 1)
+    case = many_rows("grpo", level, entropy_coef=0.3)
+    assert_same("logits", case, run("logits", case, backend=backend), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_the_entropy_alone(backend):
+    """linear_logps and logits_logps under a loss that reads the entropy only, with rows that have no target."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(9, 8, generator=g), torch.randn(31, 8, generator=g)
+    ids, c = torch.randint(31, (9,), generator=g), torch.randn(2, 9, generator=g)
+    ids[[0, 4]] = -100
+    kept = ids != -100
+    raw = (hidden.double() @ weight.double().T).requires_grad_()
+    lp, h = oracles.logps_and_entropy(raw, ids.clamp(min=0))
+    for with_logps in (False, True):
+        (true,) = torch.autograd.grad(
+            (h * c[0] + with_logps * lp * c[1])[kept].sum(), raw, retain_graph=True
+        )
+        x, z = hidden.clone().requires_grad_(), raw.detach().float().requires_grad_()
+        for leaf, result in (
+            (x, grpo_fast.linear_logps(x, weight, ids, return_entropy=True, backend=backend)),
+            (z, grpo_fast.logits_logps(z, ids, return_entropy=True, backend=backend)),
+        ):
+            logps, entropy = result
+            loss = (entropy * c[0]).sum()
+            (loss + (logps * c[1]).sum() if with_logps else loss).backward()
+            expected = true @ weight.double() if leaf is x else true
+            assert relative_l2(leaf.grad, expected) < 5e-6
+            assert (leaf.grad[~kept] == 0).all()
+
+
+@pytest.mark.parametrize("function", ["linear", "logits"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_target_of_no_probability_among_others_is_refused(backend, function):
+    case = make_case(24, mask=torch.ones(2, 3, dtype=torch.bool), **options_for("grpo"))
+    case.bias[int(case.ids[0, 1])] = -torch.inf
+    assert (case.ids != case.ids[0, 1]).any()
+    with pytest.raises(ValueError, match="target_ids: expected targets of finite probability"):
+        run(function, case, backend=backend)

@@ -1,4 +1,4 @@
-"""The Triton kernels against fp64 in Triton's interpreter: parity, edge cases, memory check, program order.
+"""The Triton kernels in the interpreter: parity with fp64, edge cases, memory, program order, the public functions.
 
 The cases lie in tests/triton_tools/cases_*.py and run in processes started with TRITON_INTERPRET=1.
 """
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from triton_tools.launcher import HAS_TRITON, OTHER_TRITON, run_cases  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-CASES = ("cases_rows.py", "cases_linear.py")
+CASES = ("cases_rows.py", "cases_linear.py", "cases_public.py")
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -52,32 +52,28 @@ def _architecture(index: int | None) -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
-def row_config(vocab: int, dtype: torch.dtype) -> RowConfig:
+def row_config(vocab: int) -> RowConfig:
     """Blocks of the row kernels, the same for all of them: their sums then agree bit for bit.
 
-    Eight warps take 32 bytes per thread, two vector loads: 4096 columns of 16 bits, 2048 of fp32 (4096 spill on sm_80).
-    A vocabulary that fits a smaller block takes it, so that lanes and registers are not spent on padding.
+    Eight warps take 8 columns per thread: one vector load of 16 bits, two of fp32. 16 columns spill (fp32 on sm_80, and
+    16 bits on sm_120 with Triton 3.6). A vocabulary that fits a smaller block takes it, so that lanes and registers are
+    not spent on padding.
     """
-    if vocab <= 1024:
-        return RowConfig(1024, 4)
-    if vocab <= 2048 or dtype not in (torch.bfloat16, torch.float16):
-        return RowConfig(2048, 8)
-    return RowConfig(4096, 8)
+    return RowConfig(1024, 4) if vocab <= 1024 else RowConfig(2048, 8)
 
 
 # (architecture or "other", 16-bit inputs?, aligned?) -> blocks. "Aligned" means rows of 16-byte multiples, which tensor
-# descriptors (TMA, Hopper and later) and vector loads need; odd rows are loaded element by element, where a large tile
-# spills. 128 x 128 spills everywhere but on sm_90 and gfx942, 128 x 256 also there. fp32 runs on the FMA units (IEEE).
-# Its odd rows are not pipelined: with Triton 3.6 two stages spill on sm_90.
+# descriptors (TMA) and vector loads need; odd rows are loaded element by element, where a large tile spills (for fp32
+# already 32 x 64). 128 x 128 spills everywhere but on sm_90 and gfx942, 128 x 256 also there. With TMA on sm_120 Triton
+# 3.6 writes to the stack. fp32 runs on the FMA units (IEEE).
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, use_tma=True),
     ("sm_100", True, True): LinearConfig(128, 64, 64, 8, 3, use_tma=True),
-    ("sm_120", True, True): LinearConfig(128, 64, 64, 8, 3, use_tma=True),
     ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2),
     ("other", True, True): LinearConfig(128, 64, 64, 8, 3),
     ("other", True, False): LinearConfig(64, 64, 32, 8, 2),
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3),
-    ("other", False, False): LinearConfig(32, 64, 16, 8, 1),
+    ("other", False, False): LinearConfig(32, 32, 16, 4, 2),
 }
 
 

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from grpo_fast.kernels.configs import row_config
 from grpo_fast.kernels.math_triton import FLOOR, exp_fp32, expm1, expm1_minus, finish, inverse_temperature, scores
+from grpo_fast.kernels.rows_torch import LogitRule, RowLoss
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import LOG_RATIO_MAX, OBJECTIVES, bind, objective_params
 
 if TYPE_CHECKING:
     from grpo_fast.config import LossConfig
-    from grpo_fast.kernels.rows_torch import LogitRule
 
 RATIO_MAX = tl.constexpr(LOG_RATIO_MAX)
 
@@ -132,26 +132,26 @@ def row_grad_kernel(
 
 
 @triton.jit
-def loss_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr):
-    """d loss / d lp of the leaf, called with as many hyperparameters as it has."""
+def loss_and_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr):
+    """The leaf's loss and d loss / d lp, called with as many hyperparameters as it has."""
     tl.static_assert(N_PARAMS <= 4)
     if N_PARAMS == 0:
-        _, slope = OBJECTIVE(lp, lr, advantage)
+        loss, slope = OBJECTIVE(lp, lr, advantage)
     elif N_PARAMS == 1:
-        _, slope = OBJECTIVE(lp, lr, advantage, p0)
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0)
     elif N_PARAMS == 2:
-        _, slope = OBJECTIVE(lp, lr, advantage, p0, p1)
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1)
     elif N_PARAMS == 3:
-        _, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2)
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2)
     else:
-        _, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2, p3)
-    return slope
+        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2, p3)
+    return loss, slope
 
 
 @triton.jit
 def row_loss_kernel(
     logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
-    ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr, losses_ptr, grad_logps_ptr,
     V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature, p0, p1, p2, p3,
     OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
     ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -171,15 +171,22 @@ def row_loss_kernel(
         lr = lp - tl.load(old_logps_ptr + row)
         lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
     weight = tl.load(policy_weights_ptr + row)
-    slope = loss_slope(lp, lr, tl.load(advantages_ptr + row), p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
+    advantage = tl.load(advantages_ptr + row)
+    loss, slope = loss_and_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
     # Selects, not products: a masked row may hold NaN anywhere.
+    loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
         kl_weight = tl.load(kl_weights_ptr + row)
         kl, kl_slope = KL(tl.load(ref_logps_ptr + row) - lp)
         if KL_TIMES_RATIO:
-            kl_slope = (kl_slope + kl) * exp_fp32(lr)
+            ratio = exp_fp32(lr)
+            kl_slope = (kl_slope + kl) * ratio
+            kl *= ratio
+        loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
+    tl.store(losses_ptr + row, loss)
+    tl.store(grad_logps_ptr + row, g)
     g_entropy = tl.zeros([], tl.float32)
     if grad_entropy_ptr is not None:
         g_entropy = tl.load(grad_entropy_ptr + row)
@@ -231,7 +238,7 @@ def row_logps(
     lse, logps, entropy = outputs(logits, return_entropy)
     if logits.shape[0]:
         temperature_ptr, *scalars = rule_arguments(rule)
-        block_v, num_warps = row_config(logits.shape[1], logits.dtype)
+        block_v, num_warps = row_config(logits.shape[1])
         launch(
             row_logps_kernel, logits.shape[0], logits, target_ids.contiguous(), temperature_ptr, lse, logps, entropy,
             logits.shape[1], logits.stride(0), *scalars, BLOCK_V=block_v, num_warps=num_warps,
@@ -258,7 +265,7 @@ def row_grad_(
     out = logits if out is None else out
     if logits.shape[0]:
         temperature_ptr, *scalars = rule_arguments(rule)
-        block_v, num_warps = row_config(logits.shape[1], logits.dtype)
+        block_v, num_warps = row_config(logits.shape[1])
         launch(
             row_grad_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr, vector(lse),
             vector(logps), None if grad_entropy is None else vector(entropy), vector(grad_logps), vector(grad_entropy),
@@ -287,27 +294,28 @@ def row_loss_(
     rule: LogitRule,
     *,
     return_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One kernel from logits to the gradient of a token-level loss, Σ_t policy_weights·ℓ + kl_weights·KL - …
+) -> RowLoss:
+    """One kernel from logits to the gradient of a token-level loss; the same door as `rows_torch.row_loss_`.
 
-    Writes d raw-logits to `out` (which may be `logits`) and returns lse, logps and entropy as `row_logps` does, bit for
-    bit. g = policy_weights·dℓ/dlp + kl_weights·dKL/dlp with the leaves of `config.loss_type` and `config.kl_estimator`;
-    `kl_weights` or `ref_logps` None: no KL; `old_logps` None: the ratio is 1. A row with zero weights becomes zeros.
+    Writes d raw-logits of Σ_t policy_weights·ℓ + kl_weights·KL + grad_entropy·entropy to `out` (which may be `logits`).
+    lse, logps and entropy are those of `row_logps`, bit for bit. `kl_weights` or `ref_logps` None: no KL; `old_logps`
+    None: the ratio is 1. A row whose weights are all zero is written as zeros and has loss 0, whatever it held.
     """
     lse, logps, entropy = outputs(logits, return_entropy)
+    losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     if not logits.shape[0]:
-        return lse, logps, entropy
+        return RowLoss(lse, logps, entropy, losses, grad_logps)
     params = objective_params(config)
     has_kl = kl_weights is not None and ref_logps is not None
     temperature_ptr, *scalars = rule_arguments(rule)
-    block_v, num_warps = row_config(logits.shape[1], logits.dtype)
+    block_v, num_warps = row_config(logits.shape[1])
     launch(
         row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr, vector(advantages),
         vector(policy_weights), vector(kl_weights) if has_kl else None, vector(old_logps),
-        vector(ref_logps) if has_kl else None, vector(grad_entropy), lse, logps, entropy,
+        vector(ref_logps) if has_kl else None, vector(grad_entropy), lse, logps, entropy, losses, grad_logps,
         logits.shape[1], logits.stride(0), out.stride(0), *scalars, *params, *[0.0] * (4 - len(params)),
         OBJECTIVE=device_function(OBJECTIVES[config.loss_type].leaf), N_PARAMS=len(params),
         KL=device_function(KL_ESTIMATORS[config.kl_estimator]), KL_TIMES_RATIO=bool(config.kl_times_ratio),
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
-    return lse, logps, entropy
+    return RowLoss(lse, logps, entropy, losses, grad_logps)

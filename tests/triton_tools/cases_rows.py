@@ -7,12 +7,12 @@ import torch
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels import rows_triton
-from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels.rows_torch import LogitRule, RowLoss
 from grpo_fast.objectives import OBJECTIVES
 from triton_tools import formulas
 from triton_tools.interpreter import only_memory_of, reversed_programs
 
-# One column, two, one off a power of two on both sides, an even odd one, just over one block of 1024 and of 4096.
+# One column, two, one off a power of two on both sides, just over the small block of 1024, three blocks of 2048.
 VOCABULARIES = (1, 2, 127, 129, 257, 1025, 4099)
 RULES = {
     "plain": lambda rows: LogitRule(1.0, None, 1.0),
@@ -155,14 +155,18 @@ def check_loss(config, *, rows=16, vocab=33, with_old=True, with_kl=True, g_entr
     if g_entropy:
         grad_entropy[3] = 0.0
     lp = formulas.statistics(z, target)[1]
-    g = formulas.loss_slope(lp, old, ref, advantages, policy, kl, config)
+    losses, g = formulas.loss_and_slope(lp, old, ref, advantages, policy, kl, config)
     expected = formulas.gradient(z, slope, target, g, grad_entropy)
     out = logits.clone()
     results = rows_triton.row_loss_(
         out, out, target, advantages, policy, kl, old, ref, grad_entropy, config, rule, return_entropy=True
     )
-    for actual, want in zip(results, plain, strict=True):
+    assert isinstance(results, RowLoss)
+    for actual, want in zip(results[:3], plain, strict=True):
         assert torch.equal(actual, want), "row_loss_ and row_logps must agree bit for bit"
+    for actual, want in ((results.losses, losses), (results.grad_logps, g)):
+        assert actual.dtype == torch.float32 and actual[3] == 0
+        assert ((actual - want).abs() <= 1e-5 * want.abs() + 1e-6).all()
     assert (out[3] == 0).all()
     error = (out.double() - expected).norm() / expected.norm()
     assert error <= {torch.float32: 5e-6, torch.bfloat16: 3e-3}[dtype]
@@ -201,11 +205,12 @@ def test_far_ratios_stay_finite():
     rule, one = LogitRule(1.0, None, 1.0), torch.ones(2)
     logps = rows_triton.row_logps(logits, target, rule, return_entropy=False)[1]
     advantages, old = torch.tensor([1.0, -1.0]), logps - 200.0
-    rows_triton.row_loss_(
+    result = rows_triton.row_loss_(
         logits, logits, target, advantages, one, one, old, logps + 100.0, None,
         LossConfig(loss_type="grpo"), rule, return_entropy=False,
     )  # fmt: skip
     assert torch.isfinite(logits).all() and (logits != 0).any()
+    assert torch.isfinite(result.losses).all() and torch.isfinite(result.grad_logps).all()
 
 
 def test_unweighted_rows_are_inert():
@@ -231,7 +236,7 @@ def test_unweighted_rows_are_inert():
     for values in holes:
         values[1], values[4] = float("nan"), float("-inf")
     dirty, dirty_stats = run(poisoned, bad_target, *holes)
-    assert (dirty[bad] == 0).all()
+    assert (dirty[bad] == 0).all() and (dirty_stats[3:, bad] == 0).all()
     assert torch.equal(dirty[good], clean[good]) and torch.equal(dirty_stats[:, good], clean_stats[:, good])
 
 
@@ -244,7 +249,8 @@ def test_no_rows():
     results = rows_triton.row_loss_(
         logits, logits, ids, empty, empty, None, None, None, None, LossConfig(), rule, return_entropy=False
     )
-    assert results[0].shape == (0,) and results[2] is None
+    assert results.lse.shape == results.losses.shape == results.grad_logps.shape == (0,)
+    assert results.entropy is None
 
 
 @pytest.mark.parametrize("vocab", [1, 129, 1025])

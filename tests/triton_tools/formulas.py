@@ -98,12 +98,12 @@ KLS = {
 }
 
 
-def loss_slope(lp, old, ref, advantages, policy_weights, kl_weights, config) -> Tensor:
-    """d (Σ policy_weights·ℓ + kl_weights·KL) / d lp in fp64, by differentiating the formulas above."""
+def loss_and_slope(lp, old, ref, advantages, policy_weights, kl_weights, config) -> tuple[Tensor, Tensor]:
+    """policy_weights·ℓ + kl_weights·KL of every row in fp64, and its d/d lp by differentiating the formulas above."""
     lp = lp.detach().double().requires_grad_()
     lr = lp - (lp.detach() if old is None else old.double())
-    total = (policy_weights.double() * LOSSES[config.loss_type](lp, lr, advantages.double(), config)).sum()
+    losses = policy_weights.double() * LOSSES[config.loss_type](lp, lr, advantages.double(), config)
     if kl_weights is not None:
         kl = KLS[config.kl_estimator](ref.double() - lp)
-        total = total + (kl_weights.double() * kl * (lr.exp() if config.kl_times_ratio else 1)).sum()
-    return torch.autograd.grad(total, lp)[0]
+        losses = losses + kl_weights.double() * kl * (lr.exp() if config.kl_times_ratio else 1)
+    return losses.detach(), torch.autograd.grad(losses.sum(), lp)[0]

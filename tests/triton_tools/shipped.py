@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -75,14 +76,13 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "linear float16 V=32000 H=896 all", linear(torch.float16, 32000, 896, everything=True)
     for dtype, vocab in (
         (torch.float16, 1000),
-        (torch.bfloat16, 2000),
+        (torch.float32, 1001),
         (torch.bfloat16, 32000),
         (torch.float32, 32001),
     ):
         yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
-    if arch == "sm_90":  # the leaves have no architecture of their own
+    if arch == "sm_90":  # the leaves have no architecture of their own (and there are fewer estimators than losses)
         token = {o.leaf: name for name, o in OBJECTIVES.items() if o.window == "ratio" and "token" in o.levels}
-        for name in token.values():
-            yield f"loss {name}", loss(LossConfig(loss_type=name, max_completion_length=8))
-        for estimator in KL_ESTIMATORS:
-            yield f"kl {estimator}", loss(LossConfig(loss_type="reinforce", beta=0.1, kl_estimator=estimator))
+        for name, estimator in zip(token.values(), itertools.cycle(KL_ESTIMATORS), strict=False):
+            config = LossConfig(loss_type=name, kl_estimator=estimator, max_completion_length=8)
+            yield f"loss {name}, kl {estimator}", loss(config)

@@ -9,7 +9,7 @@ import grpo_fast
 from grpo_fast import logits as logits_module
 from grpo_fast.kernels import linear
 from tests import oracles
-from tests.loss_cases import BACKENDS, LAYOUTS, assert_same, make_case, options_for, relative_l2, run
+from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, assert_same, make_case, options_for, relative_l2, run
 
 EXACT = {"loss_tol": 2e-6, "grad_tol": 1e-5}
 GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 completions, about 150 active rows
@@ -75,9 +75,7 @@ def test_gradient_of_the_entropy_alone(backend):
     raw = (hidden.double() @ weight.double().T).requires_grad_()
     lp, h = oracles.logps_and_entropy(raw, ids.clamp(min=0))
     for with_logps in (False, True):
-        (true,) = torch.autograd.grad(
-            (h * c[0] + with_logps * lp * c[1])[kept].sum(), raw, retain_graph=True
-        )
+        (true,) = torch.autograd.grad((h * c[0] + with_logps * lp * c[1])[kept].sum(), raw, retain_graph=True)
         x, z = hidden.clone().requires_grad_(), raw.detach().float().requires_grad_()
         for leaf, result in (
             (x, grpo_fast.linear_logps(x, weight, ids, return_entropy=True, backend=backend)),
@@ -99,3 +97,14 @@ def test_one_target_of_no_probability_among_others_is_refused(backend, function)
     assert (case.ids != case.ids[0, 1]).any()
     with pytest.raises(ValueError, match="target_ids: expected targets of finite probability"):
         run(function, case, backend=backend)
+
+
+@pytest.mark.parametrize("loss_type", [loss_type for loss_type, level in LOSS_LEVELS if level == "token"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_type):
+    """One sweep over all rows: a masked one has weight 0 and NaN logits; most slopes, unlike PPO's, are NaN there."""
+    case = make_case(25, **options_for(loss_type))
+    clean = run("logits", case, backend=backend)
+    dirty = run("logits", case.but(hidden=torch.where(case.mask[..., None], case.hidden, torch.nan)), backend=backend)
+    assert torch.equal(clean.loss, dirty.loss)
+    assert torch.equal(clean.grads["logits"], dirty.grads["logits"])

@@ -10,6 +10,7 @@ from grpo_fast import logits as logits_module
 from grpo_fast.kernels import linear
 from tests import oracles
 from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, assert_same, make_case, options_for, relative_l2, run
+from tests.triton_tools.launcher import HAS_TRITON, run_python
 
 EXACT = {"loss_tol": 2e-6, "grad_tol": 1e-5}
 GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 completions, about 150 active rows
@@ -108,3 +109,32 @@ def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_typ
     dirty = run("logits", case.but(hidden=torch.where(case.mask[..., None], case.hidden, torch.nan)), backend=backend)
     assert torch.equal(clean.loss, dirty.loss)
     assert torch.equal(clean.grads["logits"], dirty.grads["logits"])
+
+
+UNWEIGHTED_ROW = """
+import torch
+from grpo_fast import LossConfig
+from grpo_fast.kernels import rows_triton
+from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.objectives import OBJECTIVES
+
+leaves = {o.leaf: name for name, o in OBJECTIVES.items() if o.window == "ratio" and "token" in o.levels}
+for loss_type in leaves.values():
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    logits[1] = torch.nan
+    weights, ids = torch.tensor([0.5, 0.0, 0.5]), torch.tensor([1, 2, 3])
+    config = LossConfig(loss_type=loss_type, beta=0.1, max_completion_length=9)
+    old, advantages, rule = torch.full((3,), -2.0), torch.tensor([1.0, -1.0, -0.5]), LogitRule(1.0, None, 1.0)
+    rows_triton.row_loss_(
+        logits, logits, ids, advantages, weights, weights, old, old, None, config, rule, return_entropy=False
+    )
+    assert (logits[1] == 0).all() and torch.isfinite(logits).all(), loss_type
+    assert (logits[0] != 0).any(), loss_type
+"""
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_rows_without_weight_are_inert_for_every_leaf_in_triton():
+    """As above in Triton's interpreter, which needs a process of its own."""
+    run_python("-c", UNWEIGHTED_ROW, interpret=True)

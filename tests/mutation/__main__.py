@@ -1,0 +1,217 @@
+"""`python -m tests.mutation`: plant one bug at a time in a copy of the repository and see whether the tests notice.
+
+    --list          print the bugs, check that every pattern fits, run nothing
+    --only NAME     one bug, or every bug whose name starts with NAME; may be repeated
+    --jobs N        copies of the repository that are worked on side by side (default 1)
+
+Ends with status 0 when at least 95% of the bugs were killed, 1 when fewer were, 2 when something is wrong with the list
+or with the tests themselves (they must pass before anything is planted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib.util
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutation.mutants import SUITES, Mutant, all_mutants, problems
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("grpo_fast", "csrc", "tests", "pyproject.toml")
+REQUIRED_SHARE = 0.95
+TIMEOUT_S = 600
+DOES_NOT_COMPILE = "the compiler failed with status"
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    outcome: str  # "killed", "SURVIVED", "ERROR"
+    seconds: float
+    detail: str  # the test that failed first, or what went wrong
+
+
+class Copy:
+    """A copy of the repository in a temporary folder, with its own cache of compiled C++."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "repository"
+        self.cache = folder / "cache"
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, self.folder / name, ignore=shutil.ignore_patterns("__pycache__", "_csrc"))
+            else:
+                shutil.copy2(source, self.folder / name)
+
+    def environment(self, engine: str) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_"))}
+        # Without .pyc files: two mutants of one size within a second would otherwise be taken for one another.
+        kept |= {"PYTHONDONTWRITEBYTECODE": "1", "GRPO_FAST_CACHE": str(self.cache), "OPENBLAS_NUM_THREADS": "1"}
+        kept["PYTHONPATH"] = os.pathsep.join([str(self.folder), str(self.folder / "tests")])
+        if engine != "csrc":
+            kept["GRPO_FAST_DISABLE_CSRC"] = "1"
+        if engine == "triton":
+            kept["TRITON_INTERPRET"] = "1"
+        return kept
+
+    def python(self, engine: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=self.folder, env=self.environment(engine), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
+        )  # fmt: skip
+
+    def test(self, suite: str, engine: str) -> subprocess.CompletedProcess[str]:
+        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
+        if engine == "triton":
+            options.append("--noconftest")
+        return self.python(engine, "-m", "pytest", *options, *SUITES[suite])
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """Plant, run the tests, restore."""
+        path = self.folder / mutant.file
+        original = path.read_text()
+        path.write_text(original.replace(mutant.old, mutant.new))
+        begin = time.monotonic()
+        try:
+            outcome, detail = verdict(self.test(mutant.suite, mutant.engine))
+        except subprocess.TimeoutExpired:
+            outcome, detail = "ERROR", f"the tests took longer than {TIMEOUT_S} s"
+        finally:
+            path.write_text(original)
+        return Verdict(mutant, outcome, time.monotonic() - begin, detail)
+
+
+def verdict(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
+    """A kill is a failed test or a crash: a mutant that cannot be imported or compiled is a mistake in the list."""
+    if DOES_NOT_COMPILE in done.stdout:
+        return "ERROR", "the C++ sources do not compile"
+    if done.returncode == 0:
+        return "SURVIVED", ""
+    if done.returncode < 0:
+        return "killed", f"the tests crashed with signal {-done.returncode}"
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if done.returncode == 1 and failed:
+        return "killed", failed[0].removeprefix("FAILED ").partition(" - ")[0]
+    return "ERROR", f"pytest ended with {done.returncode}: {done.stdout.strip()[-400:]}"
+
+
+def missing_engines(copy: Copy) -> dict[str, str]:
+    """The engines that cannot run on this machine, and why: their bugs are left out, visibly."""
+    missing = {}
+    if importlib.util.find_spec("triton") is None:
+        missing["triton"] = "triton is not installed"
+    ask = "from grpo_fast.kernels import csrc_loader; print(csrc_loader.load('rows') or '')"
+    reason = copy.python("csrc", "-c", ask).stdout.strip()
+    if reason:
+        missing["csrc"] = reason.splitlines()[0]
+    return missing
+
+
+def in_parallel(copies: list[Copy], tasks: list, work: Callable) -> list:
+    """[work(copy, task) for every task], each copy used by one task at a time."""
+    free: queue.Queue[Copy] = queue.Queue()
+    for copy in copies:
+        free.put(copy)
+
+    def one(task):
+        copy = free.get()
+        try:
+            return work(copy, task)
+        finally:
+            free.put(copy)
+
+    with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
+        return list(pool.map(one, tasks))
+
+
+def baseline(copies: list[Copy], mutants: list[Mutant]) -> list[str]:
+    """The suites that fail with nothing planted."""
+
+    def one(copy: Copy, task: tuple[str, str]) -> str:
+        begin = time.monotonic()
+        done = copy.test(*task)
+        print(f"unchanged  {time.monotonic() - begin:6.1f} s  {task[0]}", flush=True)
+        return "" if done.returncode == 0 else f"{task[0]} fails with nothing planted:\n{done.stdout[-1500:]}"
+
+    tasks = list(dict.fromkeys((m.suite, m.engine) for m in mutants))
+    return [message for message in in_parallel(copies, tasks, one) if message]
+
+
+def report(verdicts: list[Verdict], left_out: int) -> int:
+    """Print the table; the exit status."""
+    count = {outcome: sum(v.outcome == outcome for v in verdicts) for outcome in ("killed", "SURVIVED", "ERROR")}
+    print(f"\n{'bug':34} {'outcome':9} {'s':>6}  first failing test")
+    for v in verdicts:
+        print(f"{v.mutant.name:34} {v.outcome:9} {v.seconds:6.1f}  {v.detail}")
+    for v in verdicts:
+        if v.outcome == "SURVIVED":
+            print(
+                f"\n{v.mutant.name} survived {v.mutant.suite}: {v.mutant.why}\n  {v.mutant.old!r}\n  {v.mutant.new!r}"
+            )
+    share = count["killed"] / max(len(verdicts), 1)
+    print(f"\n{len(verdicts)} bugs: {count['killed']} killed ({share:.1%}), {count['SURVIVED']} survived, "
+          f"{count['ERROR']} errors, {left_out} left out")  # fmt: skip
+    if count["ERROR"]:
+        return 2
+    return 0 if share >= REQUIRED_SHARE else 1
+
+
+def judge_all(mutants: list[Mutant], jobs: int) -> int:
+    """Copy, check that the tests pass, plant every bug, report."""
+    with tempfile.TemporaryDirectory(prefix="grpo_fast_mutation_") as folder:
+        copies = [Copy(Path(folder) / str(job)) for job in range(jobs)]
+        missing = missing_engines(copies[0])
+        for engine, reason in missing.items():
+            print(f"left out: every bug of {engine}: {reason}")
+        chosen = [m for m in mutants if m.engine not in missing]
+        failures = baseline(copies, chosen)
+        if failures:
+            print("\n".join(failures))
+            return 2
+
+        def one(copy: Copy, mutant: Mutant) -> Verdict:
+            found = copy.judge(mutant)
+            print(f"{found.outcome:9}  {found.seconds:6.1f} s  {mutant.name}", flush=True)
+            return found
+
+        return report(in_parallel(copies, chosen, one), len(mutants) - len(chosen))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the bugs and check the patterns")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="bugs whose name starts with NAME")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="work on N copies side by side")
+    options = parser.parse_args()
+    mutants = all_mutants()
+    wrong = problems(mutants, lambda file: (ROOT / file).read_text())
+    if options.only:
+        mutants = [m for m in mutants if m.name.startswith(tuple(options.only))]
+        if not mutants:
+            wrong.append(f"--only: no bug has a name that starts with {options.only}")
+    if options.list:
+        for m in mutants:
+            print(f"{m.name:34} {m.suite:13} {m.file:36} {m.why}")
+        print(f"{len(mutants)} bugs")
+    for message in wrong:
+        print(message, file=sys.stderr)
+    if wrong or options.list:
+        return 2 if wrong else 0
+    begin = time.monotonic()
+    status = judge_all(mutants, max(1, options.jobs))
+    print(f"{time.monotonic() - begin:.0f} s in all")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

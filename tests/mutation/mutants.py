@@ -1,0 +1,88 @@
+"""What a planted bug is, the tests that must see it, and the whole list.
+
+A bug is an exact textual replacement, so it is read as easily as it is planted. None of them is equivalent to the
+original: each changes a loss, a gradient or a refusal for inputs that the documentation allows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# What pytest is given for each kind of bug: the fitting tests, fast enough to be run once per bug.
+SUITES: dict[str, list[str]] = {
+    "leaves": ["tests/test_objectives.py"],
+    "estimators": ["tests/test_objectives.py", "-k", "kl or k3"],
+    "traps": ["tests/test_loss_traps.py"],
+    "logps": ["tests/test_loss_parity.py", "-k", "logps or totals or kl_estimators"],
+    "kl": ["tests/test_loss_parity.py", "-k", "kl"],
+    "fused": ["tests/test_loss_parity.py", "-k", "test_linear or test_logits"],
+    "sampling": ["tests/test_loss_extras.py", "-k", "sampling or sampler or at_once"],
+    "off_policy": ["tests/test_loss_extras.py", "-k", "off_policy"],
+    "entropy": ["tests/test_loss_extras.py", "-k", "entropy and not metrics"],
+    "rules": ["tests/test_loss_extras.py", "-k", "softcap or temperature or oracle"],
+    "gradient": ["tests/test_loss_finite_differences.py"],
+    "inert": ["tests/test_contract_invariance.py", "-k", "inert or poison"],
+    "accuracy": ["tests/test_contract_accuracy.py", "-k", "confident or many_chunks"],
+    "edges": ["tests/test_loss_edge_shapes.py", "-k", "not two_to_the_31"],
+    "refusals": ["tests/test_refusals.py"],
+    "splits": ["tests/test_splits.py"],
+    "autograd": ["tests/test_loss_autograd.py"],
+    "survivors": ["tests/test_mutation_survivors.py"],
+    "csrc": [
+        "tests/test_csrc_loss.py",
+        "tests/test_csrc.py",
+        "-k",
+        "not loader and not instruction_sets and not gemm and not added and not printer",
+    ],
+    "csrc_tokens": ["tests/test_csrc_tokens.py"],
+    "triton_rows": ["tests/triton_tools/cases_rows.py", "-k", "logps_and_gradient"],
+    "triton_kl": ["tests/triton_tools/cases_rows.py", "-k", "every_kl"],
+    "triton_leaf": ["tests/triton_tools/cases_rows.py", "-k", "every_leaf"],
+    "triton_survivors": ["tests/test_mutation_survivors.py", "-k", "triton"],
+    "triton_linear": ["tests/triton_tools/cases_linear.py"],
+}
+
+
+class Mutant(NamedTuple):
+    """One planted bug.
+
+    Attributes:
+        name: unique; the file's kind first.
+        file: path in the repository.
+        old, new: `old` occurs exactly once in the file and is replaced by `new`.
+        why: what a reader of the code would call the mistake.
+        suite: the tests that must see it, a name of `SUITES`.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+    suite: str
+
+    @property
+    def engine(self) -> str:
+        """Who computes: "torch" (C++ kernels switched off), "csrc" or "triton" (its interpreter)."""
+        return self.suite.partition("_")[0] if self.suite.startswith(("csrc", "triton")) else "torch"
+
+
+def all_mutants() -> list[Mutant]:
+    """Every planted bug, the quick ones first."""
+    from tests.mutation import heads, kernels, objectives
+
+    return [*objectives.MUTANTS, *heads.MUTANTS, *kernels.MUTANTS]
+
+
+def problems(mutants: list[Mutant], read) -> list[str]:
+    """What is wrong with the list: a name twice, a pattern that does not occur exactly once."""
+    found = [
+        f"{m.name}: the name occurs twice" for i, m in enumerate(mutants) if m.name in {x.name for x in mutants[:i]}
+    ]
+    for m in mutants:
+        count = read(m.file).count(m.old)
+        if count != 1:
+            found.append(f"{m.name}: the pattern occurs {count} times in {m.file}: {m.old!r}")
+        if m.old == m.new or m.suite not in SUITES:
+            found.append(f"{m.name}: replaces nothing, or names an unknown suite")
+    return found

@@ -34,8 +34,11 @@ GATHER_BELOW = 0.9
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 256 MiB on the CPU and 1 GiB on a GPU."""
-    default = "1024" if device.type == "cuda" else "256"
+    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 512 MiB on the CPU and 1 GiB on a GPU.
+
+    512 MiB hold 128 Mi fp32 logits, as many as 256 MiB do at 16 bits; a second chunk costs a second sweep of W and dW.
+    """
+    default = "1024" if device.type == "cuda" else "512"
     return int(os.environ.get("GRPO_FAST_WORKSPACE_MIB", default)) << 20
 
 

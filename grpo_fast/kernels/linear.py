@@ -12,10 +12,6 @@ A row's logp and dH depend on that row, W and its scalars only, bit for bit: eac
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import os
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +21,7 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels import gemm_bf16
 from grpo_fast.kernels.backends import Backend
+from grpo_fast.kernels.memory import on_huge_pages, workspace_bytes
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, row_coefficients
 from grpo_fast.kernels.tokens import FusedInputs
 
@@ -34,17 +31,6 @@ ROW_MULTIPLE = 32
 WIDEN_ROWS = 16384
 # Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them are active.
 GATHER_BELOW = 0.9
-# Buffers of this many bytes get huge pages (the value of MADV_HUGEPAGE is part of Linux's interface).
-HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
-
-
-def workspace_bytes(device: torch.device) -> int:
-    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 512 MiB on the CPU and 1 GiB on a GPU.
-
-    512 MiB hold 128 Mi fp32 logits, as many as 256 MiB do at 16 bits; a second chunk costs a second sweep of W and dW.
-    """
-    default = "1024" if device.type == "cuda" else "512"
-    return int(os.environ.get("GRPO_FAST_WORKSPACE_MIB", default)) << 20
 
 
 class Wanted(NamedTuple):
@@ -278,21 +264,6 @@ class GradientSums:
         return results[0], results[1], results[2]
 
 
-def on_huge_pages(buffer: Tensor) -> Tensor:
-    """Ask Linux for 2 MiB pages under a large fresh CPU buffer: a page fault per 4 KiB costs 10% of a small loss."""
-    size = buffer.numel() * buffer.element_size()
-    if buffer.device.type == "cpu" and size >= HUGE_FROM and sys.platform == "linux" and type(buffer) is Tensor:
-        start = -(-buffer.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        length = (buffer.data_ptr() + size - start) // HUGE_PAGE * HUGE_PAGE
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)  # a hint: failure is no error
-    return buffer
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
 def padded(count: int) -> int:
     """The next multiple of ROW_MULTIPLE."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -349,9 +320,7 @@ def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
 def accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, head: LinearHead) -> Tensor:
     """total (V, H) fp32 += dᵀ (V, C) · h (C, H). A single chunk on the CPU goes straight to the weight's dtype."""
     if is_wide(h):
-        if total is not None:
-            return total.addmm_(d.t(), h)
-        return torch.mm(d.t(), h, out=on_huge_pages(d.new_empty(d.shape[1], h.shape[1])))
+        return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)

@@ -1,7 +1,6 @@
 """logits → loss: one sweep of the row kernels over given logits, block by block of rows.
 
-Token-local losses read every row once and write its gradient once: one kernel where the backend has one, else a block
-of rows at a time that stays in cache between the two doors. Other losses read every row twice.
+Token-local losses read every row once and write its gradient once, in one kernel. Other losses read every row twice.
 """
 
 from __future__ import annotations

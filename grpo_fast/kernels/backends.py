@@ -49,11 +49,10 @@ def resolve(backend: str, device: torch.device) -> Backend:
 @functools.cache
 def _load(name: str) -> Backend:
     rows = importlib.import_module(f"grpo_fast.kernels.rows_{name}")
-    row_loss_ = rows.row_loss_ if hasattr(rows, "row_loss_") else _load("torch").row_loss_
     if name != "triton":
-        return Backend(name, rows.row_logps, rows.row_grad_, row_loss_)
+        return Backend(name, rows.row_logps, rows.row_grad_, rows.row_loss_)
     linear = importlib.import_module("grpo_fast.kernels.linear_triton")
-    return Backend(name, rows.row_logps, rows.row_grad_, row_loss_, linear.linear_logps)
+    return Backend(name, rows.row_logps, rows.row_grad_, rows.row_loss_, linear.linear_logps)
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class LinearHead:
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.chunk_rows = self._chunk_rows()
         self._logits: Tensor | None = None
-        self._holds = False
+        self.holds_logits = False  # the raw logits of all rows are in the workspace, from `logps`
 
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
@@ -87,11 +87,6 @@ class LinearHead:
     def gathers(self, keep: Tensor, count: int) -> bool:
         """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
         return keep.shape[0] < GATHER_BELOW * count
-
-    @property
-    def holds_logits(self) -> bool:
-        """The raw logits of all rows are in the workspace, from `logps`."""
-        return self._logits is not None and self.is_single_chunk and self._holds
 
     def hidden_rows(self, rows: slice) -> Tensor:
         """(padded C, H): the hidden rows of a chunk, zero rows added up to a multiple of ROW_MULTIPLE."""
@@ -136,7 +131,7 @@ class LinearHead:
         for rows in self.chunks():
             _, stats = self.forward(self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows), return_entropy)
             parts.append(stats)
-        self._holds = self.is_single_chunk
+        self.holds_logits = self.is_single_chunk
         return joined(parts, self.hidden)
 
     def row_loss(
@@ -181,7 +176,7 @@ class LinearHead:
         only.
         """
         sums = GradientSums(self, wanted)
-        for rows in self.chunks():
+        for rows in self.chunks() if any(wanted) else ():
             coefficients = g[rows] if g_entropy is None else (g[rows] != 0) | (g_entropy[rows] != 0)
             keep = coefficients.nonzero()[:, 0]
             if keep.shape[0] == 0:

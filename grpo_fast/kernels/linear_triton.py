@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.configs import SLICE_COLUMNS, LinearConfig, architecture, linear_config
-from grpo_fast.kernels.math_triton import FLOOR, exp_fp32, finish, scores
+from grpo_fast.kernels.math_triton import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kernels.rows_triton import launch, rule_arguments
 
@@ -43,13 +43,93 @@ def load_tile(
     return tile
 
 
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLS // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def store_tile(
+    out, values, row_start, n_rows, start, V, stride_out_t, USE_TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """values (ROWS, COLS) at (row_start, start) of out, clipped to (n_rows, V)."""
+    if USE_TMA:
+        out.store([row_start, start], values.to(out.dtype))
+    else:
+        offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
+        corner = out + tl.cast(row_start, tl.int64) * stride_out_t + start
+        inside = (offs_r < n_rows - row_start)[:, None] & (offs_c < V - start)[None, :]
+        tl.store(corner + offs_r[:, None] * stride_out_t + offs_c[None, :], values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def fold(
+    raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap,
+    STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, BLOCK_T: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Take COLS columns of logits into the running sums of their rows, and store what was asked for."""
+    high, rest, moment, z_target = sums
+    target, normaliser, inv_temperature = row
+    row_start, n_rows, V, stride_out_t = matrix
+    cols = start + tl.arange(0, COLS)
+    if bias_ptr is not None:
+        raw += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    if STORE == "logits":
+        store_tile(out, raw, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
+    z, tanh_slope = bent(raw, logit_scale, softcap, inv_temperature)
+    is_target = cols[None, :] == target[:, None]
+    z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
+    z = tl.where((cols < V)[None, :] & ~is_target, z, float("-inf"))
+    raised = tl.maximum(high, tl.max(z, 1))
+    shrink = exp_fp32(high - raised)
+    below = z - raised[:, None]
+    e = exp_fp32(below)
+    if ENTROPY:
+        # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size of the logits.
+        moment = (moment + (high - raised) * rest) * shrink + tl.sum(e * tl.maximum(below, FLOOR), 1)
+    rest = rest * shrink + tl.sum(e, 1)
+    if STORE == "weights":
+        weights = e * exp_fp32(raised - normaliser)[:, None]
+        if softcap is not None:
+            weights *= tanh_slope
+        # The maximum makes a NaN 0: the weights of a row without coefficient must be finite, whatever the row holds.
+        weights = tl.maximum(weights, 0.0)
+        store_tile(out, weights, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
+    return raised, rest, moment, z_target
+
+
+@triton.jit
+def fold_parts(
+    raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap,
+    STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, BLOCK_T: tl.constexpr, COLS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """`fold` in PARTS (1, 2 or 4) pieces from left to right, so that only a piece needs registers beside the tile."""
+    if PARTS == 1:
+        sums = fold(
+            raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA, BLOCK_T, COLS
+        )
+    else:
+        left, right = halves(raw, BLOCK_T, COLS)
+        sums = fold_parts(
+            left, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA, BLOCK_T,
+            COLS // 2, PARTS // 2,
+        )  # fmt: skip
+        sums = fold_parts(
+            right, start + COLS // 2, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA,
+            BLOCK_T, COLS // 2, PARTS // 2,
+        )  # fmt: skip
+    return sums
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def slice_kernel(
-    hidden, weight, bias_ptr, target_ptr, temperature_ptr, logits_ptr, partial_ptr,
-    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_logits_t, slice_columns,
+    hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr, partial_ptr,
+    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns,
     logit_scale, softcap, temperature,
-    ENTROPY: tl.constexpr, USE_TMA: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    STORE: tl.constexpr, ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs share a slice of W (hidden is small): its tiles come from L2 for all but the first of them.
     row_blocks = tl.cdiv(n_rows, BLOCK_T)
@@ -58,53 +138,55 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    # No column but the target's own may match; in int32, half the registers and comparisons of the ids' int64.
+    target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
-        inv_temperature = tl.div_rn(1.0, temperature)[:, None]
+        inv_temperature = tl.div_rn(1.0, temperature)
+        row_inv_temperature = inv_temperature[:, None]
     else:
         inv_temperature = tl.div_rn(1.0, temperature)
+        row_inv_temperature = inv_temperature
 
+    first = slice_id * slice_columns
+    stop = tl.minimum(first + slice_columns, V)
     high = tl.full([BLOCK_T], FLOOR, tl.float32)
     rest = tl.zeros([BLOCK_T], tl.float32)
     moment = tl.zeros([BLOCK_T], tl.float32)
     z_target = tl.zeros([BLOCK_T], tl.float32)
-    first = slice_id * slice_columns
-    for start in range(first, tl.minimum(first + slice_columns, V), BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
+    normaliser = z_target
+    if STORE == "weights":
+        raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
+        normaliser, _ = bent(raw_target, logit_scale, softcap, inv_temperature)
+        if lse_ptr is not None:
+            lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
+            far = is_far(lse, normaliser) & in_rows
+            normaliser = tl.where(far, lse, normaliser)
+            if ONLY_FAR:
+                stop = tl.where(tl.max(far.to(tl.int32), 0) > 0, stop, first)
+
+    for start in range(first, stop, BLOCK_V):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in range(0, H, BLOCK_H):
             a = load_tile(hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA)
             b = load_tile(weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA)
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
-        if bias_ptr is not None:
-            raw += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-        if logits_ptr is not None:
-            corner = logits_ptr + tl.cast(row_start, tl.int64) * stride_logits_t + start
-            offsets = tl.arange(0, BLOCK_T)[:, None] * stride_logits_t + tl.arange(0, BLOCK_V)[None, :]
-            inside = in_rows[:, None] & (cols < V)[None, :]
-            tl.store(corner + offsets, raw.to(logits_ptr.dtype.element_ty), mask=inside)
-        z, _ = scores(raw, logit_scale, softcap, inv_temperature)
-        is_target = cols[None, :] == target[:, None]
-        z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
-        z = tl.where((cols < V)[None, :] & ~is_target, z, float("-inf"))
-        raised = tl.maximum(high, tl.max(z, 1))
-        shrink = exp_fp32(high - raised)
-        below = z - raised[:, None]
-        e = exp_fp32(below)
-        if ENTROPY:
-            moment = (moment + (high - raised) * rest) * shrink + tl.sum(tl.where(e > 0, e * below, 0.0), 1)
-        rest = rest * shrink + tl.sum(e, 1)
-        high = raised
+        high, rest, moment, z_target = fold_parts(
+            raw, start, (high, rest, moment, z_target), (target, normaliser, row_inv_temperature),
+            (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
+            STORE, ENTROPY, STORE_TMA, BLOCK_T, BLOCK_V, PARTS,
+        )  # fmt: skip
 
-    # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
-    slices = tl.num_programs(0) // row_blocks
-    plane = tl.cast(slices, tl.int64) * n_rows
-    here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
-    tl.store(here, high, mask=in_rows)
-    tl.store(here + plane, rest, mask=in_rows)
-    tl.store(here + 2 * plane, z_target, mask=in_rows)
-    if ENTROPY:
-        tl.store(here + 3 * plane, moment, mask=in_rows)
+    if partial_ptr is not None:
+        # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
+        slices = tl.num_programs(0) // row_blocks
+        plane = tl.cast(slices, tl.int64) * n_rows
+        here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
+        tl.store(here, high, mask=in_rows)
+        tl.store(here + plane, rest, mask=in_rows)
+        tl.store(here + 2 * plane, z_target, mask=in_rows)
+        if ENTROPY:
+            tl.store(here + 3 * plane, moment, mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["n_rows", "slices"])

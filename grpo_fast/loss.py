@@ -30,7 +30,7 @@ class LossOutput:
     logps: Tensor
     entropy: Tensor | None
     _config: LossConfig = dataclasses.field(repr=False)
-    _inputs: tuple = dataclasses.field(repr=False)
+    _inputs: list = dataclasses.field(repr=False)
     _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -289,7 +289,7 @@ def _output(
     loss, logps, entropy = results[:3]
     entropy = entropy.detach().reshape(like.shape) if has_entropy else None
     # Copies: the caller may reuse its buffers before the metrics are read. They do not depend on the targets.
-    inputs = (None, *(x.detach().clone() if isinstance(x, Tensor) else x for x in tokens[1:]))
+    inputs = [None, *[x.detach().clone() if isinstance(x, Tensor) else x for x in tokens[1:]]]
     return LossOutput(loss, logps.detach().reshape(like.shape), entropy, config, inputs)
 
 

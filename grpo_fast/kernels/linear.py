@@ -14,34 +14,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
-from grpo_fast.kernels.memory import on_huge_pages, workspace_bytes
-from grpo_fast.kernels.products import accumulate_outer, matmul_narrow, matmul_wide
-from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums, row_coefficients
+from grpo_fast.kernels.chunks import LogitChunks, RowStats, WeightChunks
+from grpo_fast.kernels.gradient_sums import ROW_MULTIPLE, GradientSums, Wanted, gathers, pad_rows, padded
+from grpo_fast.kernels.memory import workspace_bytes
+from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums
 from grpo_fast.kernels.tokens import FusedInputs
 
-# Rows per GEMM are a multiple of this: below 8 rows MKL takes another kernel, with another order of summation.
-ROW_MULTIPLE = 32
-# Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them are active.
-GATHER_BELOW = 0.9
-
-
-class Wanted(NamedTuple):
-    """Which gradients somebody will read."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-# (lse, logps, entropy or None) of some rows, each (C,) fp32
-RowStats = tuple[Tensor, Tensor, Tensor | None]
+__all__ = ["LinearHead", "RowStats", "Wanted"]
 
 
 class LinearHead:
@@ -58,20 +44,25 @@ class LinearHead:
         backend: Backend,
         *,
         rows_repeat: bool = False,  # a row of hidden may predict several targets: its gradients are summed
+        entropy_gradient: bool = False,  # the coefficients will have a dL/dentropy
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.target_ids, self.rule, self.index, self.backend = target_ids, rule, index, backend
+        self.target_ids, self.rule, self.index = target_ids, rule, index
+        self.backend = backend.for_head(weight)
         self.rows_repeat = rows_repeat
         self.num_rows = target_ids.shape[0]
         self.vocab_size = weight.shape[0]
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        has_weights = self.backend.linear_weights is not None and not entropy_gradient
+        kind = WeightChunks if has_weights and weight.dtype == torch.bfloat16 else LogitChunks
+        self.chunk: LogitChunks | WeightChunks = kind(weight, bias, self.backend)
         self.chunk_rows = self._chunk_rows()
-        self._logits: Tensor | None = None
-        self.holds_logits = False  # the raw logits of all rows are in the workspace, from `logps`
+        self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
+        self.holds_chunk = False  # the logits or weights of all rows are in the workspace, from `logps`
 
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
-        row_bytes = max(self.vocab_size, 1) * self.compute_dtype.itemsize
+        row_bytes = max(self.vocab_size, 1) * self.chunk.bytes_per_logit
         most = max(workspace_bytes(self.weight.device) // row_bytes, 1)
         chunks = -(-self.num_rows // most) or 1
         even = -(-self.num_rows // chunks)
@@ -86,73 +77,28 @@ class LinearHead:
     def is_single_chunk(self) -> bool:
         return self.num_rows <= self.chunk_rows
 
-    def gathers(self, keep: Tensor, count: int) -> bool:
-        """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
-        return keep.shape[0] < GATHER_BELOW * count
-
     def hidden_rows(self, rows: slice) -> Tensor:
         """(padded C, H): the hidden rows of a chunk, zero rows added up to a multiple of ROW_MULTIPLE."""
         h = self.hidden[rows] if self.index is None else self.hidden.index_select(0, self.index[rows])
         missing = padded(h.shape[0]) - h.shape[0]
         return torch.nn.functional.pad(h, (0, 0, 0, missing)) if missing else h.contiguous()
 
-    def workspace(self, rows: int) -> Tensor:
-        """(rows, V): the one buffer of logits of this pass."""
-        if self._logits is None:
-            most = padded(min(self.chunk_rows, self.num_rows))
-            self._logits = on_huge_pages(self.hidden.new_empty((most, self.vocab_size), dtype=self.compute_dtype))
-        return self._logits[:rows]
-
-    def raw_logits(self, h: Tensor, out: Tensor) -> None:
-        """out (C, V) = h·Wᵀ + bias in fp32."""
-        matmul_wide(h, self.weight, out=out)
-        if self.bias is not None:
-            out.add_(self.bias)
-
-    def forward(self, h: Tensor, target_ids: Tensor, rule: LogitRule, return_entropy: bool) -> tuple[Tensor, RowStats]:
-        """Raw logits (padded C, V) in the workspace, and lse, logp, entropy of the first C = len(target_ids) rows."""
-        z, count = self.workspace(h.shape[0]), target_ids.shape[0]
-        if self.backend.linear_logps is not None:
-            return z, self.backend.linear_logps(
-                h[:count], self.weight, self.bias, target_ids, rule, return_entropy=return_entropy, logits_out=z[:count]
-            )
-        self.raw_logits(h, z)
-        return z, self.backend.row_logps(z[:count], target_ids, rule, return_entropy=return_entropy)
-
-    def logps(self, *, return_entropy: bool) -> RowStats:
+    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole work: 2·T·V·H.
 
-        For a single chunk the logits stay in the workspace, ready for `gradients`.
+        `keep`: `gradients` follows. A single chunk then stays in the workspace, ready for it.
         """
-        if self.backend.linear_logps is not None:
+        if self.backend.linear_logps is not None and not (keep and self.is_single_chunk):
             h = self.hidden if self.index is None else self.hidden.index_select(0, self.index)
             return self.backend.linear_logps(
                 h, self.weight, self.bias, self.target_ids, self.rule, return_entropy=return_entropy
             )
         parts = []
         for rows in self.chunks():
-            _, stats = self.forward(self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows), return_entropy)
-            parts.append(stats)
-        self.holds_logits = self.is_single_chunk
+            h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
+            parts.append(self.chunk.logps(h, targets, rule, return_entropy=return_entropy))
+        self.holds_chunk = self.is_single_chunk
         return joined(parts, self.hidden)
-
-    def row_loss(
-        self, h: Tensor, target_ids: Tensor, inputs: FusedInputs, config: LossConfig, rule: LogitRule
-    ) -> tuple[Tensor, RowLoss]:
-        """d-logits (padded C, V) in the workspace, and the losses of the first C = len(target_ids) rows."""
-        count, has_entropy = target_ids.shape[0], config.needs_entropy
-        if self.backend.linear_logps is None:
-            z = self.workspace(h.shape[0])
-            self.raw_logits(h, z)
-            chunk = z[:count]
-            return z, self.backend.row_loss_(
-                chunk, chunk, target_ids, *inputs, config, rule, return_entropy=has_entropy
-            )
-        # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give them here.
-        z, stats = self.forward(h, target_ids, rule, has_entropy)
-        losses, g = row_coefficients(stats[1], *inputs[:5], config)
-        self.backend.row_grad_(z[:count], target_ids, *stats, g, inputs.grad_entropy, rule)
-        return z, RowLoss(*stats, losses, g)
 
     def loss_gradients(
         self, inputs: FusedInputs, config: LossConfig, wanted: Wanted
@@ -162,11 +108,11 @@ class LinearHead:
         for rows in self.chunks():
             h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
             chunk = inputs if self.is_single_chunk else inputs.map(lambda x, rows=rows: x[rows])  # type: ignore[misc]
-            z, part = self.row_loss(h, targets, chunk, config, rule)
+            d_logits, part = self.chunk.row_loss(h, targets, chunk, config, rule)
             count = targets.shape[0]
             is_full = part.sums is not None and part.sums.active == count
             keep = None if is_full else active_rows(part.grad_logps, chunk.grad_entropy)
-            sums.add(rows, h, z, count, keep)
+            sums.add(rows, h, d_logits, count, keep)
             parts.append(part)
         return joined(parts, self.hidden), sums.finish()
 
@@ -175,8 +121,7 @@ class LinearHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
 
-        The logits of a single chunk are still in the workspace; those of several are computed again, for active rows
-        only.
+        A single chunk is still in the workspace; several are computed again, for active rows only.
         """
         sums = GradientSums(self, wanted)
         for rows in self.chunks() if any(wanted) else ():
@@ -185,97 +130,17 @@ class LinearHead:
                 continue
             h, count = self.hidden_rows(rows), self.target_ids[rows].shape[0]
             index: slice | Tensor = rows
-            if not self.holds_logits and self.gathers(keep, count):
+            if not self.holds_chunk and gathers(keep, count):
                 h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
                 index, keep = keep + rows.start, torch.arange(count, device=keep.device)
             lse, logps, entropy = (None if x is None else x[index] for x in known)
             targets, rule = self.target_ids[index], self.rule.rows(index)
-            if self.holds_logits:
-                z = self.workspace(h.shape[0])
-            else:
-                z, _ = self.forward(h, targets, rule, False)
             g_chunk, h_chunk = g[index], None if g_entropy is None else g_entropy[index]
-            self.backend.row_grad_(z[:count], targets, lse, logps, entropy, g_chunk, h_chunk, rule)
-            sums.add(index, h, z, count, keep)
+            d_logits = self.chunk.gradients(
+                h, targets, rule, (lse, logps, entropy), g_chunk, h_chunk, held=self.holds_chunk
+            )
+            sums.add(index, h, d_logits, count, keep)
         return sums.finish()
-
-
-class GradientSums:
-    """dH by rows, dW and db in fp32 over the chunks of a `LinearHead`."""
-
-    def __init__(self, head: LinearHead, wanted: Wanted) -> None:
-        self.head, self.wanted = head, wanted
-        self.d_hidden: Tensor | None = None
-        self.d_weight: Tensor | None = None
-        self.d_bias: Tensor | None = None
-
-    def add(self, rows: slice | Tensor, h: Tensor, d: Tensor, count: int, keep: Tensor | None) -> None:
-        """Add one chunk.
-
-        Args:
-            rows: the chunk among the T active rows.
-            h: (padded C, H) its hidden rows. d: (padded C, V) its d-logits.
-            count: C, the rows that are no padding.
-            keep: those with a coefficient, None for all; the others are exact zeros, left out of every GEMM when they
-                are many.
-        """
-        if keep is not None and keep.shape[0] == 0:
-            return
-        index = rows if self.head.index is None else self.head.index[rows]
-        if keep is not None and self.head.gathers(keep, count):
-            h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
-            index, count = keep + index.start if isinstance(index, slice) else index[keep], keep.shape[0]
-        elif count < d.shape[0]:
-            d[count:].zero_()
-        self._multiply(d, h, count, index)
-
-    def _multiply(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
-        hidden = self.head.hidden
-        if self.wanted.hidden:
-            dh = matmul_narrow(d, self.head.weight)[:count]
-            if self.head.rows_repeat:
-                assert isinstance(index, Tensor)
-                if self.d_hidden is None:
-                    self.d_hidden = torch.zeros(hidden.shape, dtype=self.head.compute_dtype, device=hidden.device)
-                # With accumulate=True equal rows are summed in their order, on a GPU too (index_add_ is not).
-                self.d_hidden.index_put_((index,), dh.to(self.d_hidden.dtype), accumulate=True)
-            elif count == hidden.shape[0] and isinstance(index, slice):
-                self.d_hidden = dh.to(hidden.dtype)
-            else:
-                if self.d_hidden is None:
-                    self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-                self.d_hidden[index] = dh.to(hidden.dtype)
-        if self.wanted.weight:
-            self.d_weight = accumulate_outer(self.d_weight, d, h, self.head.weight, is_only=self.head.is_single_chunk)
-        if self.wanted.bias:
-            self.d_bias = d.sum(0) if self.d_bias is None else self.d_bias + d.sum(0)
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db) in the dtypes of hidden, weight and bias; empty where none was wanted."""
-        head = self.head
-        results = []
-        for sum_, like, is_wanted in (
-            (self.d_hidden, head.hidden, self.wanted.hidden),
-            (self.d_weight, head.weight, self.wanted.weight),
-            (self.d_bias, head.bias, self.wanted.bias),
-        ):
-            if not is_wanted:
-                results.append(head.hidden.new_empty(0))
-            elif sum_ is None:
-                results.append(torch.zeros_like(like, memory_format=torch.contiguous_format))
-            else:
-                results.append(sum_.to(like.dtype))
-        return results[0], results[1], results[2]
-
-
-def padded(count: int) -> int:
-    """The next multiple of ROW_MULTIPLE."""
-    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-def pad_rows(x: Tensor) -> Tensor:
-    missing = padded(x.shape[0]) - x.shape[0]
-    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:

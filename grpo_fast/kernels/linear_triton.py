@@ -15,12 +15,14 @@ Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.configs import SLICE_COLUMNS, LinearConfig, architecture, linear_config
+from grpo_fast.kernels.configs import SLICE_COLUMNS, VENDOR_GEMM_FROM, LinearConfig, architecture, linear_config
 from grpo_fast.kernels.math_triton import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kernels.rows_triton import launch, rule_arguments
@@ -51,7 +53,8 @@ def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def store_tile(
-    out, values, row_start, n_rows, start, V, stride_out_t, USE_TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    out, values, row_start, n_rows, start, V, stride_out_t,
+    USE_TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """values (ROWS, COLS) at (row_start, start) of out, clipped to (n_rows, V)."""
     if USE_TMA:
@@ -60,7 +63,8 @@ def store_tile(
         offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
         corner = out + tl.cast(row_start, tl.int64) * stride_out_t + start
         inside = (offs_r < n_rows - row_start)[:, None] & (offs_c < V - start)[None, :]
-        tl.store(corner + offs_r[:, None] * stride_out_t + offs_c[None, :], values.to(out.dtype.element_ty), mask=inside)
+        offsets = offs_r[:, None] * stride_out_t + offs_c[None, :]
+        tl.store(corner + offsets, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -229,16 +233,89 @@ def is_aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
+def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
+    """The matrix as a tensor descriptor (TMA) of tiles."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
 def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
     """hidden and weight as the kernel takes them: tensors, or tensor descriptors for TMA."""
     if not config.use_tma:
         return hidden, weight
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    return tiles(hidden, config.block_t, config.block_h), tiles(weight, config.block_v, config.block_h)
 
-    return (
-        TensorDescriptor.from_tensor(hidden, [config.block_t, config.block_h]),
-        TensorDescriptor.from_tensor(weight, [config.block_v, config.block_h]),
-    )
+
+class Problem(NamedTuple):
+    """One call as `sweep` takes it: hidden on 16-byte rows, target ids contiguous."""
+
+    hidden: Tensor  # (T, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    target_ids: Tensor  # (T,)
+    rule: LogitRule
+
+    @property
+    def slices(self) -> int:
+        return triton.cdiv(self.weight.shape[0], SLICE_COLUMNS)
+
+
+def problem(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule) -> Problem:
+    """Check the dtypes; the tile must not depend on how this batch happens to lie in memory (its sums would), so an
+    unaligned hidden, which is small, is copied to an aligned one, and W alone decides.
+    """
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}")
+    hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
+    return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
+
+
+def sweep(
+    p: Problem,
+    partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
+    out: Tensor | None = None,  # (T, V): raw logits, or with `raw_target` weights
+    raw_target: Tensor | None = None,  # (T,)
+    lse: Tensor | None = None,  # (T,)
+    *,
+    only_far: bool = False,
+) -> None:
+    """Start slice_kernel over all rows and slices."""
+    rows, vocab = p.hidden.shape[0], p.weight.shape[0]
+    has_entropy = partial is not None and partial.shape[0] == 4
+    config = linear_config(
+        p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
+        light=not has_entropy and p.rule.softcap is None,
+    )  # fmt: skip
+    store_tma = config.use_tma and raw_target is not None and is_aligned(out)
+    temperature_ptr, *scalars = rule_arguments(p.rule)
+    launch(
+        slice_kernel, triton.cdiv(rows, config.block_t) * p.slices, *sources(p.hidden, p.weight, config), p.bias,
+        p.target_ids, temperature_ptr, tiles(out, config.block_t, config.piece) if store_tma else out, raw_target, lse,
+        partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0), p.weight.stride(1),
+        0 if out is None else out.stride(0), SLICE_COLUMNS, *scalars,
+        STORE="" if out is None else "logits" if raw_target is None else "weights", ONLY_FAR=only_far,
+        ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
+        BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h, PARTS=config.block_v // config.piece,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def statistics(
+    p: Problem, *, return_entropy: bool, out: Tensor | None = None, raw_target: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
+    rows, device = p.hidden.shape[0], p.hidden.device
+    lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    entropy = torch.empty_like(lse) if return_entropy else None
+    if rows:
+        partial = torch.empty(4 if return_entropy else 3, p.slices, rows, dtype=torch.float32, device=device)
+        sweep(p, partial, out, raw_target)
+        launch(
+            join_kernel, triton.cdiv(rows, 128), partial, p.target_ids, lse, logps, entropy, rows, p.weight.shape[0],
+            p.slices, BLOCK_T=128, num_warps=4,
+        )  # fmt: skip
+    return lse, logps, entropy
 
 
 def linear_logps(
@@ -261,37 +338,12 @@ def linear_logps(
     Raises:
         ValueError: hidden and weight of different dtype.
     """
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}")
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    lse, logps = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2))
-    entropy = torch.empty_like(lse) if return_entropy else None
-    if not rows:
-        return lse, logps, entropy
-    arch = architecture(hidden.device)
-    config = linear_config(hidden.dtype, arch, aligned=is_aligned(weight))
-    # The tile must not depend on how this batch happens to lie in memory (its sums would): hidden is small, so an
-    # unaligned one is copied to an aligned one, and W alone decides.
-    if not is_aligned(hidden):
-        hidden = aligned_copy(hidden)
-    target_ids = target_ids.contiguous()
-    slices = triton.cdiv(vocab, SLICE_COLUMNS)
-    partial = torch.empty(4 if return_entropy else 3, slices, rows, dtype=torch.float32, device=hidden.device)
-    temperature_ptr, *scalars = rule_arguments(rule)
-    launch(
-        slice_kernel, triton.cdiv(rows, config.block_t) * slices, *sources(hidden, weight, config), bias,
-        target_ids, temperature_ptr, logits_out, partial,
-        rows, vocab, hidden.shape[1], hidden.stride(0), weight.stride(0), weight.stride(1),
-        0 if logits_out is None else logits_out.stride(0), SLICE_COLUMNS, *scalars,
-        ENTROPY=return_entropy, USE_TMA=config.use_tma,
-        BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    launch(
-        join_kernel, triton.cdiv(rows, 128), partial, target_ids, lse, logps, entropy, rows, vocab, slices,
-        BLOCK_T=128, num_warps=4,
-    )  # fmt: skip
-    return lse, logps, entropy
+    return statistics(problem(hidden, weight, bias, target_ids, rule), return_entropy=return_entropy, out=logits_out)
+
+
+def fuses(weight: Tensor) -> bool:
+    """Whether the kernels of this file are predicted to beat the vendor's GEMM and the row kernels for this head."""
+    return weight.shape[1] < VENDOR_GEMM_FROM
 
 
 def aligned_copy(matrix: Tensor) -> Tensor:

@@ -91,8 +91,7 @@ class GradientSums:
         if self.wanted.weight:
             self.d_weight = accumulate_outer(self.d_weight, d, h, weight, is_only=self.head.is_single_chunk)
         if self.wanted.bias:
-            db = d.sum(0, dtype=self.head.compute_dtype)
-            self.d_bias = db if self.d_bias is None else self.d_bias + db
+            self._keep_bias(d.sum(0, dtype=self.head.compute_dtype))
 
     def _add_weighted(self, d: Tensor, by: RowCoefficients, h: Tensor, count: int, index: slice | Tensor) -> None:
         """Row coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in their order."""
@@ -105,8 +104,7 @@ class GradientSums:
             self.d_weight = accumulate_outer(self.d_weight, d, scaled, weight, is_only=False)
             self.d_weight.index_put_((by.target_ids,), scaled_rows(h[:count], target), accumulate=True)
         if self.wanted.bias:
-            db = weighted_column_sum(d, by.weights).index_put_((by.target_ids,), target, accumulate=True)
-            self.d_bias = db if self.d_bias is None else self.d_bias + db
+            self._keep_bias(weighted_column_sum(d, by.weights).index_put_((by.target_ids,), target, accumulate=True))
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
         hidden = self.head.hidden
@@ -122,6 +120,9 @@ class GradientSums:
             if self.d_hidden is None:
                 self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
             self.d_hidden[index] = dh.to(hidden.dtype)
+
+    def _keep_bias(self, db: Tensor) -> None:
+        self.d_bias = db if self.d_bias is None else self.d_bias + db
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db) in the dtypes of hidden, weight and bias; empty where none was wanted."""

@@ -1,10 +1,11 @@
 """hidden → loss: the chunk loop over rows, one for all devices. Nothing of size N·V ever exists.
 
-For each chunk of C rows: logits = hidden·Wᵀ in fp32 (vendor GEMM) → lse, logp, entropy (row kernel) → coefficients
-(tokens.py) → d-logits over the logits (row kernel) → dH = d·W, dW += dᵀ·hidden in fp32. 6·N·V·H flops when the
+For each chunk of C rows: hidden·Wᵀ and its statistics lse, logp, entropy → coefficients (tokens.py) → d-logits →
+dH = d·W, dW += dᵀ·hidden in fp32. Chunks come in two kinds (chunks.py): stored logits that a row kernel turns into
+d-logits, and on a GPU, for bf16, 16-bit weights that are d-logits up to a coefficient by row. 6·N·V·H flops when the
 coefficients of a chunk follow from the chunk (token-level losses, or everything in one chunk), 8·N·V·H otherwise;
-2·N·V·H without gradients. Workspace: one chunk, 4·C·V bytes, bounded by `workspace_bytes()` whatever N is, plus an
-fp32 dW where the weight has 16 bits.
+2·N·V·H without gradients. Workspace: one chunk, bounded by `workspace_bytes()` whatever N is, plus an fp32 dW where the
+weight has 16 bits.
 
 A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least ROW_MULTIPLE rows
 (zero-padded), so a small batch meets the same GEMM kernel as a large one.

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fast.kernels import configs
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from triton_tools.launcher import HAS_TRITON, OTHER_TRITON, TOOLS, run_python  # noqa: E402
 
@@ -40,6 +42,15 @@ def check(arch: str, other_triton: str | None = None) -> None:
             has_tma = arch in ("sm_90", "sm_100") and "V=32000" in e["name"]
             assert (e["counts"]["UTMALDG"] > 0) == has_tma, where
             assert (e["counts"]["UTMASTG"] > 0) == (has_tma and e["name"].startswith("weights")), where
+
+
+def test_the_entropy_changes_no_sum():
+    """Two tiles of one device add up a row's columns and its hidden units in the same order."""
+    for key, light in configs._LIGHT.items():
+        heavy = configs._LINEAR[key]
+        assert (light.piece, light.block_h) == (heavy.piece, heavy.block_h)
+    for config in (*configs._LIGHT.values(), *configs._LINEAR.values()):
+        assert config.block_v // config.piece in (1, 2, 4, 8) and configs.SLICE_COLUMNS % config.block_v == 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -77,29 +77,32 @@ def row_config(vocab: int) -> RowConfig:
 
 # (architecture or "other", 16-bit inputs?, aligned?) -> blocks. "Aligned" means rows of 16-byte multiples, which tensor
 # descriptors (TMA) and vector loads need; odd rows are loaded element by element, where a large tile spills (for fp32
-# already 32 x 64). 128 x 128 spills everywhere but on sm_90 and gfx942. With TMA on sm_120 Triton 3.6 writes to the
-# stack. fp32 runs on the FMA units (IEEE).
+# already 32 x 64). 128 x 128 spills everywhere but on sm_90 and gfx942: on sm_100 with a soft cap, with Triton 3.6 (and
+# Triton 3.9 fails to compile pieces of a tile with 8 warps there). With TMA on sm_120 Triton 3.6 writes to the stack.
+# fp32 runs on the FMA units (IEEE).
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 64, use_tma=True),
-    ("sm_100", True, True): LinearConfig(128, 64, 64, 8, 3, 64, use_tma=True),
+    ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
+    ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
     ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2, 64),
     ("other", True, True): LinearConfig(128, 64, 64, 8, 3, 64),
     ("other", True, False): LinearConfig(64, 64, 32, 8, 2, 64),
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Without entropy and soft cap the epilogue is light enough for twice the tile: a third less traffic from L2 per product
-# (1/85 instead of 1/64 byte per flop), which is what bounds a tile of 128 x 128 on Hopper.
+# Without entropy, soft cap, bias and temperatures by row the epilogue is light enough for twice the tile (with a bias
+# Triton 3.6 spills): a third less traffic from L2 per product, 1/85 instead of 1/64 byte per flop, which is what bounds
+# a tile of 128 x 128 on Hopper.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 64, use_tma=True),
+    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
+    ("sm_100", True, True): LinearConfig(128, 128, 64, 4, 3, 32, use_tma=True),
 }
 
 
 def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) -> LinearConfig:
     """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to the next.
 
-    `light`: neither entropy nor soft cap. An entry of `_LIGHT` has the `piece` and `block_h` of its neighbour in
-    `_LINEAR`, so that asking for the entropy changes no bit of a log-probability.
+    `light`: no entropy, no soft cap, no bias, one temperature. An entry of `_LIGHT` has the `piece` and `block_h` of
+    its neighbour in `_LINEAR`, so that asking for the entropy changes no bit of a log-probability.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
     return (_LIGHT.get(key) if light else None) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]

@@ -203,12 +203,10 @@ def sweep(
     """Start slice_kernel over all rows and slices."""
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
-    config = linear_config(
-        p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
-        light=not has_entropy and p.rule.softcap is None,
-    )  # fmt: skip
-    store_tma = config.use_tma and raw_target is not None and is_aligned(out)
     temperature_ptr, *scalars = rule_arguments(p.rule)
+    is_light = not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
+    config = linear_config(p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light)
+    store_tma = config.use_tma and raw_target is not None and is_aligned(out)
     launch(
         slice_kernel, triton.cdiv(rows, config.block_t) * p.slices, *sources(p.hidden, p.weight, config), p.bias,
         p.target_ids, temperature_ptr, tiles(out, config.block_t, config.piece) if store_tma else out, raw_target, lse,

@@ -84,7 +84,7 @@ def loss(config: LossConfig) -> Callable[[], object]:
 def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of every configuration on `arch`. V = 32000 and H = 896 are aligned; 32001 and 897 are odd.
 
-    On sm_90, which has a configuration of its own for calls without entropy and soft cap, with more of the options
+    On sm_90, which has a tile of its own for calls without any option, with more of the options
     between none and all.
     """
     for vocab, hidden_size in ((32000, 896), (32001, 897)):

@@ -160,12 +160,11 @@ def described(plan: Any) -> str:
 def measure_all(plan: Any, options: argparse.Namespace) -> int:
     from benchmarks import measure
     from benchmarks.providers import versions
-    from benchmarks.runner import run
+    from benchmarks.runner import run, write
     from benchmarks.tables import verdict
 
     started = datetime.datetime.now(datetime.UTC)
-    cases = run(plan)
-    report = {
+    report: dict[str, Any] = {
         "benchmark": "grpo-fast bench",
         "created": started.isoformat(timespec="seconds"),
         "commit": measure.commit(),
@@ -173,11 +172,9 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
         "versions": {"python": platform.python_version(), **versions()},
         "settings": json.loads(plan.to_json()),
         "method": {"memory": " ".join((measure.peak_memory.__doc__ or "").split())},
-        "cases": cases,
     }
     path = Path(options.out) if options.out else default_path(plan, report["commit"], options.quick)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    cases = run(plan, lambda found: write(path, report | {"cases": found}))
     if not plan.verify_only:
         print(verdict(cases))
     print(f"written: {os.path.relpath(path)}")
@@ -195,18 +192,25 @@ def default_path(plan: Any, commit: str, quick: bool) -> Path:
 
 
 def run_script(name: str, options: argparse.Namespace) -> int:
-    """A benchmark with a script of its own, where this checkout has it."""
+    """A benchmark with a script of its own, where this checkout has it; it gets the options that its --help lists."""
     script = ROOT / "benchmarks" / SCRIPTS[name]
     if not script.is_file():
         print(f"{name}: not in this checkout (benchmarks/{SCRIPTS[name]} is missing)")
         return 1
-    command = [sys.executable, str(script), *(["--quick"] if options.quick else [])]
-    if options.out:
-        path = Path(options.out)
-        command += ["--out", str(path.with_name(f"{path.stem}-{name}{path.suffix}"))]
+    environment = {**os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(script)]
+    usage = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, check=False)
+    if usage.returncode:
+        print(f"{name}: benchmarks/{SCRIPTS[name]} does not start: {(usage.stderr.splitlines() or ['?'])[-1]}")
+        return 1
+    path = Path(options.out or RESULTS / f"quick-{name}.json")
+    wanted = {"--quick": options.quick, "--device": options.device, "--threads": options.threads}
+    wanted["--json"] = str(path.with_name(f"{path.stem}-{name}{path.suffix}")) if options.out or options.quick else None
+    for option, value in wanted.items():
+        if value and f"{option} " in usage.stdout.replace("]", " "):
+            command += [option] if value is True else [option, str(value)]
     if options.dry:
         print(f"{name}: would run {' '.join(command[1:])}")
         return 0
-    environment = {**os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return 1 if subprocess.run(command, env=environment, check=False).returncode else 0

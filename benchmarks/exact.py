@@ -1,4 +1,4 @@
-"""The exact answers: fp64 (fp32 where that does not fit), a block of rows at a time, no code shared with the package."""
+"""The exact answers: fp64 (fp32 where that does not fit), a block of rows at a time; no code of the package in them."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import resource
 import statistics
 import subprocess
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ FAIR_ALLOCATOR = {
 }
 
 
-def seconds(step: Step, calls: int, device: str) -> float:
+def seconds(step: Step | Callable[[], Any], calls: int, device: str) -> float:
     """Time of one call, averaged over `calls`: wall time on the CPU, the device's own clock on a GPU."""
+    step = as_step(step)
     if device == "cuda":
         return _seconds_on_gpu(step, calls)
     if step.reset is None:
@@ -45,6 +47,10 @@ def seconds(step: Step, calls: int, device: str) -> float:
         step.run()
         total += time.perf_counter() - start
     return total / calls
+
+
+def as_step(step: Step | Callable[[], Any]) -> Step:
+    return step if isinstance(step, Step) else Step(step)
 
 
 def synchronize(device: str) -> None:
@@ -69,7 +75,7 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
 
 
 def interleaved(
-    steps: dict[str, Step], device: str, budget: float, rounds: int, minimum: int = 2
+    steps: Mapping[str, Step | Callable[[], Any]], device: str, budget: float, rounds: int, minimum: int = 2
 ) -> dict[str, list[float]]:
     """Times of every step, in rounds that all take part in, so that a slow minute of the machine hits all alike.
 
@@ -105,13 +111,14 @@ def spread(samples: list[float]) -> dict[str, float]:
     return {"median_ms": statistics.median(ordered) * 1e3, "spread_ms": half * 1e3, "min_ms": ordered[0] * 1e3}
 
 
-def peak_memory(step: Step, device: str) -> dict[str, float]:
+def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
     """Peak memory of one warm call beyond what was there before it and the gradients it returns, in MiB.
 
     On the CPU: free pages go back to the kernel (malloc_trim), the high-water mark of the resident set is reset (5 into
     /proc/self/clear_refs), the step runs, and VmHWM minus the resident set before is read. Buffers that a library keeps
     between calls count as already there. `page_faults` are those of this call. On a GPU: torch's allocator statistics.
     """
+    step = as_step(step)
     gc.collect()
     if step.reset is not None:
         step.reset()
@@ -129,8 +136,11 @@ def peak_memory(step: Step, device: str) -> dict[str, float]:
     return {"workspace_mib": (resident("VmHWM") - before - gradients) / MIB, "page_faults": float(faults)}
 
 
-def gradient_bytes(result: dict[str, torch.Tensor]) -> int:
-    return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
+def gradient_bytes(result: Any) -> int:
+    """Of a `Result`, or of a tuple (loss, gradient, ...)."""
+    if isinstance(result, dict):
+        return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
+    return sum(value.nbytes for value in (result or ())[1:])
 
 
 def resident(field: str) -> int:

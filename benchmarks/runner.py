@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,34 +93,44 @@ class Plan:
         return backends.resolve("auto", torch.device(self.device)).name
 
 
-def run(plan: Plan) -> list[dict[str, Any]]:
-    """All cases, in this process on a GPU, in one child for each allocator on the CPU."""
+Save = Callable[[list[dict[str, Any]]], None]
+
+
+def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
+    """All cases, in this process on a GPU, in one child for each allocator on the CPU; saved as they come in."""
     if plan.device == "cuda":
-        return [{"allocator": "cuda", **case} for case in run_cases(plan, None)]
-    return [case for allocator in plan.allocators for case in run_child(plan, allocator)]
+        return run_cases(plan, save)
+    cases: list[dict[str, Any]] = []
+    for allocator in plan.allocators:
+        cases += run_child(plan, allocator)
+        save(cases)
+    return cases
 
 
-def run_child(plan: Plan, allocator: str) -> list[dict[str, Any]]:
+def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
     """A fresh process, its allocator set before it starts. Cut short, it keeps what it has."""
     environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    print(f"\n# allocator: {allocator}", flush=True)
+    if not quiet:
+        print(f"\n# allocator: {allocator}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         plan_file, file = Path(folder) / "plan.json", Path(folder) / "cases.json"
         plan_file.write_text(plan.to_json())
         file.write_text("[]")
         command = [sys.executable, "-m", "benchmarks.runner", str(plan_file), str(file)]
         try:
-            status = subprocess.run(command, env=environment, check=False).returncode
+            status = subprocess.run(
+                command, env=environment, check=False, stdout=subprocess.DEVNULL if quiet else None
+            ).returncode
         except KeyboardInterrupt:
             status = -2
         if status:
             print(f"# cut short with status {status}: the cases so far are kept", file=sys.stderr)
-        return [{"allocator": allocator, **case} for case in json.loads(file.read_text())]
+        return [{**case, "allocator": allocator} for case in json.loads(file.read_text())]
 
 
-def run_cases(plan: Plan, file: Path | None) -> list[dict[str, Any]]:
-    """Every case of a plan, one problem for all its operations; written to `file` after each."""
+def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
+    """Every case of a plan, one problem for all its operations; saved after each."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(plan.threads)
     cases: list[dict[str, Any]] = []
@@ -128,10 +140,7 @@ def run_cases(plan: Plan, file: Path | None) -> list[dict[str, Any]]:
                 problem = make_problem(shape, DTYPES[dtype], plan.device, variant)
                 for operation in plan.operations:
                     cases.append(run_case(operation, problem, dtype, variant, plan))
-                    if file is not None:
-                        scratch = file.with_suffix(".new")
-                        scratch.write_text(json.dumps(cases))
-                        scratch.replace(file)
+                    save(cases)
                 del problem
                 release(plan.device)
     return cases
@@ -153,8 +162,8 @@ def run_case(operation: str, problem: Problem, dtype_name: str, variant: Variant
         time_steps(steps, rows, plan)
         weigh(rows, operation, problem.shape, dtype)
     case = {
-        "operation": operation, "shape": list(problem.shape), "model": name_of(problem.shape), "dtype": dtype_name,
-        "itemsize": dtype.itemsize, **variant._asdict(), "threads": plan.threads,
+        "allocator": "cuda", "operation": operation, "shape": list(problem.shape), "model": name_of(problem.shape),
+        "dtype": dtype_name, "itemsize": dtype.itemsize, **variant._asdict(), "threads": plan.threads,
         "truth": str(problem.exact_dtype).removeprefix("torch."), "auto": plan.auto_backend(), "rows": rows,
     }  # fmt: skip
     print(case_table(case), flush=True)
@@ -212,5 +221,13 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def write(path: Path, content: Any) -> None:
+    """JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    scratch.replace(path)
+
+
 if __name__ == "__main__":
-    run_cases(Plan.from_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    run_cases(Plan.from_json(Path(sys.argv[1]).read_text()), functools.partial(write, Path(sys.argv[2])))

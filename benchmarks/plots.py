@@ -79,7 +79,7 @@ def draw_fractions(axes: Any, cases: list[dict[str, Any]]) -> None:
     axes.set_xticks(range(len(chosen)))
     axes.set_xticklabels([f"H={k[2]}\nN={k[1]} V={k[3]}" for k in sorted(chosen)], fontsize=6)
     axes.axhline(1, color="gray", lw=0.8)
-    axes.set_ylabel("fraction (red: grpo_fast, blue: fastest right peer)")
+    axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=8)
 
 
 def roofline_points(cases: list[dict[str, Any]]) -> tuple[list[tuple[str, str, float, float]], float, float]:

@@ -74,7 +74,9 @@ def estimate(case: Case) -> Estimate:
         return Estimate(gemm(n, h, v), forward, partial, {"slice_kernel": forward})
     # Masked rows never reach the head; the others are known to be inactive once their logp is.
     rows = round(n * case.active) if case.inactive == "masked" else n
-    kept = round(n * case.active)
+    # Whole completions have advantage zero: one in eight at the least.
+    share = max(1, round(8 * case.active)) / 8 if case.inactive == "zero-advantage" else case.active
+    kept = round(n * share)
     parts, workspace = sweep(rows, kept, h, v, n)
     if case.operation == "linear_logps_backward":
         parts["slice_kernel, forward"] = gemm(n, h, v) / TRITON_GEMM

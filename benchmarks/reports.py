@@ -31,7 +31,7 @@ def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     for path in paths:
         for report in load(path):
             where = {"hardware": report["hardware"], "commit": report["commit"]}
-            found += [{**where, **case} for case in report.get("cases", [])]
+            found += [{**where, **case} for case in report["cases"] if "operation" in case]
     return found
 
 

@@ -77,7 +77,7 @@ def parts() -> dict[str, Part]:
     tune = [PY, "-m", "benchmarks.tune"]
     ours = "--providers grpo_fast trl --budget 1"
     return {
-        "tests": Part(110, [tests], [[*tests, "--collect-only"]], measures=False),
+        "tests": Part(110, [tests], [[*tests, "-q", "--collect-only"]], measures=False),
         "bench-loss": bench(
             150,
             "linear_grpo_loss --budget 1.5",

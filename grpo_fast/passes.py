@@ -80,7 +80,7 @@ def linear_loss(
     if any(wanted) and fused is not None and head.num_rows:
         rows, gradients = head.loss_gradients(fused, config, wanted)
         return rows_result(summed(rows, fused.grad_entropy, validate), rows[:3], tokens, gradients)
-    stats = head.logps(return_entropy=config.needs_entropy)
+    stats = head.logps(return_entropy=config.needs_entropy, keep=any(wanted))
     check_logps(stats[1], validate)
     result = token_loss(stats[1], stats[2], tokens.batch, config)
     gradients = head.gradients(result.grad_logps, result.grad_entropy, stats, wanted)

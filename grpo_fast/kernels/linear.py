@@ -2,9 +2,9 @@
 
 For each chunk of C rows: logits = hidden·Wᵀ in fp32 (vendor GEMM) → lse, logp, entropy (row kernel) → coefficients
 (tokens.py) → d-logits over the logits (row kernel) → dH = d·W, dW += dᵀ·hidden in fp32. 6·N·V·H flops when the
-coefficients of a chunk follow from the chunk (token-level losses, or everything in one chunk), 8·N·V·H otherwise;
-2·N·V·H without gradients. Workspace: one chunk, 4·C·V bytes, bounded by `workspace_bytes()` whatever N is, plus an
-fp32 dW where the weight has 16 bits.
+coefficients of a chunk follow from the chunk (token-level losses, or everything in one chunk); otherwise the last
+chunk's logits are kept and those of the others formed again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one
+chunk, 4·C·V bytes, bounded by `workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits.
 
 A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least ROW_MULTIPLE rows
 (zero-padded), so a small batch meets the same GEMM kernel as a large one.
@@ -67,7 +67,7 @@ class LinearHead:
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.chunk_rows = self._chunk_rows()
         self._logits: Tensor | None = None
-        self.holds_logits = False  # the raw logits of all rows are in the workspace, from `logps`
+        self.held: slice | None = None  # the chunk whose raw logits are in the workspace, from `logps`
 
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
@@ -119,21 +119,28 @@ class LinearHead:
         self.raw_logits(h, z)
         return z, self.backend.row_logps(z[:count], target_ids, rule, return_entropy=return_entropy)
 
-    def logps(self, *, return_entropy: bool) -> RowStats:
+    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole work: 2·T·V·H.
 
-        For a single chunk the logits stay in the workspace, ready for `gradients`.
+        With `keep` the last chunk's logits stay in the workspace, ready for `gradients`.
         """
-        if self.backend.linear_logps is not None:
-            h = self.hidden if self.index is None else self.hidden.index_select(0, self.index)
-            return self.backend.linear_logps(
-                h, self.weight, self.bias, self.target_ids, self.rule, return_entropy=return_entropy
-            )
-        parts = []
-        for rows in self.chunks():
-            _, stats = self.forward(self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows), return_entropy)
+        parts, store_free = [], self.backend.linear_logps is not None
+        chunks = list(self.chunks())
+        if store_free and not keep and self.num_rows:
+            chunks = [slice(0, self.num_rows)]
+        for rows in chunks:
+            h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
+            if self.backend.linear_logps is not None and not (keep and rows == chunks[-1]):
+                h = h[: targets.shape[0]]
+                stats = self.backend.linear_logps(
+                    h, self.weight, self.bias, targets, rule, return_entropy=return_entropy
+                )
+            else:
+                _, stats = self.forward(h, targets, rule, return_entropy)
+                self.held = rows
             parts.append(stats)
-        self.holds_logits = self.is_single_chunk
+        if not keep:
+            self.held = self._logits = None
         return joined(parts, self.hidden)
 
     def row_loss(
@@ -175,22 +182,22 @@ class LinearHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
 
-        The logits of a single chunk are still in the workspace; those of several are computed again, for active rows
-        only.
+        The chunk that `logps` kept comes first; the logits of the others are computed again, for active rows only.
         """
         sums = GradientSums(self, wanted)
-        for rows in self.chunks() if any(wanted) else ():
+        for rows in reversed(list(self.chunks())) if any(wanted) else ():
             keep = active_rows(g[rows], None if g_entropy is None else g_entropy[rows])
             if keep.shape[0] == 0:
                 continue
             h, count = self.hidden_rows(rows), self.target_ids[rows].shape[0]
             index: slice | Tensor = rows
-            if not self.holds_logits and self.gathers(keep, count):
+            is_held, self.held = rows == self.held, None
+            if not is_held and self.gathers(keep, count):
                 h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
                 index, keep = keep + rows.start, torch.arange(count, device=keep.device)
             lse, logps, entropy = (None if x is None else x[index] for x in known)
             targets, rule = self.target_ids[index], self.rule.rows(index)
-            if self.holds_logits:
+            if is_held:
                 z = self.workspace(h.shape[0])
             else:
                 z, _ = self.forward(h, targets, rule, False)

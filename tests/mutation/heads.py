@@ -42,7 +42,7 @@ MUTANTS = [
            "(targets if index is None else targets.index_select(0, (index - 1).clamp(min=0))).long()",
            "the target of the token before", "fused"),
     Mutant("prepare-weights-of-rows", PREPARE,
-           "weights=weights[found.segments]", "weights=weights[found.segments.clamp(max=0)]",
+           "by_length)[segments]", "by_length)[segments.clamp(max=0)]",
            "every token has the first completion's weight", "logps"),
     Mutant("prepare-target-bound", PREPARE,
            "high.item() >= (vocab_size or 0)", "high.item() > (vocab_size or 0)",

@@ -87,9 +87,10 @@ def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: st
     targets = torch.randint(vocab, (rows,), device=device)
     if candidate.kind == "rows":
         logits, v = torch.randn(rows, vocab, device=device).to(dtype), torch.ones(rows, device=device)
+        d_logits = torch.empty_like(logits)
         config = LossConfig(loss_type="dapo")
         arguments = (targets, v, v, None, v, None, None, config, rule)
-        return lambda: rows_triton.row_loss_(logits, logits, *arguments, return_entropy=False)
+        return lambda: rows_triton.row_loss_(logits, d_logits, *arguments, return_entropy=False)
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
     out = torch.empty(rows, vocab, device=device) if candidate.kind == "linear store" else None
     return lambda: linear_triton.linear_logps(states, weight, None, targets, rule, return_entropy=False, logits_out=out)

@@ -193,20 +193,22 @@ def default_path(plan: Any, commit: str, quick: bool) -> Path:
 
 def run_script(name: str, options: argparse.Namespace) -> int:
     """A benchmark with a script of its own, where this checkout has it; it gets the options that its --help lists."""
-    script = ROOT / "benchmarks" / SCRIPTS[name]
+    script = ROOT / "benchmarks" / SCRIPTS[name].file
     if not script.is_file():
-        print(f"{name}: not in this checkout (benchmarks/{SCRIPTS[name]} is missing)")
+        print(f"{name}: not in this checkout (benchmarks/{script.name} is missing)")
         return 1
     environment = {**os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(script)]
     usage = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, check=False)
     if usage.returncode:
-        print(f"{name}: benchmarks/{SCRIPTS[name]} does not start: {(usage.stderr.splitlines() or ['?'])[-1]}")
+        print(f"{name}: benchmarks/{script.name} does not start: {(usage.stderr.splitlines() or ['?'])[-1]}")
         return 1
     path = Path(options.out or RESULTS / f"quick-{name}.json")
     wanted = {"--quick": options.quick, "--device": options.device, "--threads": options.threads}
     wanted["--json"] = str(path.with_name(f"{path.stem}-{name}{path.suffix}")) if options.out or options.quick else None
+    if options.device == "cuda":
+        command += SCRIPTS[name].gpu.split()
     for option, value in wanted.items():
         if value and f"{option} " in usage.stdout.replace("]", " "):
             command += [option] if value is True else [option, str(value)]

@@ -140,7 +140,7 @@ def gradient_bytes(result: Any) -> int:
     """Of a `Result`, or of a tuple (loss, gradient, ...)."""
     if isinstance(result, dict):
         return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
-    return sum(value.nbytes for value in (result or ())[1:])
+    return 0 if result is None else sum(value.nbytes for value in result[1:])
 
 
 def resident(field: str) -> int:

@@ -38,10 +38,26 @@ OPERATIONS: dict[str, Operation] = {
     "logits_grpo_loss": Operation("logits -> GRPO loss, forward + backward", "logits_loss", passes=2),
     "logits_grpo_loss_inplace": Operation("logits -> GRPO loss, gradient over the logits", "logits_loss", passes=2),
 }
-# Measured by a script of their own; each prints its table and writes its JSON.
-SCRIPTS: dict[str, str] = {
-    "step": "bench_step.py",
-    "rollout": "bench_rollout.py",
-    "attention": "bench_attention.py",
-    "trl": "bench_trl_step.py",
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A benchmark with a script of its own, which prints its table and writes its JSON.
+
+    Attributes:
+        file: in benchmarks/.
+        gpu: options for a real size in less than a minute on a GPU.
+    """
+
+    file: str
+    gpu: str = ""
+
+
+SCRIPTS: dict[str, Script] = {
+    "step": Script(
+        "bench_step.py", "--model-config qwen2.5-0.5b --prompt 4096 --completion 256 --group 8 --rounds 5 --budget 3"
+    ),
+    "rollout": Script("bench_rollout.py", "--batch 64 --new-tokens 64 --budget 3"),
+    "attention": Script("bench_attention.py", "--rounds 9 --budget 1"),
+    "trl": Script("bench_trl_step.py", "--models 0.5b --dtype bf16 --rounds 9 --budget 3"),
 }

@@ -1,4 +1,4 @@
-"""The expected time of every configuration of the bars on one H200, from the bytes and flops of the code as it stands.
+"""The expected time of every configuration of the bars on one H200, from the bytes and flops of the code.
 
     python -m benchmarks.predict                          the table of LOG.md
     python -m benchmarks.predict --against FILE.json      predicted beside measured, from a GPU's results
@@ -6,11 +6,15 @@
 Counted from kernels/linear.py, linear_triton.py, rows_triton.py and ops.py (Triton backend, 16-bit inputs). Matrix
 products run at the vendor library's rate, our own GEMM kernel at a fraction of it that is assumed, memory at the copy's
 rate; what a GEMM's own epilogue moves is added in full, so overlap can only make it faster.
+
+Three forms of a chunk are predicted, each from the bytes per logit that it moves and holds: what the code has been,
+could be, and where it is going, so that each step can be confirmed or refuted by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from typing import Any, NamedTuple
 
@@ -22,8 +26,37 @@ COPY_BYTES = 4.3e12  # per second, read + write
 TRITON_GEMM = 0.75  # assumed: rate of slice_kernel over the vendor library's
 CHUNK_SYNC = 40e-6  # assumed: seconds that the host needs to see which rows of a chunk are active
 WORKSPACE = 1 << 30  # kernels/memory.py
-ROW_MULTIPLE, GATHER_BELOW = 32, 0.9  # kernels/linear.py
+ROW_MULTIPLE, GATHER_BELOW = 32, 0.9  # of the chunk loop
 MIB = 2**20
+
+
+class Form(NamedTuple):
+    """Bytes per logit of one way to get the gradient of a chunk of logits.
+
+    Attributes:
+        stored: written by the epilogue of the forward GEMM.
+        rewritten: read and written by the row kernel, for a row with a gradient.
+        converted: read and written to bring the gradient to 16 bits.
+        held: of the buffers that bound the chunk's rows.
+        beside: held for a while beyond those.
+    """
+
+    title: str
+    stored: int
+    rewritten: int
+    converted: int
+    held: int
+    beside: int
+
+
+FORMS = {
+    # fp32 logits, the gradient over them, brought to 16 bits for each of its two products
+    "fp32": Form("fp32 logits, rewritten", 4, 8, 12, 4, 2),
+    # the row kernel writes the gradient beside them, in 16 bits, once
+    "beside": Form("fp32 logits, 16-bit gradient beside", 4, 6, 0, 6, 0),
+    # the epilogue writes 16-bit weights E; coefficients move to the small matrices (KERNELS.md, "a free normaliser")
+    "weights": Form("16-bit weights from the epilogue", 2, 0, 0, 2, 0),
+}
 
 
 class Case(NamedTuple):
@@ -64,49 +97,59 @@ def cases() -> list[Case]:
     return found + [Case("linear_grpo_loss", Shape(8192, *MODELS[name]), "") for name in others]
 
 
-def estimate(case: Case) -> Estimate:
+def current_form() -> Form:
+    """The form that this checkout's chunk loop takes for bf16 on a GPU."""
+    return FORMS["weights" if importlib.util.find_spec("grpo_fast.kernels.weights_triton") else "fp32"]
+
+
+def estimate(case: Case, form: Form) -> Estimate:
     n, h, v = case.shape
     if case.operation.startswith("logits"):
-        return logits_loss(n, v, inplace=case.operation.endswith("inplace"))
+        return logits_loss(n, v)
     if case.operation == "linear_logps":
         forward = gemm(n, h, v) / TRITON_GEMM
         partial = 3 * 4 * n * -(-v // 4096)
         return Estimate(gemm(n, h, v), forward, partial, {"slice_kernel": forward})
-    # Masked rows never reach the head; the others are known to be inactive once their logp is.
-    rows = round(n * case.active) if case.inactive == "masked" else n
-    # Whole completions have advantage zero: one in eight at the least.
+    # Masked rows never reach the head; the others are known to be inactive once their logp is. Whole completions have
+    # advantage zero: one in eight at the least is active.
     share = max(1, round(8 * case.active)) / 8 if case.inactive == "zero-advantage" else case.active
     kept = round(n * share)
-    parts, workspace = sweep(rows, kept, h, v, n)
+    parts, workspace = sweep(kept if case.inactive == "masked" else n, kept, case.shape, form)
     if case.operation == "linear_logps_backward":
-        parts["slice_kernel, forward"] = gemm(n, h, v) / TRITON_GEMM
+        chunks, _ = chunk_plan(n, v, form)
+        again = 0 if chunks == 1 else 1 if form is FORMS["weights"] else (chunks - 1) / chunks  # the last one is kept
+        parts["slice_kernel, forward"] = again * gemm(n, h, v) / TRITON_GEMM
     return Estimate(3 * gemm(n, h, v), sum(parts.values()), workspace, parts)
 
 
-def sweep(rows: int, kept: int, h: int, v: int, n: int) -> tuple[dict[str, float], float]:
+def sweep(rows: int, kept: int, shape: Shape, form: Form) -> tuple[dict[str, float], float]:
     """(seconds by part, bytes of workspace) of `LinearHead.loss_gradients`: `rows` rows, `kept` with a gradient."""
-    chunks, chunk_rows = chunk_plan(rows, v)
+    n, h, v = shape
+    chunks, chunk_rows = chunk_plan(rows, v, form)
     element = v / COPY_BYTES  # seconds for one byte of every logit of a row
     gathers = kept < GATHER_BELOW * rows
-    zeros = 4 * (rows - kept) * element if gathers else 0.0  # a row without gradient is written, not read
+    # A row without a gradient is written (as zeros), not read.
+    zeros = form.held * (rows - kept) * element if gathers and form.rewritten else 0.0
     parts = {
-        "slice_kernel (fp32 logits stored)": max(gemm(rows, h, v) / TRITON_GEMM, 4 * rows * element),
-        "row_grad_ (read + write fp32)": 8 * kept * element + zeros,
-        "gather of the active rows": 8 * kept * element if gathers else 0.0,
-        "d to 16 bits, twice": 2 * 6 * kept * element,
+        "forward GEMM and its stores": max(gemm(rows, h, v) / TRITON_GEMM, form.stored * rows * element),
+        "row kernel": form.rewritten * kept * element + zeros,
+        "gather of the active rows": 2 * min(form.held, 4) * kept * element if gathers else 0.0,
+        "gradient to 16 bits": form.converted * kept * element,
         "dH and dW products": 2 * gemm(kept, h, v),
         "dW accumulated in fp32": (4 + 8 * (chunks - 1)) * v * h / COPY_BYTES,
         "dW to 16 bits": 6 * v * h / COPY_BYTES,
         "gradients times upstream": (4 * v * h + 4 * n * h) / COPY_BYTES,
         "host waits": chunks * CHUNK_SYNC,
     }
-    logits, accumulator = 4 * chunk_rows * v, 4 * v * h
-    return parts, logits + max(logits / 2 + accumulator - 2 * v * h, accumulator)
+    logits, accumulator = form.held * chunk_rows * v, 4 * v * h
+    # At the end dW is there in fp32 and in the weight's dtype; before, what is held beside the chunk.
+    during = form.beside * chunk_rows * v + accumulator - 2 * v * h
+    return parts, logits + max(during, accumulator)
 
 
-def chunk_plan(rows: int, v: int) -> tuple[int, int]:
+def chunk_plan(rows: int, v: int, form: Form) -> tuple[int, int]:
     """(chunks, rows of each) as `LinearHead._chunk_rows` cuts them."""
-    most = max(WORKSPACE // (4 * v), 1)
+    most = max(WORKSPACE // (form.held * v), 1)
     chunks = -(-rows // most)
     even = -(-rows // chunks)
     return chunks, max(-(-even // ROW_MULTIPLE) * ROW_MULTIPLE, ROW_MULTIPLE)
@@ -116,7 +159,7 @@ def gemm(n: int, h: int, v: int) -> float:
     return 2 * n * h * v / GEMM_FLOPS
 
 
-def logits_loss(n: int, v: int, inplace: bool) -> Estimate:
+def logits_loss(n: int, v: int) -> Estimate:
     """One read and one write, a second read (the rows in flight, 8 per SM, outgrow the L2), and the upstream factor."""
     once = 2 * n * v / COPY_BYTES
     parts = {
@@ -150,14 +193,18 @@ def largest(parts: dict[str, float], count: int = 3) -> str:
 def report() -> str:
     """The predictions as a table in Markdown, each with the command that measures it."""
     lines = [
-        "| configuration (bf16) | limit ms | ours ms | × limit | workspace MiB | bar | where the time goes (ms) |",
-        "|---|---|---|---|---|---|---|",
+        f"Forms: {'; '.join(f'**{name}** {form.title}' for name, form in FORMS.items())}. This checkout has "
+        f"{current_form().title!r}. ms (× limit); workspace in MiB beyond inputs and gradients.",
+        "",
+        f"| configuration (bf16) | limit ms | {' | '.join(FORMS)} | bar | where the time of this checkout goes (ms) |",
+        "|---|---|" + "---|" * len(FORMS) + "---|---|",
     ]
     for case in cases():
-        found = estimate(case)
+        found = {name: estimate(case, form) for name, form in FORMS.items()}
+        cells = [f"{e.ours * 1e3:.1f} ({e.ours / e.limit:.2f}×), {e.workspace / MIB:.0f} MiB" for e in found.values()]
+        here = estimate(case, current_form())
         lines.append(
-            f"| {label(case)} | {found.limit * 1e3:.2f} | {found.ours * 1e3:.2f} | {found.ours / found.limit:.2f} | "
-            f"{found.workspace / MIB:.0f} | {case.bar} | {largest(found.parts)} |"
+            f"| {label(case)} | {here.limit * 1e3:.2f} | {' | '.join(cells)} | {case.bar} | {largest(here.parts)} |"
         )
     lines += ["", "Not measured. Commands, in the same order:", "```"]
     return "\n".join([*lines, *(command(case) for case in cases()), "```"])
@@ -174,7 +221,7 @@ def against(paths: list[str]) -> str:
         rows = found["rows"] if found else {}
         ours = rows.get("grpo_fast (auto)", {})
         limits = [row["median_ms"] for row in rows.values() if row["role"] == "limit" and "median_ms" in row]
-        guess = estimate(case)
+        guess = estimate(case, current_form())
         pairs = [
             (guess.limit * 1e3, min(limits) if limits else None),
             (guess.ours * 1e3, ours.get("median_ms")),

@@ -151,7 +151,8 @@ def run_case(operation: str, problem: Problem, dtype_name: str, variant: Variant
     dtype = DTYPES[dtype_name]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     for provider in plan.candidates(operation):
         if provider.role == "limit" and provider.missing(plan.device, dtype):
             continue

@@ -1,4 +1,4 @@
-"""The GPU session without a GPU: its parts fit the time, it resumes, keeps what was measured, ends what runs too long."""
+"""The GPU session without a GPU: its parts fit the time, it resumes, keeps results, ends what takes too long."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import command, gate, measure, plots, predict, reports, runner, tables
-from benchmarks.operations import OPERATIONS, SCRIPTS
+from benchmarks.operations import OPERATIONS, SCRIPTS, Script
 from benchmarks.problem import STANDARD, Variant, make_problem
 from benchmarks.providers import Provider, Step, providers_of
 from benchmarks.providers.base import differentiate
@@ -187,9 +188,19 @@ def test_a_dry_run_says_what_cannot_run(capsys):
 
 
 def test_a_script_that_is_missing_is_said_to_be(monkeypatch, capsys):
-    monkeypatch.setitem(SCRIPTS, "step", "bench_no_such.py")
+    monkeypatch.setitem(SCRIPTS, "step", Script("bench_no_such.py"))
     assert command.main(["step"]) == 1
     assert "not in this checkout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_know_the_options_they_are_given(name):
+    script = ROOT / "benchmarks" / SCRIPTS[name].file
+    if not script.is_file():
+        pytest.skip(f"benchmarks/{script.name} is not in this checkout")
+    known = re.findall(r'"(--[a-z-]+)"', script.read_text())
+    given = [word for word in SCRIPTS[name].gpu.split() if word.startswith("--")]
+    assert set(given) <= set(known) and {"--json", "--device"} <= set(known)
 
 
 def test_the_command_line_finds_the_checkout_or_says_so(tmp_path):
@@ -219,21 +230,17 @@ def test_shapes():
 def test_predictions_count_the_code_as_it_is():
     from grpo_fast.kernels import linear, memory
 
-    gpu = torch.device("cuda")
-    assert predict.WORKSPACE == memory.workspace_bytes(gpu)
-    assert (predict.ROW_MULTIPLE, predict.GATHER_BELOW) == (linear.ROW_MULTIPLE, linear.GATHER_BELOW)
-    for rows, vocab in ((8192, 151936), (131072, 128256), (100, 32000)):
-
-        class Head:
-            num_rows, vocab_size, compute_dtype = rows, vocab, torch.float32
-            weight = torch.empty(0, device="meta")
-
-        Head.weight = type("OnGpu", (), {"device": gpu})
-        assert predict.chunk_plan(rows, vocab)[1] == linear.LinearHead._chunk_rows(Head)
-    large = predict.Case("linear_grpo_loss", GPU[2], "")
-    dense, sparse = predict.estimate(large), predict.estimate(large._replace(active=0.2))
-    assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
-    assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
+    assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
+    assert linear.padded(1) == predict.ROW_MULTIPLE
+    large, form = predict.Case("linear_grpo_loss", GPU[2], ""), predict.current_form()
+    chunks, rows = predict.chunk_plan(8192, 151936, form)
+    assert rows * form.held * 151936 <= predict.WORKSPACE + predict.ROW_MULTIPLE * form.held * 151936
+    assert (chunks - 1) * rows < 8192 <= chunks * rows and rows % predict.ROW_MULTIPLE == 0
+    for chosen in predict.FORMS.values():
+        dense, sparse = (predict.estimate(large._replace(active=active), chosen) for active in (1.0, 0.2))
+        assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
+        assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
+        assert abs(sum(dense.parts.values()) - dense.ours) < 1e-9
     assert "not measured" in predict.report().lower() and predict.command(large) in predict.report()
 
 

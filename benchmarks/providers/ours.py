@@ -27,6 +27,8 @@ def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
     def why_not(device: str, dtype: torch.dtype) -> str | None:
         from grpo_fast.kernels import backends
 
+        if backend == "triton" and device == "cpu":
+            return "its kernels need a GPU"
         return backends.unavailable(backend, device) if backend not in ("auto", "torch") else None
 
     return why_not

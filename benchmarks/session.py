@@ -33,7 +33,8 @@ LEAST = 15  # seconds: a part is not started with less
 class Part(NamedTuple):
     """Some commands, the seconds they may take together, and what is set in their environment.
 
-    A `--out FILE` is added to commands that measure; a `dry` command shows that the part would start.
+    `--out FILE` is added to the commands of a part that measures (pytest's apart); a `dry` command shows that the part
+    would start.
     """
 
     seconds: int
@@ -53,9 +54,21 @@ def script(seconds: int, *names: str) -> Part:
     return Part(seconds, commands, [[*command, "--dry"] for command in commands])
 
 
+def with_tests(part: Part, file: str) -> Part:
+    """The part after tests of its own, where the checkout has them."""
+    if not (ROOT / file).is_file():
+        return part
+    tests = pytest(file)
+    return part._replace(commands=[tests, *part.commands], dry=[[*tests, "-q", "--collect-only"], *part.dry])
+
+
+def pytest(*files: str) -> list[str]:
+    return [PY, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
+
+
 def parts() -> dict[str, Part]:
     """Most valuable first; together a little under ten minutes."""
-    tests = [PY, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *gpu_tests()]
+    tests = pytest(*gpu_tests())
     # Small shapes: the sanitizer slows kernels down a hundredfold. Without torch's caching allocator each tensor is an
     # allocation of its own, so that an access past its end is seen.
     small = "linear_grpo_loss linear_logps linear_logps_backward logits_grpo_loss_inplace --shapes 64,64,512 64,72,1003"
@@ -91,13 +104,15 @@ def parts() -> dict[str, Part]:
         ),
         "tune": Part(50, [tune], [[*tune, "--dry"]]),
         "bench-step": script(40, "step", "rollout"),
-        "attention": script(30, "attention"),
-        "trl": script(30, "trl"),
+        "attention": with_tests(script(45, "attention"), "tests/test_gpu_attention.py"),
+        "trl": script(25, "trl"),
     }
 
 
 def gpu_tests() -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_gpu*.py"))]
+    """All but those that a part of their own runs."""
+    files = sorted((ROOT / "tests").glob("test_gpu*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if path.name != "test_gpu_attention.py"]
 
 
 class Session:
@@ -132,7 +147,7 @@ class Session:
         with tempfile.TemporaryDirectory() as folder:
             for number, command in enumerate(part.commands):
                 file = Path(folder) / f"{number}.json"
-                full = [*command, "--out", str(file)] if part.measures else command
+                full = [*command, "--out", str(file)] if part.measures and "pytest" not in command else command
                 left = limit - (time.monotonic() - started)
                 codes.append(run(full, left, part.environment, self.say))
                 reports += [json.loads(found.read_text()) for found in sorted(Path(folder).glob(f"{number}*.json"))]

@@ -90,7 +90,7 @@ def parts() -> dict[str, Part]:
     tune = [PY, "-m", "benchmarks.tune"]
     ours = "--providers grpo_fast trl --budget 1"
     return {
-        "tests": Part(110, [tests], [[*tests, "-q", "--collect-only"]], measures=False),
+        "tests": Part(100, [tests], [[*tests, "-q", "--collect-only"]], measures=False),
         "bench-loss": bench(
             150,
             "linear_grpo_loss --budget 1.5",
@@ -102,7 +102,7 @@ def parts() -> dict[str, Part]:
         "sanitize": Part(
             80, sanitize, [[*checked, "--dry"]], measures=False, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         ),
-        "tune": Part(50, [tune], [[*tune, "--dry"]]),
+        "tune": Part(45, [tune], [[*tune, "--dry"]]),
         "bench-step": script(40, "step", "rollout"),
         "attention": with_tests(script(45, "attention"), "tests/test_gpu_attention.py"),
         "trl": script(25, "trl"),

@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
     parser.add_argument("--compile", metavar="ARCH", help="compile every candidate for ARCH (sm_90), without a GPU")
     parser.add_argument("--dry", action="store_true", help="list what would be timed")
-    parser.add_argument("--seconds", type=float, default=45, help="stop starting new settings after this long")
+    parser.add_argument("--seconds", type=float, default=35, help="stop starting new settings after this long")
     parser.add_argument("--out", help="where the JSON goes")
     options = parser.parse_args(arguments)
     base = {

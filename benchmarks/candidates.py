@@ -8,6 +8,7 @@ Used by tune.py, which times the survivors on a GPU.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -20,13 +21,19 @@ from grpo_fast.kernels.configs import LinearConfig, RowConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 64
+TILES = [
+    (128, 128, 64), (128, 256, 64), (256, 128, 64), (64, 256, 64), (128, 128, 128), (256, 64, 64), (64, 128, 128)
+]  # fmt: skip
+HAS_WEIGHTS = importlib.util.find_spec("grpo_fast.kernels.weights_triton") is not None
+KINDS = ("linear", "linear store", *(("weights",) if HAS_WEIGHTS else ()))
 
 
 class Candidate(NamedTuple):
     """One configuration of one kernel at one dtype.
 
     Attributes:
-        kind: "rows" (the loss kernel), "linear" (no gradient) or "linear store" (fp32 logits stored, too).
+        kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (fp32 logits stored, too) or "weights"
+            (16-bit weights stored, where this checkout has that kernel).
         config: the fields of RowConfig or LinearConfig.
     """
 
@@ -40,6 +47,7 @@ class Candidate(NamedTuple):
         return f"{'RowConfig' if self.kind == 'rows' else 'LinearConfig'}{tuple(self.config)}"
 
     def make(self) -> RowConfig | LinearConfig:
+        """As the kernels take it."""
         return RowConfig(*self.config) if self.kind == "rows" else LinearConfig(*self.config)
 
 
@@ -51,15 +59,22 @@ def candidates() -> list[Candidate]:
         for block_v, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16))
         if 4 <= block_v // (32 * warps) <= 32
     ]
-    tiles = [
-        (128, 128, 64), (128, 256, 64), (256, 128, 64), (64, 256, 64), (128, 128, 128), (256, 64, 64), (64, 128, 128)
-    ]  # fmt: skip
-    for kind in ("linear", "linear store"):
-        for (block_t, block_v, block_h), warps, stages in itertools.product(tiles, (4, 8), (3, 4)):
+    for kind in KINDS:
+        for (block_t, block_v, block_h), warps, stages in itertools.product(TILES, (4, 8), (3, 4)):
             shared = (block_t + block_v) * block_h * 2 * stages
             if shared <= 228 * 1024 and block_t * block_v // (32 * warps) <= 256:
-                found.append(Candidate(kind, "bfloat16", (block_t, block_v, block_h, warps, stages, True)))
+                found += [Candidate(kind, "bfloat16", tile) for tile in tiles(block_t, block_v, block_h, warps, stages)]
     return found
+
+
+def tiles(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int) -> list[tuple]:
+    """The fields of LinearConfig with TMA; where its epilogue works in pieces, once for each width of a piece."""
+    fields: dict[str, Any] = {
+        "block_t": block_t, "block_v": block_v, "block_h": block_h, "num_warps": num_warps, "num_stages": num_stages,
+        "use_tma": True,
+    }  # fmt: skip
+    pieces = [{"piece": piece} for piece in (64, 128)] if "piece" in LinearConfig._fields else [{}]
+    return [tuple(LinearConfig(**fields, **piece)) for piece in pieces]
 
 
 @contextlib.contextmanager
@@ -92,6 +107,11 @@ def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: st
         arguments = (targets, v, v, None, v, None, None, config, rule)
         return lambda: rows_triton.row_loss_(logits, d_logits, *arguments, return_entropy=False)
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
+    if candidate.kind == "weights":
+        from grpo_fast.kernels.weights_triton import linear_weights
+
+        weights = states.new_empty(rows, vocab)
+        return lambda: linear_weights(states, weight, None, targets, rule, weights, return_entropy=False)[0]
     out = torch.empty(rows, vocab, device=device) if candidate.kind == "linear store" else None
     return lambda: linear_triton.linear_logps(states, weight, None, targets, rule, return_entropy=False, logits_out=out)
 

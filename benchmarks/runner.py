@@ -180,7 +180,7 @@ def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Pl
 
 
 def weigh(rows: dict[str, dict[str, Any]], operation: str, shape: Shape, dtype: torch.dtype) -> None:
-    """Each time against the fastest limit of the same run, and as a rate of the work that cannot be avoided."""
+    """Each time against the fastest limit of the same run, and as a rate. Both count all N rows, active or not."""
     limits = [row["median_ms"] for row in rows.values() if row["role"] == "limit" and "median_ms" in row]
     for row in rows.values():
         if "median_ms" in row:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import measure
-from benchmarks.candidates import ROOT, Candidate, call_of, candidates, compile_all, using
+from benchmarks.candidates import KINDS, ROOT, Candidate, call_of, candidates, compile_all, using
 from benchmarks.providers import Step, versions
 from benchmarks.runner import write
 
@@ -50,7 +50,7 @@ def settings() -> Iterator[Setting]:
     for dtype in ("float32", "bfloat16"):
         for vocab in ROW_VOCABS:
             yield Setting("rows", dtype, 64, vocab)
-    for kind in ("linear", "linear store"):
+    for kind in KINDS:
         for hidden, vocab in LINEAR_HEADS:
             yield Setting(kind, "bfloat16", hidden, vocab)
 
@@ -62,7 +62,8 @@ def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
     file, every = RESULTS / f"candidates-{arch}.json", candidates()
     if file.is_file():
         entries = [entry for report in load(file) for entry in report["cases"] if entry["starts"]]
-        every = [Candidate(entry["kind"], entry["dtype"], tuple(entry["config"])) for entry in entries]
+        known = [Candidate(entry["kind"], entry["dtype"], tuple(entry["config"])) for entry in entries]
+        every = [candidate for candidate in every if candidate in known] or every  # a report of other fields is stale
     return [candidate for candidate in every if (candidate.kind, candidate.dtype) == (kind, dtype)]
 
 

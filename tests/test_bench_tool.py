@@ -303,10 +303,25 @@ def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
 
 
 def test_candidates_hold_the_shipped_configurations():
-    from benchmarks.tune import survivors
-    from grpo_fast.kernels.configs import linear_config, row_config
+    from benchmarks import candidates
+    from grpo_fast.kernels import configs
 
-    assert tuple(row_config(32000)) in [c.config for c in survivors("sm_90", "rows", "bfloat16")]
-    shipped = tuple(linear_config(torch.bfloat16, "sm_90", aligned=True))
-    for kind in ("linear", "linear store"):
-        assert shipped in [c.config for c in survivors("sm_90", kind, "bfloat16")]
+    every = candidates.candidates()
+    assert len(set(every)) == len(every) > 50
+    assert tuple(configs.row_config(32000)) in [c.config for c in every if c.kind == "rows"]
+    shipped = tuple(configs._LINEAR["sm_90", True, True])
+    for kind in candidates.KINDS:
+        assert shipped in [c.config for c in every if c.kind == kind], kind
+    for candidate in every:
+        assert candidate.line.endswith(f"{tuple(candidate.make())}")
+
+
+def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
+    from benchmarks import candidates, tune
+
+    monkeypatch.setattr(tune, "RESULTS", tmp_path)
+    rows = [c for c in candidates.candidates() if c[:2] == ("rows", "bfloat16")]
+    assert tune.survivors("sm_90", "rows", "bfloat16") == rows, "all of them where nothing was compiled"
+    cases = [{**c._asdict(), "starts": i == 0} for i, c in enumerate(rows)]
+    (tmp_path / "candidates-sm_90.json").write_text(json.dumps({"cases": cases}))
+    assert tune.survivors("sm_90", "rows", "bfloat16") == rows[:1]

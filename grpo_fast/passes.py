@@ -91,7 +91,7 @@ def summed(rows: RowLoss, grad_entropy: Tensor | None, validate: str) -> Tensor:
     """0-d fp32: the loss of all rows, summed in fp64; refuses a logp of -inf."""
     if rows.sums is not None:
         check_least_logp(rows.sums.least_logp)
-        return torch.tensor(rows.sums.loss, dtype=torch.float32)
+        return rows.logps.new_full((), rows.sums.loss)
     check_logps(rows.logps, validate)
     loss = rows.losses.sum(dtype=torch.float64)
     if grad_entropy is not None and rows.entropy is not None:

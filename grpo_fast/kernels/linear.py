@@ -271,7 +271,7 @@ class GradientSums:
             elif sum_ is None:
                 results.append(torch.zeros_like(like, memory_format=torch.contiguous_format))
             else:
-                results.append(sum_.to(like.dtype))
+                results.append(sum_ if sum_.dtype == like.dtype else sum_.to(like.dtype))
         return results[0], results[1], results[2]
 
 

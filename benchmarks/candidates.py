@@ -73,7 +73,9 @@ def tiles(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: 
         "block_t": block_t, "block_v": block_v, "block_h": block_h, "num_warps": num_warps, "num_stages": num_stages,
         "use_tma": True,
     }  # fmt: skip
-    pieces = [{"piece": piece} for piece in (64, 128)] if "piece" in LinearConfig._fields else [{}]
+    pieces: list[dict[str, Any]] = (
+        [{"piece": piece} for piece in (64, 128)] if "piece" in LinearConfig._fields else [{}]
+    )
     return [tuple(LinearConfig(**fields, **piece)) for piece in pieces]
 
 

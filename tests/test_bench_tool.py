@@ -241,6 +241,13 @@ def test_predictions_count_the_code_as_it_is():
         assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
         assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
         assert abs(sum(dense.parts.values()) - dense.ours) < 1e-9
+    times = [predict.estimate(large, form).ours for form in predict.FORMS.values()]
+    assert times == sorted(times, reverse=True), "fewer bytes are faster"
+    # By hand, for the form in which fp32 logits are rewritten: five chunks of 1664 rows, 4.3e12 bytes per second.
+    parts = predict.estimate(large, predict.FORMS["fp32"]).parts
+    assert predict.chunk_plan(8192, 151936, predict.FORMS["fp32"]) == (5, 1664)
+    assert parts["row kernel"] == pytest.approx(8 * 8192 * 151936 / 4.3e12)
+    assert parts["dW accumulated in fp32"] == pytest.approx((4 + 4 * 8) * 151936 * 4096 / 4.3e12)
     assert "not measured" in predict.report().lower() and predict.command(large) in predict.report()
 
 

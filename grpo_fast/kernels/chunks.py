@@ -47,6 +47,10 @@ class LogitChunks:
             self._logits = on_huge_pages(self.weight.new_empty(shape, dtype=self.dtype))
         return self._logits[:rows]
 
+    def release(self) -> None:
+        """Give the workspace back."""
+        self._logits = self._narrow = None
+
     def gradient(self, rows: int) -> Tensor:
         """(rows, V): where the d-logits go."""
         if not self.has_narrow:
@@ -125,6 +129,10 @@ class WeightChunks:
         if self._weights is None:
             self._weights = self.weight.new_empty(self.most_rows, -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS)
         return self._weights[:rows, :vocab]
+
+    def release(self) -> None:
+        """Give the workspace back."""
+        self._weights = None
 
     def _fill(self, h: Tensor, target_ids: Tensor, rule: LogitRule, **options) -> RowStats:
         count = target_ids.shape[0]

@@ -94,7 +94,6 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
 # a tile of 128 x 128 on Hopper.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
-    ("sm_100", True, True): LinearConfig(128, 128, 64, 4, 3, 32, use_tma=True),
 }
 
 

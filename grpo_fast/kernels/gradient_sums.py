@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.grad_filter import WORTH_BELOW, column_masses, heavy_columns
 from grpo_fast.kernels.products import accumulate_outer, matmul_narrow, weighted_column_sum
 
 if TYPE_CHECKING:
@@ -85,26 +86,44 @@ class GradientSums:
             self._add_weighted(d, coefficients, h, count, index)
 
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
-        weight = self.head.weight
+        d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
             self._keep_hidden(matmul_narrow(d, weight)[:count], index)
-        if self.wanted.weight:
-            self.d_weight = accumulate_outer(self.d_weight, d, h, weight, is_only=self.head.is_single_chunk)
+        self._keep_weight(d, h, columns, is_only=self.head.is_single_chunk)
         if self.wanted.bias:
-            self._keep_bias(d.sum(0, dtype=self.head.compute_dtype))
+            self._keep_bias(d.sum(0, dtype=self.head.compute_dtype), columns)
 
     def _add_weighted(self, d: Tensor, by: RowCoefficients, h: Tensor, count: int, index: slice | Tensor) -> None:
         """Row coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in their order."""
-        weight, target = self.head.weight, by.target[:count]
+        target = by.target[:count]
+        d, weight, columns = self._filter(d, count, by)
         if self.wanted.hidden:
             dh = scaled_rows(matmul_narrow(d, weight, wide=True)[:count], by.weights[:count])
-            self._keep_hidden(dh + scaled_rows(weight.index_select(0, by.target_ids), target), index)
+            self._keep_hidden(dh + scaled_rows(self.head.weight.index_select(0, by.target_ids), target), index)
         if self.wanted.weight:
-            scaled = scaled_rows(h, by.weights).to(h.dtype)
-            self.d_weight = accumulate_outer(self.d_weight, d, scaled, weight, is_only=False)
+            self._keep_weight(d, scaled_rows(h, by.weights).to(h.dtype), columns, is_only=False)
+            assert self.d_weight is not None
             self.d_weight.index_put_((by.target_ids,), scaled_rows(h[:count], target), accumulate=True)
         if self.wanted.bias:
-            self._keep_bias(weighted_column_sum(d, by.weights).index_put_((by.target_ids,), target, accumulate=True))
+            self._keep_bias(weighted_column_sum(d, by.weights), columns)
+            assert self.d_bias is not None
+            self.d_bias.index_put_((by.target_ids,), target, accumulate=True)
+
+    def _filter(self, d: Tensor, count: int, by: RowCoefficients | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """d, W and the columns that `grad_filter` leaves of both; None for all. Targets of weights always stay."""
+        head = self.head
+        if head.grad_filter is None or head.filtered is None:
+            return d, head.weight, None
+        masses = column_masses(d[:count], None if by is None else by.weights[:count])
+        columns, dropped, total = heavy_columns(masses, head.grad_filter)
+        if by is not None:
+            total = total + by.target[:count].abs().sum(dtype=torch.float64)
+        kept = columns.shape[0]
+        if kept >= WORTH_BELOW * head.vocab_size:
+            head.filtered = head.filtered.add(0.0, total, count, head.vocab_size, head.vocab_size)
+            return d, head.weight, None
+        head.filtered = head.filtered.add(dropped, total, count, kept, head.vocab_size)
+        return d.index_select(1, columns), head.weight.index_select(0, columns), columns
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
         hidden = self.head.hidden
@@ -121,7 +140,22 @@ class GradientSums:
                 self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
             self.d_hidden[index] = dh.to(hidden.dtype)
 
-    def _keep_bias(self, db: Tensor) -> None:
+    def _keep_weight(self, d: Tensor, h: Tensor, columns: Tensor | None, *, is_only: bool) -> None:
+        """dW += dᵀ·h; every column of `columns` occurs once, so no order is in question."""
+        if not self.wanted.weight:
+            return
+        if columns is None:
+            self.d_weight = accumulate_outer(self.d_weight, d, h, self.head.weight, is_only=is_only)
+            return
+        dtype = self.head.compute_dtype
+        if self.d_weight is None:
+            self.d_weight = d.new_zeros(self.head.weight.shape, dtype=dtype)
+        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=dtype)
+        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True))
+
+    def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
+        if columns is not None:
+            db = db.new_zeros(self.head.vocab_size).index_copy_(0, columns, db)
         self.d_bias = db if self.d_bias is None else self.d_bias + db
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +172,7 @@ class GradientSums:
             elif sum_ is None:
                 results.append(torch.zeros_like(like, memory_format=torch.contiguous_format))
             else:
-                results.append(sum_.to(like.dtype))
+                results.append(sum_ if sum_.dtype == like.dtype else sum_.to(like.dtype))
         return results[0], results[1], results[2]
 
 

@@ -3,12 +3,13 @@
 For each chunk of C rows: hidden·Wᵀ and its statistics lse, logp, entropy → coefficients (tokens.py) → d-logits →
 dH = d·W, dW += dᵀ·hidden in fp32. Chunks come in two kinds (chunks.py): stored logits that a row kernel turns into
 d-logits, and on a GPU, for bf16, 16-bit weights that are d-logits up to a coefficient by row. 6·N·V·H flops when the
-coefficients of a chunk follow from the chunk (token-level losses, or everything in one chunk), 8·N·V·H otherwise;
-2·N·V·H without gradients. Workspace: one chunk, bounded by `workspace_bytes()` whatever N is, plus an fp32 dW where the
-weight has 16 bits.
+coefficients of a chunk follow from the chunk (token-level losses, or everything in one chunk); otherwise the last chunk
+is kept and the others are formed again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one chunk, bounded by
+`workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits.
 
 A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least ROW_MULTIPLE rows
-(zero-padded), so a small batch meets the same GEMM kernel as a large one.
+(zero-padded), so a small batch meets the same GEMM kernel as a large one. (On a GPU that is so for logps, from a kernel
+of ours; whether the vendor's dH keeps it for every number of rows is not measured.)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
 from grpo_fast.kernels.chunks import LogitChunks, RowStats, WeightChunks
+from grpo_fast.kernels.grad_filter import Filtered
 from grpo_fast.kernels.gradient_sums import ROW_MULTIPLE, GradientSums, Wanted, gathers, pad_rows, padded
 from grpo_fast.kernels.memory import workspace_bytes
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums
@@ -45,12 +47,14 @@ class LinearHead:
         backend: Backend,
         *,
         rows_repeat: bool = False,  # a row of hidden may predict several targets: its gradients are summed
+        grad_filter: float | None = None,  # share of Σ|d-logits| that the gradient GEMMs may leave out
         entropy_gradient: bool = False,  # the coefficients will have a dL/dentropy
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.target_ids, self.rule, self.index = target_ids, rule, index
         self.backend = backend.for_head(weight)
-        self.rows_repeat = rows_repeat
+        self.rows_repeat, self.grad_filter = rows_repeat, grad_filter
+        self.filtered = Filtered.none(hidden) if grad_filter is not None else None
         self.num_rows = target_ids.shape[0]
         self.vocab_size = weight.shape[0]
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -59,7 +63,7 @@ class LinearHead:
         self.chunk: LogitChunks | WeightChunks = kind(weight, bias, self.backend)
         self.chunk_rows = self._chunk_rows()
         self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
-        self.holds_chunk = False  # the logits or weights of all rows are in the workspace, from `logps`
+        self.held: slice | None = None  # the chunk whose logits or weights are in the workspace, from `logps`
 
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
@@ -87,18 +91,24 @@ class LinearHead:
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole work: 2·T·V·H.
 
-        `keep`: `gradients` follows. A single chunk then stays in the workspace, ready for it.
+        With `keep` the last chunk stays in the workspace, ready for `gradients`.
         """
-        if self.backend.linear_logps is not None and not (keep and self.is_single_chunk):
-            h = self.hidden if self.index is None else self.hidden.index_select(0, self.index)
-            return self.backend.linear_logps(
-                h, self.weight, self.bias, self.target_ids, self.rule, return_entropy=return_entropy
-            )
-        parts = []
-        for rows in self.chunks():
+        parts, chunks = [], list(self.chunks())
+        store_free = self.backend.linear_logps
+        if store_free is not None and not keep and self.num_rows:
+            chunks = [slice(0, self.num_rows)]
+        for rows in chunks:
             h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
-            parts.append(self.chunk.logps(h, targets, rule, return_entropy=return_entropy))
-        self.holds_chunk = self.is_single_chunk
+            if store_free is not None and not (keep and rows == chunks[-1]):
+                h = h[: targets.shape[0]]
+                stats = store_free(h, self.weight, self.bias, targets, rule, return_entropy=return_entropy)
+            else:
+                stats = self.chunk.logps(h, targets, rule, return_entropy=return_entropy)
+                self.held = rows
+            parts.append(stats)
+        if not keep:
+            self.held = None
+            self.chunk.release()
         return joined(parts, self.hidden)
 
     def loss_gradients(
@@ -122,24 +132,23 @@ class LinearHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
 
-        A single chunk is still in the workspace; several are computed again, for active rows only.
+        The chunk that `logps` kept comes first; the others are computed again, for active rows only.
         """
         sums = GradientSums(self, wanted)
-        for rows in self.chunks() if any(wanted) else ():
+        for rows in reversed(list(self.chunks())) if any(wanted) else ():
             keep = active_rows(g[rows], None if g_entropy is None else g_entropy[rows])
             if keep.shape[0] == 0:
                 continue
             h, count = self.hidden_rows(rows), self.target_ids[rows].shape[0]
             index: slice | Tensor = rows
-            if not self.holds_chunk and gathers(keep, count):
+            is_held, self.held = rows == self.held, None
+            if not is_held and gathers(keep, count):
                 h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
                 index, keep = keep + rows.start, torch.arange(count, device=keep.device)
             lse, logps, entropy = (None if x is None else x[index] for x in known)
             targets, rule = self.target_ids[index], self.rule.rows(index)
             g_chunk, h_chunk = g[index], None if g_entropy is None else g_entropy[index]
-            d_logits = self.chunk.gradients(
-                h, targets, rule, (lse, logps, entropy), g_chunk, h_chunk, held=self.holds_chunk
-            )
+            d_logits = self.chunk.gradients(h, targets, rule, (lse, logps, entropy), g_chunk, h_chunk, held=is_held)
             sums.add(index, h, d_logits, count, keep)
         return sums.finish()
 

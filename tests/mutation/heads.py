@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PREPARE, ROWS, LINEAR, CHUNKS, SUMS, PRODUCTS, LOGITS, OPS, OPS_LOGPS, PASSES = (
+PREPARE, ROWS, LINEAR, CHUNKS, SUMS, PRODUCTS, FILTER, LOGITS, OPS, OPS_LOGPS, PASSES = (
     f"grpo_fast/{x}.py"
     for x in (
         "prepare",
@@ -13,6 +13,7 @@ PREPARE, ROWS, LINEAR, CHUNKS, SUMS, PRODUCTS, LOGITS, OPS, OPS_LOGPS, PASSES = 
         "kernels/chunks",
         "kernels/gradient_sums",
         "kernels/products",
+        "kernels/grad_filter",
         "logits",
         "ops",
         "ops_logps",
@@ -44,7 +45,7 @@ MUTANTS = [
            "(targets if index is None else targets.index_select(0, (index - 1).clamp(min=0))).long()",
            "the target of the token before", "fused"),
     Mutant("prepare-weights-of-rows", PREPARE,
-           "weights=weights[found.segments]", "weights=weights[found.segments.clamp(max=0)]",
+           "by_length)[segments]", "by_length)[segments.clamp(max=0)]",
            "every token has the first completion's weight", "logps"),
     Mutant("prepare-target-bound", PREPARE,
            "high.item() >= (vocab_size or 0)", "high.item() > (vocab_size or 0)",
@@ -113,6 +114,12 @@ MUTANTS = [
            "rows with an entropy gradient alone never reach dH and dW", "gradient"),
     Mutant("linear-bias-forgotten", CHUNKS,
            "out.add_(self.bias)", "pass", "the bias is not in the logits", "fused"),
+    Mutant("grad-filter-drops-more", FILTER,
+           "(summed <= tolerance * total)", "(summed <= 2 * tolerance * total)",
+           "more than the tolerance is left out", "grad_filter"),
+    Mutant("grad-filter-without-coefficients", FILTER,
+           "block = block * scale[start : start + ROWS, None].abs()", "pass",
+           "the masses do not hold the rows' coefficients", "grad_filter"),
     Mutant("linear-repeated-rows-overwrite", SUMS,
            "dh.to(self.d_hidden.dtype), accumulate=True)", "dh.to(self.d_hidden.dtype), accumulate=False)",
            "a row that predicts several targets keeps the gradient of one", "hidden_rows"),

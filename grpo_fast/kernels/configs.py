@@ -83,7 +83,7 @@ def row_config(vocab: int) -> RowConfig:
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
     ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
-    ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2, 64),
+    ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2, 32),
     ("other", True, True): LinearConfig(128, 64, 64, 8, 3, 64),
     ("other", True, False): LinearConfig(64, 64, 32, 8, 2, 64),
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),

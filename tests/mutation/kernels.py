@@ -6,7 +6,7 @@ from tests.mutation.mutants import Mutant
 
 ROW, DOORS, TOKENS = "csrc/row_kernels.h", "csrc/rows.cpp", "csrc/active_tokens.h"
 ROWS, MATH, LINEAR, WEIGHTS = (f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights"))
-SUMS, CHUNKS = "grpo_fast/kernels/gradient_sums.py", "grpo_fast/kernels/chunks.py"
+EPILOGUE, SUMS, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "gradient_sums", "chunks"))
 
 CSRC = [
     Mutant("csrc-target-column", ROW,
@@ -110,10 +110,10 @@ TRITON = [
     Mutant("triton-weights-guard", LINEAR,
            "normaliser = tl.where(far, lse, normaliser)", "normaliser = normaliser",
            "weights of an unlikely target leave the range of bf16", "triton_weights"),
-    Mutant("triton-weights-poison", LINEAR,
+    Mutant("triton-weights-poison", EPILOGUE,
            "weights = tl.maximum(weights, 0.0)", "weights = weights",
            "a row of NaN without coefficient reaches dW", "triton_weights"),
-    Mutant("triton-weights-softcap", LINEAR,
+    Mutant("triton-weights-softcap", EPILOGUE,
            "weights *= tanh_slope", "weights *= 1.0", "the soft cap is not applied in the gradient", "triton_weights"),
     Mutant("triton-weights-zero", SUMS,
            "torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])", "x * coefficients[:, None]",

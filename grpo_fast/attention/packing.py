@@ -76,7 +76,7 @@ def pack_groups(groups: Sequence[Group], *, shared: bool = True, device: torch.d
     units: list[Group] = list(groups) if shared else [(p, [c]) for p, cs in groups for c in cs]
     pieces, layout, starts = _lay_out(units, device)
     rows, targets, lengths = [], [], []
-    for unit, (prompt, completions) in enumerate(units):
+    for unit, (_, completions) in enumerate(units):
         for index, ids in enumerate(completions):
             last_of_prompt, trunk = starts[unit][index]
             rows += [torch.tensor([last_of_prompt]), torch.arange(trunk, trunk + len(ids) - 1)]

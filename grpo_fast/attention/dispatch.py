@@ -87,9 +87,7 @@ def packed_rows_attention(
     # A window that no query reaches is no window; the plain kernels are faster.
     window = window if window and window < layout.longest_context else None
     kind = Kind(q.device.type, q.dtype, q.shape[-1], window is not None, softcap is not None)
-    # Under autocast the explicit products would be taken in 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
-        return choose(kind).attend(q, k, v, layout, Rule(scale, window, softcap))
+    return choose(kind).attend(q, k, v, layout, Rule(scale, window, softcap))
 
 
 @cache
@@ -121,17 +119,17 @@ def self_test(attention: Attention, kind: Kind) -> float:
     Two prompts, one shared by ragged completions down to a single token, and a plain segment; two query heads for each
     key head.
     """
-    layout = PackedLayout.of([9, 4, 5, 1, 3, 2, 7, 10], kind.device, sharing=[3, 2])
+    lengths, sharing = (9, 4, 5, 1, 3, 2, 7, 10), (3, 2)
     rule = Rule(kind.head_dim**-0.5, 4 if kind.has_window else None, 3.0 if kind.has_softcap else None)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(layout.total, heads, kind.head_dim) for heads in (4, 2, 2, 4)]
-    *inputs, grad = (torch.randn(s, generator=generator).to(kind.device, kind.dtype) for s in shapes)
+    shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
+    *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
     results = []
-    for function, dtype in ((attention, kind.dtype), (reference.attend, torch.float64)):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        out = function(*leaves, layout, rule)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))])
-    return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(*results, strict=True))
+    for function, device, dtype in ((attention, kind.device, kind.dtype), (reference.attend, "cpu", torch.float64)):
+        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = function(*leaves, PackedLayout.of(lengths, device, sharing=sharing), rule)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])
+    return max(float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(*results, strict=True))
 
 
 def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | None:

@@ -53,7 +53,7 @@ def backward(
 
 
 def _stack(block: Block, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal: q as (N, H, L, D), k and v repeated to H heads. Else: q as (N, H_kv, L·H/H_kv, D) and k, v as they are."""
+    """Causal: q as (N, H, L, D), k and v repeated to H heads. Else: q as (N, H_kv, L·H/H_kv, D), k and v unchanged."""
     groups = q.shape[1] // k.shape[1]
     qs, ks, vs = block.queries.stack(q), block.keys.stack(k), block.keys.stack(v)
     if causal and groups > 1:

@@ -56,8 +56,7 @@ class PackedAttention(torch.autograd.Function):
             raise RuntimeError("grpo_fast: packed attention has no double backward (create_graph=True)")
         *call, gather = ctx.call
         function = _backward_gathered if gather else _backward
-        with torch.autocast(grad.device.type, enabled=False):
-            return (*function(grad.contiguous(), *ctx.saved_tensors, *call), None, None, None, None)
+        return (*function(grad.contiguous(), *ctx.saved_tensors, *call), None, None, None, None)
 
 
 def _forward(

@@ -35,7 +35,7 @@ from grpo_fast.attention.spans import Rule
 log = logging.getLogger(__name__)
 
 # (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule) → (T, H, D), differentiable.
-Attention = Callable[[Tensor, Tensor, Tensor, PackedLayout, Rule], Tensor]
+Attention = Callable[..., Tensor]
 
 # Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times its rounding.
 SELF_TEST_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -125,7 +125,11 @@ def self_test(attention: Attention, kind: Kind) -> float:
     shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
     results = []
-    for function, device, dtype in ((attention, kind.device, kind.dtype), (reference.attend, "cpu", torch.float64)):
+    runs: list[tuple[Attention, str, torch.dtype]] = [
+        (attention, kind.device, kind.dtype),
+        (reference.attend, "cpu", torch.float64),
+    ]
+    for function, device, dtype in runs:
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
         out = function(*leaves, PackedLayout.of(lengths, device, sharing=sharing), rule)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])

@@ -1,7 +1,8 @@
 """`linear_logps` and `logits_logps` as custom operators: differentiable logps and entropy, no logits kept.
 
-Forward keeps (lse, logp, entropy) of every row; backward forms the logits again, chunk by chunk (8·N·V·H flops in all
-for the linear operator).
+Forward keeps (lse, logp, entropy) of every row, and outside of torch.compile the logits of as many rows as the
+workspace holds until the first backward, which forms the others again, chunk by chunk: 6 to 8·N·V·H flops in all for
+the linear operator, 6 where one chunk holds the batch.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import torch
 from torch import Tensor
 
 from grpo_fast import validation
-from grpo_fast.kernels.linear import LinearHead, Wanted
+from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.ops import library
 from grpo_fast.passes import kernel_precision, pick_backend
-from grpo_fast.prepare import check_logps
+from grpo_fast.prepare import check_logps, checked_rows
 
 ROWS = (
     "Tensor target_ids, Tensor? temperatures, float temperature, float? softcap, float logit_scale, "
     "bool return_entropy, str backend"
 )
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
-library.define(f"linear_logps(Tensor hidden, Tensor weight, Tensor? bias, {ROWS}) -> ({STATS})")
+library.define(f"linear_logps(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, {ROWS}) -> ({STATS})")
 library.define(
-    f"linear_logps_grad(Tensor hidden, Tensor weight, Tensor? bias, {ROWS}, {STATS}, Tensor? d_logps, "
-    "Tensor? d_entropy, bool[] wanted) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    f"linear_logps_grad(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, {ROWS}, {STATS}, "
+    "Tensor? d_logps, Tensor? d_entropy, bool[] wanted) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 library.define(f"logits_logps(Tensor logits, {ROWS}) -> ({STATS})")
 library.define(f"logits_logps_grad(Tensor logits, {ROWS}, {STATS}, Tensor? d_logps, Tensor? d_entropy) -> Tensor")
@@ -63,6 +64,10 @@ class Rows:
     def active(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.index_select(0, self.index)
 
+    def hidden_index(self, hidden_rows: Tensor | None, num_hidden: int) -> Tensor | None:
+        """(T,) the row of hidden that predicts each active target; None: all rows, in order."""
+        return self.index if hidden_rows is None else checked_rows(self.active(hidden_rows), num_hidden, "auto")
+
     def spread(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.new_zeros(self.num_rows).index_copy_(0, self.index, x)
 
@@ -76,13 +81,24 @@ class Rows:
         return g, g_entropy
 
 
-def linear_logps(hidden, weight, bias, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend):
+def linear_logps(hidden, weight, bias, hidden_rows, *row_args):
+    *_, rows, stats = linear_pass(hidden, weight, bias, hidden_rows, *row_args, keep=False)
+    return results(rows, stats)
+
+
+def linear_pass(
+    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend,
+    *, keep: bool,
+) -> tuple[LinearHead, Rows, RowStats]:  # fmt: skip
+    """One sweep for logps and entropies; with `keep` as many logits stay as the workspace holds."""
     rows = Rows(weight.shape[0], target_ids, temperatures, temperature, softcap, logit_scale)
     kernels = pick_backend(backend, hidden)
     with kernel_precision(hidden.device):
-        head = LinearHead(hidden, weight, bias, rows.target_ids, rows.rule, rows.index, kernels)
-        stats = head.logps(return_entropy=entropy)
-    return results(rows, stats)
+        index = rows.hidden_index(hidden_rows, hidden.shape[0])
+        head = LinearHead(
+            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None
+        )
+        return head, rows, head.logps(return_entropy=entropy, keep=keep)
 
 
 def logits_logps(logits, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend):
@@ -100,15 +116,18 @@ def results(rows: Rows, stats: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Te
 
 
 def linear_logps_grad(
-    hidden, weight, bias, target_ids, temperatures, temperature, softcap, logit_scale, return_entropy, backend,
-    logps, entropy, lse, d_logps, d_entropy, wanted,
+    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, logit_scale, return_entropy,
+    backend, logps, entropy, lse, d_logps, d_entropy, wanted,
 ):  # fmt: skip
     rows = Rows(weight.shape[0], target_ids, temperatures, temperature, softcap, logit_scale)
     g, g_entropy = rows.coefficients(d_logps, d_entropy)
     known = (rows.active(lse), rows.active(logps), rows.active(entropy) if return_entropy else None)
     with kernel_precision(hidden.device):
         kernels = pick_backend(backend, hidden)
-        head = LinearHead(hidden, weight, bias, rows.target_ids, rows.rule, rows.index, kernels)
+        index = rows.hidden_index(hidden_rows, hidden.shape[0])
+        head = LinearHead(
+            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None
+        )
         return head.gradients(g, g_entropy, known, Wanted(*wanted))
 
 
@@ -138,8 +157,10 @@ def fake_stats(x: Tensor, num_rows: Any, return_entropy: bool) -> tuple[Tensor, 
     return fp32(num_rows), fp32(num_rows if return_entropy else 0), fp32(num_rows)
 
 
-def linear_logps_fake(hidden, weight, bias, target_ids, temperatures, temperature, softcap, scale, entropy, backend):
-    return fake_stats(hidden, hidden.shape[0], entropy)
+def linear_logps_fake(
+    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, scale, entropy, backend
+):  # fmt: skip
+    return fake_stats(hidden, target_ids.shape[0], entropy)
 
 
 def logits_logps_fake(logits, target_ids, temperatures, temperature, softcap, scale, entropy, backend):
@@ -175,14 +196,42 @@ def recall(ctx: Any, grads: tuple) -> tuple[list, tuple] | None:
     return inputs, tuple(saved)
 
 
+class EagerLinearLogps(torch.autograd.Function):
+    """`linear_logps` outside of torch.compile: the first backward finds logits that are still there."""
+
+    @staticmethod
+    def forward(ctx, is_wanted, *inputs):
+        head, rows, stats = linear_pass(*inputs, keep=is_wanted)
+        output = results(rows, stats)
+        ctx.kept = (head, rows, stats) if head.held is not None else None
+        remember(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        recalled = recall(ctx, grads)
+        if recalled is None:
+            return (None,) * 12
+        (inputs, stats), wanted = recalled, ctx.needs_input_grad[1:4]
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:
+            found = linear_logps_grad(*inputs, *stats, grads[0], grads[1], wanted)
+        else:
+            head, rows, stats = kept
+            with kernel_precision(head.hidden.device):
+                found = head.gradients(*rows.coefficients(grads[0], grads[1]), stats, Wanted(*wanted))
+        return (None, *(x if need else None for x, need in zip(found, wanted, strict=True)), *[None] * 8)
+
+
 def linear_logps_backward(ctx, *grads):
     recalled = recall(ctx, grads)
     if recalled is None:
-        return (None,) * 10
+        return (None,) * 11
     inputs, stats = recalled
     wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
     found = torch.ops.grpo_fast.linear_logps_grad(*inputs, *stats, grads[0], grads[1], wanted)
-    return (*(x if need else None for x, need in zip(found, wanted, strict=True)), *[None] * 7)
+    return (*(x if need else None for x, need in zip(found, wanted, strict=True)), *[None] * 8)
 
 
 def logits_logps_backward(ctx, *grads):

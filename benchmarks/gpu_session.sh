@@ -2,7 +2,7 @@
 # One session on a machine with an NVIDIA GPU: parity tests, compute-sanitizer, benchmarks. Nothing is installed.
 #
 #   benchmarks/gpu_session.sh                       all parts that have not passed yet
-#   benchmarks/gpu_session.sh --part sanitize       one part (tests, attention, sanitize, bench-loss), whether it passed or not
+#   benchmarks/gpu_session.sh --part sanitize       one of tests, attention, sanitize, bench-loss, passed or not
 #   OUT=/some/folder benchmarks/gpu_session.sh      where logs, JSON and the marks of finished parts go
 #
 # Resumable: a part that passed leaves OUT/<part>.done and is passed over by the next call without --part.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from grpo_fast import attention
 from grpo_fast.attention import Share, pack_groups, plan_packs, register
 from grpo_fast.train.policy import enable_checkpointing
 from tests.tiny import FAMILIES, tiny_model
@@ -175,3 +179,24 @@ def test_fp32_and_autocast_stay_within_rounding():
         by_itself, got = one_by_one(model, groups), packed(model, groups)
     ours, theirs = ((x.float() - expected).norm() for x in (got, by_itself))
     assert ours <= 1.5 * theirs
+
+
+def test_the_readme_runs_as_it_stands():
+    """The dozen lines for other trainers, and what they promise."""
+    text = (Path(attention.__file__).parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 2 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
+    model, groups = tiny_model("qwen2"), random_groups()
+    advantages = [torch.arange(len(completions)) - 1.0 for _, completions in groups]
+    names = {"model": model, "groups": groups, "advantages": advantages}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    targets = torch.cat([c for _, cs in groups for c in cs])
+    logps = one_by_one(model, groups).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(names["logps"], logps, rtol=0, atol=2e-5)
+    weight = torch.cat(advantages).repeat_interleave(torch.tensor([len(c) for _, cs in groups for c in cs]))
+    model.zero_grad()
+    (-weight * logps).sum().backward()
+    assert_close(got, {name: p.grad for name, p in model.named_parameters()}, bar=1e-5)
+    assert names["pack"].layout.total <= 64

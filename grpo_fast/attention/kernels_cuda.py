@@ -25,7 +25,7 @@ _Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Bounds on the lengths of queries and keys: with one query at most FlashAttention 2 would take its decoding path."""
+    """Bounds on the lengths of queries and keys; a single query would put FlashAttention 2 on its decoding path."""
     return max(2, spans.max_q), spans.max_k
 
 

@@ -35,6 +35,7 @@ LAYOUTS = {
     "packed: equal, similar and single-token segments": ([9, 13, 9, 2, 1, 17], []),
     "one group": ([6, 4, 1, 3], [3]),
     "groups and plain segments": ([9, 4, 5, 1, 3, 2, 7, 10], [3, 2]),
+    "groups of similar shape": ([9, 8, 8, 4, 4, 4, 3, 5, 2], [2, 2, 2]),
     "equal completions, one call": ([5, 3, 3, 3], [3]),
     "longer than a block of flex": ([150, 140, 3, 130], [2]),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -360,6 +360,40 @@ def stand_in_fa4():
         return EXPLICIT.backward(dout, q, k, v, out, lse, spans, rule)
 
     return {"flash_attn.cute.interface": (_flash_attn_fwd, _flash_attn_bwd)}
+
+
+@pytest.mark.parametrize("has_window", [False, True])
+def test_the_aten_kernels_are_called_by_their_signatures(monkeypatch, has_window):
+    """The same for torch's own CUDA kernels: every value that they are given, and what the merge makes of theirs."""
+
+    def _flash_attention_forward(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale,
+        window_size_left, window_size_right,
+    ):  # fmt: skip
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        spans = spans_of(cum_seq_q, cum_seq_k, is_causal)
+        out, lse = EXPLICIT.forward(
+            query, key, value, spans, rule_of(spans, scale, window_size_left, window_size_right, None)
+        )
+        state = torch.zeros(2, dtype=torch.uint64)
+        return out, lse.contiguous(), state, state[:0], state[:0]
+
+    def _flash_attention_backward(
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        check_gradient_inputs(query, key, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k)
+        assert (dropout_p, rng_state.shape, rng_state.dtype, unused.shape) == (0.0, (2,), torch.uint64, (0,))
+        spans = spans_of(cum_seq_q, cum_seq_k, is_causal)
+        rule = rule_of(spans, scale, window_size_left, window_size_right, None)
+        return EXPLICIT.backward(grad_out, query, key, value, out, logsumexp, spans, rule)
+
+    aten = SimpleNamespace(
+        _flash_attention_forward=_flash_attention_forward, _flash_attention_backward=_flash_attention_backward
+    )
+    stand_in = SimpleNamespace(ops=SimpleNamespace(aten=aten), empty=torch.empty, uint64=torch.uint64)
+    monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
+    assert dispatch.self_test(PROVIDERS["flash_aten"].attend, Kind("cpu", torch.float64, 8, has_window)) < 1e-14
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])

@@ -21,6 +21,7 @@ from grpo_fast.attention import NAME, PackedLayout, check_supported, disable_dro
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.config import LoraConfig, ModelConfig
 from grpo_fast.train.head import Head, head_of
+from grpo_fast.train.long_context import apply_options
 
 log = logging.getLogger(__name__)
 
@@ -184,20 +185,13 @@ def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
     else:
         model = _from_config(dict(config.config or {}), tokenizer).to(dtype)
     model.to(_device(config.device))
-    if config.gradient_checkpointing:
-        enable_checkpointing(model)
+    apply_options(model, config)
     if config.lora is not None:
         model = _with_adapter(model, config.lora, config.gradient_checkpointing)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
     log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
     return policy
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Recompute each layer's activations in the backward pass (transformers 5.2x renamed the method)."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from grpo_fast.rewards import RewardResult
 from grpo_fast.train import loop
 from grpo_fast.train.config import load_recipe
 from grpo_fast.train.metrics import LossMetrics, is_timing, reward_metrics
@@ -80,8 +81,8 @@ def test_another_seed_gives_another_run(tmp_path):
 def test_accumulation_changes_nothing(tmp_path, loss_type):
     options = [f"loss.loss_type={loss_type}", "loss.compute_entropy=true", "loss.beta=0.05", "reference.kind=frozen"]
     whole = sort(tmp_path / "whole", *options)
-    close(whole, sort(tmp_path / "four", *options, "accumulation=4"))
-    close(whole, sort(tmp_path / "tokens", *options, "micro_batch_tokens=30"))
+    close(whole, sort(tmp_path / "tokens", *options, "tokens_per_microbatch=30"))
+    close(whole, sort(tmp_path / "packed", *options, "tokens_per_microbatch=30", "shared_prompt=false"))
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):
@@ -119,7 +120,7 @@ def test_references(tmp_path):
     [
         ("gsm8k-smollm2-1.7b", ["model.dtype=float32", "rollout.prompts_per_step=4", "eval.samples=2", "eval.k=[1,2]"]),
         ("gsm8k-smollm2-1.7b", ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"]),
-        ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "micro_batch_tokens=600"]),
+        ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "tokens_per_microbatch=600"]),
         ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"]),
     ],
 )
@@ -213,6 +214,7 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
 
 def test_reward_metrics_leave_failed_samples_out():
     total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
-    metrics = reward_metrics(total, {"f": total}, 2)
+    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": 1}), 2)
+    assert metrics["rewards/f/failed"] == 1
     assert metrics["reward"] == pytest.approx(2.6) and metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3) and metrics["rewards/f/mean"] == pytest.approx(2.6)

@@ -38,7 +38,7 @@ class TokenBudget:
     def __init__(self, lm: Any, config: RunConfig) -> None:
         self.device = next(lm.parameters()).device
         self.memory = _predict(lm, config, self.device.type)
-        self.largest = 0  # trunk tokens of the largest micro-batch so far
+        self.largest = self.most_rows = 0  # trunk tokens and completion tokens of a micro-batch, so far
         self.tokens = config.tokens_per_microbatch or self._default()
 
     def _default(self) -> int:
@@ -67,6 +67,7 @@ class TokenBudget:
         """
         while True:
             self.largest = max(self.largest, batch.largest)
+            self.most_rows = max(self.most_rows, *(len(micro.completion_mask) for micro in batch.micro_batches))
             try:
                 return attempt()
             except (RuntimeError, MemoryError) as error:
@@ -93,7 +94,7 @@ class TokenBudget:
     @property
     def predicted_peak(self) -> int | None:
         """Bytes, for the largest micro-batch so far."""
-        return None if self.memory is None else self.memory.peak(self.largest)
+        return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

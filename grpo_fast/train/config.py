@@ -241,7 +241,7 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> RunCon
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"override: expected key=value, came {override!r}")
-        _set(settings, key.split("."), yaml.safe_load(value), override)
+        set_key(settings, key.split("."), yaml.safe_load(value), override)
     return parse_config(settings)
 
 
@@ -276,7 +276,8 @@ def _recipe_text(name_or_path: str) -> str:
     )
 
 
-def _set(node: Any, keys: list[str], value: Any, override: str) -> None:
+def set_key(node: Any, keys: list[str], value: Any, override: str) -> None:
+    """Set a dotted key in nested mappings and lists; ValueError, quoting `override`, where it leads nowhere."""
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(node, list):

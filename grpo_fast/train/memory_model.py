@@ -20,6 +20,8 @@ import dataclasses
 import math
 from typing import Any
 
+import torch
+
 from grpo_fast.kernels.memory import workspace_bytes
 from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
 
@@ -67,7 +69,9 @@ class Memory:
     gradients: int
     optimizer: int
     reference: int
-    head: int  # logits' workspace and a fresh fp32 gradient of the head
+    logits: int  # the largest workspace of the head
+    logits_row: int  # what one completion token takes of it
+    head_gradient: int  # a fresh gradient of the head, before it is added to the others
     kept_per_token: float  # by all layers together, until the backward pass
     working_per_token: float  # by the layer that is in its backward pass
     working: int  # by that layer, whatever T is (a tile of the MLP)
@@ -80,9 +84,15 @@ class Memory:
     def per_token(self) -> float:
         return self.kept_per_token + self.working_per_token
 
-    def peak(self, tokens: int) -> int:
-        """Bytes at the peak of a micro-batch of `tokens` trunk tokens."""
-        working = max(self.head, self.working + self.working_per_token * tokens)
+    @property
+    def head(self) -> int:
+        """Bytes that the head needs beside the trunk's activations, at most."""
+        return self.logits + self.head_gradient
+
+    def peak(self, tokens: int, rows: int | None = None) -> int:
+        """Bytes at the peak of a micro-batch of `tokens` trunk tokens, `rows` of them (None: many) predicting one."""
+        logits = self.logits if rows is None else min(self.logits, rows * self.logits_row)
+        working = max(logits + self.head_gradient, self.working + self.working_per_token * tokens)
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
@@ -98,7 +108,6 @@ def predict(
     optim: OptimConfig,
     *,
     device: str,
-    rows: int | None = None,
     reference: bool = False,
 ) -> Memory:
     """The memory of a step.
@@ -107,7 +116,6 @@ def predict(
         shape: sizes of the model.
         model, optim: the options that decide.
         device: "cpu" or "cuda"; the CPU's attention widens k and v to the number of query heads.
-        rows: completion tokens of the largest micro-batch, where known: they bound the head's workspace.
         reference: a copy of the weights is kept for the KL term.
     """
     weight = DTYPE_BYTES[model.dtype]
@@ -120,7 +128,9 @@ def predict(
         gradients=trained * weight,
         optimizer=int(trained * states),
         reference=shape.parameters * weight if reference and model.lora is None else 0,
-        head=_head(shape, model, device, rows),
+        logits=workspace_bytes(torch.device(device)),
+        logits_row=4 * shape.vocab,
+        head_gradient=_head_gradient(shape, model),
         kept_per_token=kept,
         working_per_token=working,
         working=tile,
@@ -157,19 +167,16 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
 
 
-def _head(shape: Shape, model: ModelConfig, device: str, rows: int | None) -> int:
-    import torch
-
-    most = workspace_bytes(torch.device(device))
-    logits = most if rows is None else min(most, 4 * rows * shape.vocab)
-    head_trained = model.lora is None and not any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
-    fresh = DTYPE_BYTES[model.autocast or model.dtype]
-    # The gradient is summed in fp32 and handed over in the weight's dtype.
-    gradient = shape.vocab * shape.hidden * (4 + fresh if fresh < 4 else fresh)
-    return logits + (gradient if head_trained else 0)
+def _head_gradient(shape: Shape, model: ModelConfig) -> int:
+    frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
+    if model.lora is not None or frozen:
+        return 0
+    e = DTYPE_BYTES[model.autocast or model.dtype]
+    # It is summed in fp32 and handed over in the weight's dtype.
+    return shape.vocab * shape.hidden * (4 + e if e < 4 else e)
 
 
-def predict_run(shape: Shape, config: RunConfig, device: str, rows: int | None = None) -> Memory:
+def predict_run(shape: Shape, config: RunConfig, device: str) -> Memory:
     """`predict` for a run's configuration."""
     reference = config.reference.kind != "none" and config.loss_config().uses_reference
-    return predict(shape, config.model, config.optim, device=device, rows=rows, reference=reference)
+    return predict(shape, config.model, config.optim, device=device, reference=reference)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from grpo_fast.attention.dispatch import segment_attention
+from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
 
 # transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has none of them.
@@ -72,7 +72,7 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    out = segment_attention(q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap)
+    out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap)
     return out[None], None
 
 

@@ -25,16 +25,27 @@ from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.spans import Rule
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, *, kernel: Kernel, gather: bool | None = None
+) -> Tensor:
+    """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
+
+    `gather`: copy the prompts' keys instead of merging two calls; None does so where a window needs it.
+    """
+    if gather is None:
+        gather = bool(layout.sharing) and rule.window is not None
+    return PackedAttention.apply(q, k, v, layout, rule, kernel, gather)
+
+
 class PackedAttention(torch.autograd.Function):
-    """(q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule, kernel) → (T, H, D)."""
+    """The forward pass keeps q, k, v, the merged output and its log-sum-exp."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, kernel: Kernel, gather: bool
     ) -> Tensor:
-        out, lse = (
-            _forward_gathered(q, k, v, layout, rule, kernel) if gather else _forward(q, k, v, layout, rule, kernel)
-        )
+        function = _forward_gathered if gather else _forward
+        out, lse = function(q, k, v, layout, rule, kernel)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = layout, rule, kernel, gather
         return out
@@ -83,7 +94,8 @@ def _forward_gathered(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     gathered = layout.gathered(rule.window)
-    return kernel.forward(q, k[gathered.rows], v[gathered.rows], gathered.spans, rule)
+    keys, values = (x.index_select(0, gathered.rows) for x in (k, v))
+    return kernel.forward(q, keys, values, gathered.spans, rule)
 
 
 def _backward_gathered(
@@ -91,6 +103,6 @@ def _backward_gathered(
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gathered = layout.gathered(rule.window)
-    keys, values = k[gathered.rows], v[gathered.rows]
+    keys, values = (x.index_select(0, gathered.rows) for x in (k, v))
     dq, dk, dv = kernel.backward(grad, q, keys, values, out, lse, gathered.spans, rule)
     return dq, gathered.put_back(dk), gathered.put_back(dv)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 import sys
@@ -145,10 +146,11 @@ def k_shot_prompts(folder: str, count: int, tokens: int, vocab: int) -> list[lis
     def encode(text: str) -> list[int]:
         return tokenizer(text)["input_ids"]
 
-    # The last shot that fits leaves up to its own length free.
-    data.shots_tokens = tokens + max(len(encode(f"{e.prompt} {e.solution}")) for e in plain[:1000])
+    data.shots_tokens = tokens
     examples = load_examples(data, split="train", seed=0, count_tokens=lambda text: len(encode(text)))
-    return [encode(examples[i].prompt) for i in range(count)]
+    # The shots leave part of the budget free and the question comes on top: take those that end above it.
+    encoded = (encode(example.prompt) for example in examples)
+    return list(itertools.islice((ids for ids in encoded if len(ids) >= tokens), count))
 
 
 def verify(providers: dict[str, Any], problem: StepProblem, tolerance: float) -> dict[str, dict[str, float]]:

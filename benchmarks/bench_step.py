@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {name: {"tokens": provider.tokens} for name, provider in providers.items()}
     for name, errors in verify(providers, problem, TOLERANCE[options.dtype]).items():
         rows[name] |= errors
-    steps = {name: step_of(provider) for name, provider in providers.items()}
+    steps: dict[str, Any] = {name: step_of(provider) for name, provider in providers.items()}
     for name, step in steps.items():
         rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
     for name, samples in measure.interleaved(steps, options.device, options.budget, options.rounds).items():
@@ -149,7 +149,7 @@ def k_shot_prompts(folder: str, count: int, tokens: int, vocab: int) -> list[lis
     data.shots_tokens = tokens
     examples = load_examples(data, split="train", seed=0, count_tokens=lambda text: len(encode(text)))
     # The shots leave part of the budget free and the question comes on top: take those that end above it.
-    encoded = (encode(example.prompt) for example in examples)
+    encoded = (encode(str(example.prompt)) for example in examples)
     return list(itertools.islice((ids for ids in encoded if len(ids) >= tokens), count))
 
 

@@ -131,7 +131,9 @@ def test_a_reference_copy_keeps_its_own_tiled_mlps():
 def test_frozen_weights_get_no_gradient_and_change_no_other():
     _, gradients = loss_and_gradients(fp64_policy("llama"))
     for options in ({}, {"gradient_checkpointing": True, "tiled_mlp": 6}):
-        _, rest = loss_and_gradients(fp64_policy("llama", frozen=["*embed_tokens*", "lm_head*", "*layers.0.*"], **options))
+        _, rest = loss_and_gradients(
+            fp64_policy("llama", frozen=["*embed_tokens*", "lm_head*", "*layers.0.*"], **options)
+        )
         assert rest and not [name for name in rest if "embed" in name or "lm_head" in name or "layers.0" in name]
         for name, gradient in rest.items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12)
@@ -206,13 +208,17 @@ def sort_run(folder, *overrides):
     return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
 
 
+GPU_ERROR = torch.OutOfMemoryError("CUDA out of memory.")
+CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+
 @pytest.fixture
 def no_room(monkeypatch):
     """`no_room(fails)` makes the k-th call of the trunk run out of memory when `fails(k, tokens)`."""
     monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     original, calls = Policy.hidden, []
 
-    def install(fails, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")):
+    def install(fails, error=GPU_ERROR):
         def hidden(self, packed):
             calls.append(packed.layout.total)
             states = original(self, packed)
@@ -226,14 +232,11 @@ def no_room(monkeypatch):
     return install
 
 
-CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
-
-
 def lowered_budget(folder):
     return json.loads((folder / "summary.json").read_text())["tokens_per_microbatch"]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), CPU_ERROR], ids=["cuda", "cpu"])
+@pytest.mark.parametrize("error", [GPU_ERROR, CPU_ERROR], ids=["cuda", "cpu"])
 @pytest.mark.parametrize(
     ("room", "overrides"), [(40, []), (24, ["inner_iterations=2", "minibatches=2"])], ids=["once", "reused"]
 )
@@ -293,7 +296,9 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         fallen_back = sort_run(tmp_path / "back")
     assert fallen_back == packed
-    assert [r.message for r in caplog.records] == ["every completion gets its own copy of the prompt: rope_type: 'some'"]
+    assert [r.message for r in caplog.records] == [
+        "every completion gets its own copy of the prompt: rope_type: 'some'"
+    ]
 
 
 def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypatch):
@@ -313,12 +318,11 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     model = tiny_folder(tmp_path / "tiny", "qwen2")
     config = load_recipe("gsm8k-longcontext", [
         f"model.path={model}", "data.name=null", f"data.path={tmp_path}", "data.shots_tokens=220", "data.n_test=4",
-        "rollout.max_new_tokens=4", "rollout.prompts_per_step=2", "steps=1", "log.progress=false", "model.autocast=null",
-        "log.save_model=false", "model.tiled_mlp=64", "eval.n=2", f"output_dir={tmp_path / 'run'}",
+        "rollout.max_new_tokens=4", "rollout.prompts_per_step=2", "steps=1", "log.progress=false",
+        "model.autocast=null", "log.save_model=false", "model.tiled_mlp=64", "eval.n=2",
+        f"output_dir={tmp_path / 'run'}",
     ])  # fmt: skip
     summary = loop.train(config)
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 2 * 220 < row["num_tokens"] < 2 * 400  # two groups of 16, each with one copy of its long prompt
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
-
-

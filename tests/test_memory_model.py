@@ -123,7 +123,9 @@ def test_fixed_memory():
     shape = Shape(2, 64, 128, 64, 32, 100, 10_000, True)
 
     def fixed(model=None, optim=None, **rest):
-        return predict(shape, ModelConfig(path="x", **(model or {})), OptimConfig(**(optim or {})), device="cuda", **rest)
+        return predict(
+            shape, ModelConfig(path="x", **(model or {})), OptimConfig(**(optim or {})), device="cuda", **rest
+        )
 
     assert fixed().fixed == 16 * 10_000 and fixed({"dtype": "bfloat16"}).fixed == 8 * 10_000
     assert fixed(optim={"states": "offload"}).fixed == 8 * 10_000

@@ -8,11 +8,13 @@ import math
 import pytest
 import torch
 
+from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.rewards import RewardResult
 from grpo_fast.train import loop
 from grpo_fast.train.config import load_recipe
 from grpo_fast.train.metrics import LossMetrics, is_timing, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
+from grpo_fast.train.update import policy_gradient
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
@@ -157,6 +159,45 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     warm = [line["warm_start/loss"] for line in lines if "warm_start/loss" in line]
     assert len(warm) == 3 and warm[-1] < warm[0]
+
+
+def test_the_policy_terms_gradient(tmp_path, capsys):
+    """Alone it is the loss's; beside a KL term and an entropy bonus its norm over the tokens is reported."""
+    rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
+    assert all(abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"] for row in rows)
+    assert capsys.readouterr().out.count(loop.LOSS_IS_ZERO) == 1
+    kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
+    for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
+        rows = sort(tmp_path / folder, *kl, *options)
+        assert all("policy_grad_norm" not in row for row in rows)
+        # On policy and token-averaged the gradient of a token is −A/N; lengths are 1 to 4, so bounds must do.
+        assert all(0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5 for row in rows)
+        if folder == "kl":
+            whole = rows
+    close(whole, rows, names=("policy_logp_grad_norm",))
+    assert loop.LOSS_IS_ZERO not in capsys.readouterr().out
+
+
+def test_the_policy_terms_gradient_with_respect_to_logps():
+    logps = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    output = grpo_loss(
+        logps, torch.tensor([3.0, -4.0]), LossConfig(loss_type="dapo"), cu_seqlens=torch.tensor([0, 1, 3])
+    )
+    config = LossConfig(loss_type="dapo", beta=0.7, entropy_coef=2.0)
+    per_token = {"cu_seqlens": torch.tensor([0, 1, 3]), "ref_logps": torch.zeros(3), "num_items_in_batch": 3}
+    norm = policy_gradient(output, torch.tensor([3.0, -4.0]), config, per_token)
+    assert norm.item() == pytest.approx((9 + 16 + 16) ** 0.5 / 3, rel=1e-6)
+
+
+def test_lost_rewards_are_counted(tmp_path):
+    rows = sort(
+        tmp_path / "a", "rewards=[{name: sort_positions}, {name: 'tests.test_train_loop:often_nan', weight: 0}]"
+    )
+    assert all(row["rewards/often_nan/failed"] == 4 and row["rewards/sort_positions/failed"] == 0 for row in rows)
+
+
+def often_nan(prompts, completions, answers):
+    return [math.nan if i % 4 == 0 else 1.0 for i in range(len(completions))]
 
 
 def test_truncated_completions_can_be_left_out(tmp_path):

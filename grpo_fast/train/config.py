@@ -72,7 +72,9 @@ class ModelConfig(Section):
         if self.config is not None and self.tokenizer is None:
             raise ValueError("model.tokenizer: a model made from a config needs tokenizer: bpe or symbols")
         if not self.gradient_checkpointing and (self.checkpoint_offload or self.checkpoint_every != 1):
-            raise ValueError("model.gradient_checkpointing: checkpoint_every and checkpoint_offload need it, came false")
+            raise ValueError(
+                "model.gradient_checkpointing: checkpoint_every and checkpoint_offload need it, came false"
+            )
         return self
 
 

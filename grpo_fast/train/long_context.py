@@ -1,4 +1,4 @@
-"""What makes room for long contexts, without changing the result: checkpointing, its offload, tiled MLPs, frozen weights.
+"""What makes room for long contexts and changes no result: checkpointing, its offload, tiled MLPs, frozen weights.
 
 Bytes per trunk token of a 16-bit decoder with L layers, width h and MLP width I (`memory_model` has the details):
 layer checkpointing 2Lh + 27h + 12I; a tiled MLP replaces 12I by 12h; offload takes away 2Lh.

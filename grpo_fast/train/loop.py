@@ -159,7 +159,8 @@ class Trainer:
 
         Returns all losses' metrics with the first pass's logps, and the gradient norms.
         """
-        all_seen, norms = Seen(LossMetrics(), [], []), []
+        all_seen = Seen(LossMetrics(), [], [])
+        norms: list[float] = []
         self.policy.model.train()
         for iteration in range(self.config.inner_iterations):
             for k in range(self.config.minibatches):

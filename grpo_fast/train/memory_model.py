@@ -9,9 +9,9 @@ width I, q = heads·head_dim and kv = kv_heads·head_dim, with activations of e 
     MLP                 4·e·I: gate, silu(gate), up and their product
 
 and its backward pass needs e·(2I + 3h) on top. At 16 bits with q = h and a small kv that makes 27h + 12I for the one
-layer that a checkpointed step has alive, beside e·h for each checkpoint. With a tiled MLP nothing of size I remains, and
-the backward pass needs 18h at 16 bits (39h for the layer in all), 16h at 32. `tests/test_memory_model.py` holds these
-numbers against what autograd keeps and against the allocator's peak.
+layer that a checkpointed step has alive, beside e·h for each checkpoint. With a tiled MLP nothing of size I remains,
+and the backward pass needs 18h at 16 bits (39h for the layer in all), 16h at 32. `tests/test_memory_model.py` holds
+these numbers against what autograd keeps and against the allocator's peak.
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
         int(own.get("prompt", 8192)), int(own.get("completion", run.rollout.max_new_tokens)),
         int(own.get("group", run.rollout.group_size)),
     )  # fmt: skip
-    return Plan(model, shape, own.get("gpu") or _gpu_here(), rows, [wanted, *(Case(*case) for case in CASES if case != wanted)])
+    return Plan(
+        model, shape, own.get("gpu") or _gpu_here(), rows, [wanted, *(Case(*case) for case in CASES if case != wanted)]
+    )
 
 
 def render(found: Plan) -> list[Any]:
@@ -93,7 +95,9 @@ def render(found: Plan) -> list[Any]:
     from rich.table import Table
 
     wanted = found.cases[0]
-    title = f"{found.name}: {found.shape.parameters / 1e6:,.0f}M parameters on {found.gpu:g} GB ({USABLE:.0%} planned with)"
+    title = (
+        f"{found.name}: {found.shape.parameters / 1e6:,.0f}M parameters on {found.gpu:g} GB ({USABLE:.0%} planned with)"
+    )
     options = Table(title=title, caption="T: trunk tokens of one micro-batch = prompt + group · (completion − 1)")
     for name in ("options", "fixed GB", "kB per token", "largest T"):
         options.add_column(name, justify="left" if name == "options" else "right")
@@ -113,7 +117,8 @@ def render(found: Plan) -> list[Any]:
         tokens = case.tokens(True)
         fits.add_row(
             f"{case.prompt:,}", f"{case.completion:,}", str(case.group), f"{tokens:,}", f"{case.tokens(False):,}",
-            f"{memory.peak(tokens, case.completion * case.group) / 1e9:.3g}", f"{memory.tokens(found.usable) // tokens} groups",
+            f"{memory.peak(tokens, case.completion * case.group) / 1e9:.3g}",
+            f"{memory.tokens(found.usable) // tokens} groups",
         )  # fmt: skip
     return [options, fits]
 

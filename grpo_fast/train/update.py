@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def accumulate(
     seen = Seen(LossMetrics(), [], [])
     for batch in minibatch:
         packed, head = batch.packed, policy.head
-        per_token = dict(
+        per_token: dict[str, Any] = dict(
             completion_mask=batch.completion_mask, cu_seqlens=packed.cu_seqlens, old_logps=batch.old_logps,
             ref_logps=batch.ref_logps, sampling_logps=batch.sampling_logps if correct_sampling else None,
             num_items_in_batch=items, num_completions_in_batch=completions,

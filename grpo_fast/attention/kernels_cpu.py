@@ -17,6 +17,8 @@ _ops = torch.ops.aten
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
     """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq) in fp32 or better."""
+    if spans.causal and spans.queries != spans.keys:
+        raise ValueError("spans: expected as many keys as queries in a causal span, this kernel aligns them at the top")
     out, lse = torch.empty_like(q), None
     for block in spans.blocks:
         part, part_lse = _ops._scaled_dot_product_flash_attention_for_cpu(

@@ -24,6 +24,11 @@ _Result = tuple[Tensor, Tensor]
 _Gradients = tuple[Tensor, Tensor, Tensor]
 
 
+def longest(spans: Spans) -> tuple[int, int]:
+    """Bounds on the lengths of queries and keys; a single query would put FlashAttention 2 on its decoding path."""
+    return max(2, spans.max_q), spans.max_k
+
+
 def window_of(spans: Spans, rule: Rule) -> tuple[int, int]:
     """Keys visible to the left and to the right of a query's own, −1 for all."""
     if not spans.causal:
@@ -35,7 +40,7 @@ def window_of(spans: Spans, rule: Rule) -> tuple[int, int]:
 def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
     left, right = window_of(spans, rule)
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, spans.causal, False, scale=rule.scale,
+        q, k, v, spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal, False, scale=rule.scale,
         window_size_left=left, window_size_right=right,
     )[:2]  # fmt: skip
 
@@ -46,7 +51,7 @@ def aten_backward(
     left, right = window_of(spans, rule)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the random numbers of dropout: never read
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, spans.causal,
+        grad, q, k, v, out, lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal,
         state, state[:0], scale=rule.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
 
@@ -55,7 +60,7 @@ def aten_backward(
 def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
     left, right = window_of(spans, rule)
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, dropout_p=0.0, softmax_scale=rule.scale,
+        q, k, v, spans.cu_q, spans.cu_k, *longest(spans), dropout_p=0.0, softmax_scale=rule.scale,
         causal=spans.causal, window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
     )[:2]  # fmt: skip
 
@@ -66,7 +71,7 @@ def fa2_backward(
     left, right = window_of(spans, rule)
     dq, dk, dv = _like(q, k, v)
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
-        grad, q, k, v, out, lse.contiguous(), dq, dk, dv, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k,
+        grad, q, k, v, out, lse.contiguous(), dq, dk, dv, spans.cu_q, spans.cu_k, *longest(spans),
         dropout_p=0.0, softmax_scale=rule.scale, causal=spans.causal, window_size_left=left, window_size_right=right,
         softcap=rule.softcap or 0.0, alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
@@ -112,11 +117,12 @@ def fa4_backward(
 
 
 def _places(spans: Spans) -> dict[str, Any]:
+    max_q, max_k = longest(spans)
     return {
         "cu_seqlens_q": spans.cu_q,
         "cu_seqlens_k": spans.cu_k,
-        "max_seqlen_q": spans.max_q,
-        "max_seqlen_k": spans.max_k,
+        "max_seqlen_q": max_q,
+        "max_seqlen_k": max_k,
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fast.attention.spans import Block, Rule, Spans
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 # Scores of one chunk (N·H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
@@ -31,11 +31,11 @@ class Chunk(NamedTuple):
     visible: Tensor | None  # (queries, keys) bool, None for all
 
 
-def without_autocast(function: Callable[..., T]) -> Callable[..., T]:
+def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
     """Autocast would take the fp32 products in 16 bits."""
 
     @wraps(function)
-    def wrapped(q: Tensor, *rest: Any) -> T:
+    def wrapped(q: Tensor, *rest: Any) -> Result:
         with torch.autocast(q.device.type, enabled=False):
             return function(q, *rest)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from grpo_fast.attention.gathered import Gathered
 from grpo_fast.attention.spans import Spans
 
-T = TypeVar("T")
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class PackedLayout:
             lambda: Gathered.of(self.starts, self.prompt_of, tail, self.cu_seqlens.device),
         )
 
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
         """What a kernel derives from the layout: built once, for all layers."""
         if key not in self._cache:
             self._cache[key] = build()

@@ -1,4 +1,4 @@
-"""Packed self-attention for any transformers model: one registered function that keeps the segments of a row apart.
+"""Attention of packed rows for any transformers model: one registered function for plain and shared-prompt layouts.
 
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
@@ -47,7 +47,9 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each segment of `packed_layout`; output (1, T, H, D), as transformers expects it.
+    """Each segment of `packed_layout` causally on itself, completions on their shared prompt, too.
+
+    Output (1, T, H, D), as transformers expects it.
 
     Raises ValueError for whatever would be computed wrongly: no layout, a mask, a batch of more than one row, a cache,
     dropout, attention sinks, a position bias, a bidirectional layer.
@@ -103,7 +105,11 @@ def check_supported(model: nn.Module) -> None:
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:
-    """Why completions of this model cannot share their prompt's row, or None if they can."""
+    """Why completions of this model cannot share their prompt's rows, or None if they can.
+
+    Whatever else than attention carries information from token to token (a recurrent state, a convolution) would carry
+    it from one completion into the next.
+    """
     try:
         check_supported(model)
     except ValueError as error:

@@ -24,6 +24,9 @@ from grpo_fast.attention.kernel import Kernel
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.spans import Rule
 
+# Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice their memory.
+MERGE_NUMBERS = 2**25
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, *, kernel: Kernel, gather: bool | None = None
@@ -86,7 +89,9 @@ def _backward(
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge attention over two disjoint sets of keys into the first: out (T, H, D), lse (H, T)."""
     weight = torch.sigmoid(other_lse - lse).t()[..., None]
-    out.copy_(torch.lerp(out.to(weight.dtype), other.to(weight.dtype), weight))
+    rows = max(1, MERGE_NUMBERS // out[0].numel())
+    for one, two, share in zip(out.split(rows), other.split(rows), weight.split(rows), strict=True):
+        one.copy_(torch.lerp(one.to(share.dtype), two.to(share.dtype), share))
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 

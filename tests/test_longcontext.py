@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig
+from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import loop, optimizer
@@ -101,6 +102,14 @@ def test_options_are_in_force(monkeypatch):
     assert every < second < plain and tiled < plain and not moved
     loss_and_gradients(fp64_policy(**OPTIONS[3]))
     assert len(moved) == 2  # layers 0 and 2 of three
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
+    """The kernel's self-test runs when a kind of input is first seen; here that is under the checkpoint's hooks."""
+    dispatch.choose.cache_clear()
+    policy = fp64_policy(gradient_checkpointing=True, checkpoint_offload=offload)
+    assert loss_and_gradients(policy)[1] and dispatch.choose.cache_info().misses == 1
 
 
 def test_tiles_see_no_more_rows_than_asked_for():

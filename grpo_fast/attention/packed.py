@@ -102,6 +102,15 @@ def check_supported(model: nn.Module) -> None:
             raise ValueError("mrope_section: positions in three dimensions are not supported by packed attention")
 
 
+def shared_prompt_supported(model: nn.Module) -> str | None:
+    """Why completions of this model cannot share their prompt's row, or None if they can."""
+    try:
+        check_supported(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Switch every dropout off: with it old and new logps of the same weights would differ."""
     for module in model.modules():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import PackedLayout, packed_attention
+from grpo_fast.attention import pack_groups, packed_attention
 
 # Masks are made before the layers run and do not see the layout.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
@@ -82,19 +82,26 @@ def _register_over(original: str) -> str:
 class Pack:
     """A padded batch (B, P+K), prompts on the left and completions on the right, as one row without padding.
 
-    R counts the scored completion tokens, in the order of the padded batch, row by row.
+    R counts the scored completion tokens. Completions stand in the order `order`, those with one prompt together.
     """
 
-    input_ids: Tensor  # (1, T)
-    layout: PackedLayout
+    inputs: dict[str, Any]  # keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout
     predicting: Tensor  # (R,) packed row whose hidden state predicts each scored token
     target_ids: Tensor  # (R,)
     cu_seqlens: Tensor  # (B+1,) int32: the scored tokens of each completion
-    scored: Tensor  # (B, K) bool
+    order: Tensor  # (B,) int64: row of the padded batch of each completion
+    slots: Tensor  # (R,) int64: where each scored token stands in the flat (B, K)
+    shape: tuple[int, int]  # (B, K)
 
     def padded(self, x: Tensor) -> Tensor:
         """(R,) → (B, K), zeros where nothing is scored."""
-        return x.new_zeros(self.scored.shape).masked_scatter(self.scored, x)
+        return x.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.slots, x).view(self.shape)
+
+    def packed(self, x: Tensor | None) -> Tensor | None:
+        """(B, K) → (R,), or (B,) → (B,) in the order of the completions."""
+        if x is None:
+            return None
+        return x[self.order] if x.dim() == 1 else x.reshape(-1)[self.slots]
 
 
 def pack_padded(
@@ -104,25 +111,38 @@ def pack_padded(
 ) -> Pack | None:
     """Pack the real tokens of a padded batch; completions with the same prompt share it.
 
-    The order of the packed row is made on the host: one copy from the device, none afterwards. Returns None when a
-    completion has no prompt token, so that nothing predicts its first one.
+    The row is laid out on the host: one copy of the ids from the device, none back by which the device waits. Returns
+    None where a packed row has nothing to give: no token is scored, or a completion has no prompt that predicts its
+    first one.
     """
-    device, length = input_ids.device, scored.shape[1]
-    real, ids = attention_mask.bool().cpu(), input_ids.cpu()
-    scored = scored.bool() & attention_mask[:, -length:].bool()
-    wanted = scored.cpu()
-    # A row that scores nothing needs no forward pass; one is kept so that the loss still hangs on every parameter.
-    used = wanted.any(1).nonzero()[:, 0].tolist() or [0]
-    if not all(real[b, : real.shape[1] - length].any() for b in used):
+    (rows, length), device = scored.shape, input_ids.device
+    ids, real = input_ids.cpu(), attention_mask.bool().cpu()
+    wanted = scored.bool().cpu() & real[:, -length:]
+    groups: dict[bytes, tuple[Tensor, list[int]]] = {}
+    for row in wanted.any(1).nonzero()[:, 0].tolist():
+        prompt = ids[row, :-length][real[row, :-length]]
+        groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
+    if not groups or b"" in groups:
         return None
-    lengths = real[used].sum(1)
-    flat = ids[used][real[used]]
-    # Packed row of every padded slot of a used row: the tokens so far, less one.
-    slots = torch.full(real.shape, -1)
-    slots[used] = real[used].flatten().cumsum(0).sub(1).view(len(used), -1)
-    predicting = slots[:, -length:][wanted] - 1
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), wanted.sum(1).cumsum(0)]).int()
+    completions = real[:, -length:]
+    packed = pack_groups(
+        [(prompt, [ids[row, -length:][completions[row]] for row in members]) for prompt, members in groups.values()],
+        device=device,
+    )
+    used = [row for _, members in groups.values() for row in members]
+    order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
+    # The unused completions stand last: their tokens are no part of the packed row, and count as empty.
+    slots = torch.arange(rows * length).view(rows, length)[order][completions[order]][: packed.target_ids.shape[0]]
+    kept = wanted.flatten()[slots].nonzero()[:, 0]
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), wanted[order].sum(1).cumsum(0)]).int()
+    everything = kept.shape[0] == slots.shape[0]
+    on_device = kept.to(device)
     return Pack(
-        flat[None].to(device), PackedLayout.of(lengths.tolist(), device), predicting.to(device),
-        ids[:, -length:][wanted].to(device), cu_seqlens.to(device), scored,
-    )  # fmt: skip
+        inputs=packed.model_inputs,
+        predicting=packed.predicting if everything else packed.predicting[on_device],
+        target_ids=packed.target_ids if everything else packed.target_ids[on_device],
+        cu_seqlens=counts.to(device),
+        order=order.to(device),
+        slots=slots[kept].to(device),
+        shape=(rows, length),
+    )

@@ -120,7 +120,7 @@ class FastGRPOTrainer(GRPOTrainer):
 
     def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
         with self.accelerator.autocast():
-            return model(input_ids=call.pack.input_ids, packed=call)
+            return model(input_ids=call.pack.inputs["input_ids"], packed=call)
 
     def _head(self, model: Any) -> FusedHead:
         return fused_head(base_model(self.accelerator.unwrap_model(model)))
@@ -175,6 +175,8 @@ class FastGRPOTrainer(GRPOTrainer):
         head = self._head(model)
         rule = {"temperature": head.temperature, "softcap": head.softcap, "logit_scale": head.logit_scale}
         job = single_pass(self, inputs, pack.target_ids.shape[0], **rule)
+        if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
+            return super()._compute_loss(model, inputs)  # (R,) per token would read as (B,) per completion
         result = self._run(model, PackedCall(pack, head, True, job))
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
@@ -205,26 +207,25 @@ def _packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
     """Trunk and head of one packed row, inside the module's forward: shards are gathered, hooks fire once."""
     pack, head = call.pack, call.head
     with packing():
-        trunk = getattr(lm, head.backbone)(
-            input_ids=pack.input_ids, position_ids=pack.layout.position_ids, use_cache=False, packed_layout=pack.layout
-        )
+        trunk = getattr(lm, head.backbone)(**pack.inputs)
     states = trunk.last_hidden_state[0].index_select(0, pack.predicting)
     hidden, weight, bias = head.operands(lm, states)
-    if call.loss is None:
-        result = linear_logps(
-            hidden, weight, pack.target_ids, bias=bias, temperature=head.temperature, softcap=head.softcap,
-            logit_scale=head.logit_scale, return_entropy=call.entropy,
-        )  # fmt: skip
-        return dict(zip(("logps", "entropy"), result if call.entropy else (result,), strict=False))
-    return _loss(hidden, weight, bias, call.loss, pack)
+    with torch.autocast(states.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
+        return _logps(hidden, weight, bias, call) if call.loss is None else _loss(hidden, weight, bias, call.loss, pack)
+
+
+def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall) -> dict[str, Tensor]:
+    head = call.head
+    result = linear_logps(
+        hidden, weight, call.pack.target_ids, bias=bias, temperature=head.temperature, softcap=head.softcap,
+        logit_scale=head.logit_scale, return_entropy=call.entropy,
+    )  # fmt: skip
+    return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
 
 
 def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, pack: Pack) -> dict[str, Tensor]:
-    def scored(x: Tensor | None) -> Tensor | None:
-        return x[pack.scored] if x is not None and x.dim() == 2 else x
-
     out = linear_grpo_loss(
-        hidden, weight, pack.target_ids, scored(job.advantages), job.config, bias=bias, cu_seqlens=pack.cu_seqlens,
-        old_logps=scored(job.old_logps), ref_logps=scored(job.ref_logps), num_items_in_batch=job.num_items,
+        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config, bias=bias, cu_seqlens=pack.cu_seqlens,
+        old_logps=pack.packed(job.old_logps), ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items,
     )  # fmt: skip
     return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

@@ -100,7 +100,7 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
 
 def base_model(model: Any) -> Any:
     """The transformers model inside a peft model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def fused_head(model: Any) -> FusedHead:
@@ -189,9 +189,10 @@ class FastLogProbs:
         dtype = compute_dtype(hidden)
         h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         rule = {"temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": logit_scale}
-        result = linear_logps(h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule)
-        logps, entropy = result if isinstance(result, tuple) else (result, None)
-        extras = row_statistics(h, w, b, targets, logps, outputs, **rule)
+        with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
+            result = linear_logps(h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule)
+            logps, entropy = result if isinstance(result, tuple) else (result, None)
+            extras = row_statistics(h, w, b, targets, logps, outputs, **rule)
         return logps, entropy, *(extras.get(name) for name in ("log_sum_sq_probs", "mean_logits", "is_top1"))
 
 

@@ -57,6 +57,7 @@ def linear_logps(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    hidden_rows: Tensor | None = None,  # the shape of target_ids
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
     """Log-probabilities of the targets, and entropies, from hidden states; the logits never exist as a whole.
@@ -76,6 +77,8 @@ def linear_logps(
         lm_head_weight: same dtype and device as hidden.
         target_ids: int64 or int32 in [0, V); -100 marks a row without a target: logp 0 and no gradient.
         temperature: a number > 0, or a float tensor of the shape of target_ids.
+        hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may predict several
+            (the last row of a shared prompt predicts the first token of every completion). None: row t, target t.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
 
     Returns:
@@ -86,10 +89,10 @@ def linear_logps(
     """
     validation.raise_pending()
     validation.head(hidden, lm_head_weight, bias)
-    validation.layout("hidden", hidden, target_ids)
+    chosen = validation.hidden_layout(hidden, target_ids, hidden_rows)
     rows = row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logps, entropy, _ = torch.ops.grpo_fast.linear_logps(flat, lm_head_weight, bias, *rows)
+    logps, entropy, _ = torch.ops.grpo_fast.linear_logps(flat, lm_head_weight, bias, chosen, *rows)
     return _shaped(logps, entropy, target_ids, return_entropy)
 
 
@@ -166,6 +169,7 @@ def linear_grpo_loss(
     sampling_logps: Tensor | None = None,  # the shape of target_ids
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
+    hidden_rows: Tensor | None = None,  # the shape of target_ids
     backend: str = "auto",
     validate: str = "auto",
 ) -> LossOutput:
@@ -192,6 +196,8 @@ def linear_grpo_loss(
         sampling_logps: of the sampler, for `config.sampling_correction` and `config.off_policy_threshold`.
         num_items_in_batch: active tokens of the whole optimizer step, all micro-batches and ranks.
         num_completions_in_batch: completions of the whole optimizer step.
+        hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may predict several
+            (the last row of a shared prompt predicts the first token of every completion). None: row t, target t.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 
@@ -203,7 +209,7 @@ def linear_grpo_loss(
     """
     validation.raise_pending()
     validation.head(hidden, lm_head_weight, bias)
-    validation.layout("hidden", hidden, target_ids)
+    chosen = validation.hidden_layout(hidden, target_ids, hidden_rows)
     choice("backend", backend, BACKENDS)
     choice("validate", validate, validation.VALIDATE)
     tokens = token_arguments(
@@ -213,7 +219,7 @@ def linear_grpo_loss(
     on = torch.is_grad_enabled()
     wanted = [on and x is not None and x.requires_grad for x in (hidden, lm_head_weight, bias)]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    results = ops.call(ops.linear_grpo, flat, lm_head_weight, bias, wanted, backend, validate, *tokens)
+    results = ops.call(ops.linear_grpo, flat, lm_head_weight, bias, chosen, wanted, backend, validate, *tokens)
     return _output(results, target_ids, config, tokens, config.needs_entropy)
 
 

@@ -28,8 +28,8 @@ LOSS = "Tensor loss, Tensor logps, Tensor entropy"
 
 library = torch.library.Library("grpo_fast", "DEF")
 library.define(
-    f"linear_grpo(Tensor hidden, Tensor weight, Tensor? bias, bool[] wanted, str backend, str validate, {TOKEN_ARGS})"
-    f" -> ({LOSS}, Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    "linear_grpo(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, bool[] wanted, str backend, "
+    f"str validate, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 library.define(
     f"logits_grpo(Tensor logits, bool wanted, str backend, str validate, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_logits)"
@@ -38,10 +38,10 @@ library.define(f"logps_grpo(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> ({LO
 library.define(f"metrics(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> Tensor")
 
 
-def linear_grpo(hidden, weight, bias, wanted, backend, validate, *token_args):
+def linear_grpo(hidden, weight, bias, hidden_rows, wanted, backend, validate, *token_args):
     inputs, config = TokenInputs(*token_args[:-1]), LossConfig.from_key(token_args[-1])
     with kernel_precision(hidden.device):
-        result = linear_loss(hidden, weight, bias, inputs, config, backend, validate, Wanted(*wanted))
+        result = linear_loss(hidden, weight, bias, hidden_rows, inputs, config, backend, validate, Wanted(*wanted))
     return flat(result)
 
 
@@ -82,9 +82,9 @@ def fake_loss(like: Tensor, num_rows: Any, has_entropy: bool) -> tuple[Tensor, .
     return fp32(), fp32(num_rows), fp32(num_rows if has_entropy else 0)
 
 
-def linear_grpo_fake(hidden, weight, bias, wanted, backend, validate, *token_args):
+def linear_grpo_fake(hidden, weight, bias, hidden_rows, wanted, backend, validate, *token_args):
     has_entropy = LossConfig.from_key(token_args[-1]).needs_entropy
-    results = fake_loss(hidden, hidden.shape[0], has_entropy)
+    results = fake_loss(hidden, token_args[0].shape[0], has_entropy)
     tensors = zip((hidden, weight, weight if bias is None else bias), wanted, strict=True)
     return (*results, *(fake_gradient(x, is_wanted) for x, is_wanted in tensors))
 

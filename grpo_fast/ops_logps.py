@@ -16,17 +16,17 @@ from grpo_fast.kernels.linear import LinearHead, Wanted
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.ops import library
 from grpo_fast.passes import kernel_precision, pick_backend
-from grpo_fast.prepare import check_logps
+from grpo_fast.prepare import check_logps, checked_rows
 
 ROWS = (
     "Tensor target_ids, Tensor? temperatures, float temperature, float? softcap, float logit_scale, "
     "bool return_entropy, str backend"
 )
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
-library.define(f"linear_logps(Tensor hidden, Tensor weight, Tensor? bias, {ROWS}) -> ({STATS})")
+library.define(f"linear_logps(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, {ROWS}) -> ({STATS})")
 library.define(
-    f"linear_logps_grad(Tensor hidden, Tensor weight, Tensor? bias, {ROWS}, {STATS}, Tensor? d_logps, "
-    "Tensor? d_entropy, bool[] wanted) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    f"linear_logps_grad(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, {ROWS}, {STATS}, "
+    "Tensor? d_logps, Tensor? d_entropy, bool[] wanted) -> (Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 library.define(f"logits_logps(Tensor logits, {ROWS}) -> ({STATS})")
 library.define(f"logits_logps_grad(Tensor logits, {ROWS}, {STATS}, Tensor? d_logps, Tensor? d_entropy) -> Tensor")
@@ -63,6 +63,10 @@ class Rows:
     def active(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.index_select(0, self.index)
 
+    def hidden_index(self, hidden_rows: Tensor | None, num_hidden: int) -> Tensor | None:
+        """(T,) the row of hidden that predicts each active target; None: all rows, in order."""
+        return self.index if hidden_rows is None else checked_rows(self.active(hidden_rows), num_hidden, "auto")
+
     def spread(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.new_zeros(self.num_rows).index_copy_(0, self.index, x)
 
@@ -76,11 +80,14 @@ class Rows:
         return g, g_entropy
 
 
-def linear_logps(hidden, weight, bias, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend):
+def linear_logps(
+    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend
+):  # fmt: skip
     rows = Rows(weight.shape[0], target_ids, temperatures, temperature, softcap, logit_scale)
     kernels = pick_backend(backend, hidden)
     with kernel_precision(hidden.device):
-        head = LinearHead(hidden, weight, bias, rows.target_ids, rows.rule, rows.index, kernels)
+        index = rows.hidden_index(hidden_rows, hidden.shape[0])
+        head = LinearHead(hidden, weight, bias, rows.target_ids, rows.rule, index, kernels)
         stats = head.logps(return_entropy=entropy)
     return results(rows, stats)
 
@@ -100,15 +107,18 @@ def results(rows: Rows, stats: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Te
 
 
 def linear_logps_grad(
-    hidden, weight, bias, target_ids, temperatures, temperature, softcap, logit_scale, return_entropy, backend,
-    logps, entropy, lse, d_logps, d_entropy, wanted,
+    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, logit_scale, return_entropy,
+    backend, logps, entropy, lse, d_logps, d_entropy, wanted,
 ):  # fmt: skip
     rows = Rows(weight.shape[0], target_ids, temperatures, temperature, softcap, logit_scale)
     g, g_entropy = rows.coefficients(d_logps, d_entropy)
     known = (rows.active(lse), rows.active(logps), rows.active(entropy) if return_entropy else None)
     with kernel_precision(hidden.device):
         kernels = pick_backend(backend, hidden)
-        head = LinearHead(hidden, weight, bias, rows.target_ids, rows.rule, rows.index, kernels)
+        index = rows.hidden_index(hidden_rows, hidden.shape[0])
+        head = LinearHead(
+            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None
+        )
         return head.gradients(g, g_entropy, known, Wanted(*wanted))
 
 
@@ -138,8 +148,10 @@ def fake_stats(x: Tensor, num_rows: Any, return_entropy: bool) -> tuple[Tensor, 
     return fp32(num_rows), fp32(num_rows if return_entropy else 0), fp32(num_rows)
 
 
-def linear_logps_fake(hidden, weight, bias, target_ids, temperatures, temperature, softcap, scale, entropy, backend):
-    return fake_stats(hidden, hidden.shape[0], entropy)
+def linear_logps_fake(
+    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, scale, entropy, backend
+):  # fmt: skip
+    return fake_stats(hidden, target_ids.shape[0], entropy)
 
 
 def logits_logps_fake(logits, target_ids, temperatures, temperature, softcap, scale, entropy, backend):
@@ -178,11 +190,11 @@ def recall(ctx: Any, grads: tuple) -> tuple[list, tuple] | None:
 def linear_logps_backward(ctx, *grads):
     recalled = recall(ctx, grads)
     if recalled is None:
-        return (None,) * 10
+        return (None,) * 11
     inputs, stats = recalled
     wanted = [bool(x) for x in ctx.needs_input_grad[:3]]
     found = torch.ops.grpo_fast.linear_logps_grad(*inputs, *stats, grads[0], grads[1], wanted)
-    return (*(x if need else None for x, need in zip(found, wanted, strict=True)), *[None] * 7)
+    return (*(x if need else None for x, need in zip(found, wanted, strict=True)), *[None] * 8)
 
 
 def logits_logps_backward(ctx, *grads):

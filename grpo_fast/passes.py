@@ -18,7 +18,7 @@ from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.metrics import metric_names, token_metrics
 from grpo_fast.kernels.tokens import fused_inputs, token_loss
 from grpo_fast.logits import LogitsSweep
-from grpo_fast.prepare import ActiveTokens, TokenInputs, active_tokens, check_logps
+from grpo_fast.prepare import ActiveTokens, TokenInputs, active_tokens, check_logps, checked_rows
 
 
 class LossResult(NamedTuple):
@@ -59,6 +59,7 @@ def linear_loss(
     hidden: Tensor,  # (N, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
+    hidden_rows: Tensor | None,  # (T,) int64: the row of hidden that predicts target t; None: row t (then N = T)
     inputs: TokenInputs,
     config: LossConfig,
     backend: str,
@@ -66,9 +67,16 @@ def linear_loss(
     wanted: Wanted,
 ) -> LossResult:
     """hidden → loss; gradients are (dH, dW, db)."""
-    tokens = active_tokens(inputs, hidden.shape[0], weight.shape[0], config, validate)
+    assert inputs.target_ids is not None
+    tokens = active_tokens(inputs, inputs.target_ids.shape[0], weight.shape[0], config, validate)
     assert tokens.target_ids is not None
-    head = LinearHead(hidden, weight, bias, tokens.target_ids, tokens.rule, tokens.rows, pick_backend(backend, hidden))
+    index, rows_repeat = tokens.rows, hidden_rows is not None
+    if hidden_rows is not None:
+        index = checked_rows(tokens.active(hidden_rows), hidden.shape[0], validate)
+    head = LinearHead(
+        hidden, weight, bias, tokens.target_ids, tokens.rule, index, pick_backend(backend, hidden),
+        rows_repeat=rows_repeat,
+    )  # fmt: skip
     fused = fused_inputs(tokens.batch, config)
     if any(wanted) and fused is not None and head.num_rows:
         rows, gradients = head.loss_gradients(fused, config, wanted)

@@ -189,6 +189,18 @@ def _total_checks(inputs: TokenInputs) -> list[tuple[Tensor, str]]:
     return checks
 
 
+def checked_rows(hidden_rows: Tensor, num_hidden: int, validate: str) -> Tensor:
+    """(T,) the rows of hidden that the active tokens name, inside [0, num_hidden)."""
+    if not hidden_rows.numel():
+        return hidden_rows
+    low, high = hidden_rows.aminmax()
+    message = f"hidden_rows: expected rows in [0, {num_hidden}) at the active tokens"
+    if hidden_rows.device.type == "cpu":
+        message += f", got rows from {low.item()} to {high.item()}"
+    validation.check_values([((low < 0) | (high >= num_hidden), message)], validate)
+    return hidden_rows.clamp(0, num_hidden - 1) if hidden_rows.is_cuda else hidden_rows
+
+
 def check_logps(logps: Tensor, validate: str) -> None:
     """Refuse a target whose logit is -inf: it has no finite loss."""
     message = "target_ids: expected targets of finite probability, got one whose logit is -inf"

@@ -124,6 +124,23 @@ def layout(name: str, x: Tensor, target_ids: Tensor) -> None:
     same_device("target_ids", target_ids, x, name)
 
 
+def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> Tensor | None:
+    """hidden in the layout of target_ids; or (R, H) and the row that predicts each target, returned flat in int64."""
+    if hidden_rows is None:
+        layout("hidden", hidden, target_ids)
+        return None
+    token_ids("target_ids", target_ids)
+    token_ids("hidden_rows", hidden_rows)
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden: expected shape (R, H) beside hidden_rows, got {tuple(hidden.shape)}")
+    if target_ids.dim() not in (1, 2):
+        raise ValueError(f"target_ids: expected shape (B, L) or (T,), got {tuple(target_ids.shape)}")
+    shape_is("hidden_rows", hidden_rows, tuple(target_ids.shape), "that of target_ids")
+    for name, x in (("target_ids", target_ids), ("hidden_rows", hidden_rows)):
+        same_device(name, x, hidden, "hidden")
+    return hidden_rows.reshape(-1).long()
+
+
 def per_token(name: str, x: Tensor | None, like: Tensor) -> None:
     """An optional float tensor of the layout of `like` (B, L) or (T,)."""
     if x is None:

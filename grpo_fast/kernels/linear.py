@@ -55,11 +55,14 @@ class LinearHead:
         bias: Tensor | None,  # (V,)
         target_ids: Tensor,  # (T,) int64, of the active rows
         rule: LogitRule,  # temperature: a float, or (T,)
-        index: Tensor | None,  # (T,) the active rows of hidden; None: all of them
+        index: Tensor | None,  # (T,) the row of hidden that predicts each target; None: row t predicts target t
         backend: Backend,
+        *,
+        rows_repeat: bool = False,  # a row of hidden may predict several targets: its gradients are summed
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.target_ids, self.rule, self.index, self.backend = target_ids, rule, index, backend
+        self.rows_repeat = rows_repeat
         self.num_rows = target_ids.shape[0]
         self.vocab_size = weight.shape[0]
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -229,13 +232,19 @@ class GradientSums:
     def _multiply(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
         hidden = self.head.hidden
         if self.wanted.hidden:
-            dh = matmul_narrow(d, self.head.weight)[:count].to(hidden.dtype)
-            if count == hidden.shape[0] and isinstance(index, slice):
-                self.d_hidden = dh
+            dh = matmul_narrow(d, self.head.weight)[:count]
+            if self.head.rows_repeat:
+                assert isinstance(index, Tensor)
+                if self.d_hidden is None:
+                    self.d_hidden = torch.zeros(hidden.shape, dtype=self.head.compute_dtype, device=hidden.device)
+                # With accumulate=True equal rows are summed in their order, on a GPU too (index_add_ is not).
+                self.d_hidden.index_put_((index,), dh.to(self.d_hidden.dtype), accumulate=True)
+            elif count == hidden.shape[0] and isinstance(index, slice):
+                self.d_hidden = dh.to(hidden.dtype)
             else:
                 if self.d_hidden is None:
                     self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-                self.d_hidden[index] = dh
+                self.d_hidden[index] = dh.to(hidden.dtype)
         if self.wanted.weight:
             self.d_weight = accumulate_outer(self.d_weight, d, h, self.head)
         if self.wanted.bias:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import TEXTS, tiny_model
+from tests.tiny import FAMILIES, SIZES, TEXTS, tiny_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 GSM8K = Path(__file__).parent.parent.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -33,9 +33,18 @@ def folder(path: Path, family: str = "llama", **changes: Any) -> str:
     if not (path / "config.json").exists():
         tokenizer = build_bpe_tokenizer(TEXTS, 260)
         special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        tiny_model(family, vocab_size=len(tokenizer), **{**special, **SMALL, **changes}).save_pretrained(path)
+        fields = {**special, **SMALL, **changes, "vocab_size": len(tokenizer)}
+        model = tiny_model(family, **fields) if family in FAMILIES else other_model(family, {**SIZES, **fields})
+        model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     return str(path)
+
+
+def other_model(family: str, fields: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, bos_token_id=None, **fields))
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

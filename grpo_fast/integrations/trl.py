@@ -208,24 +208,24 @@ def _packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
     pack, head = call.pack, call.head
     with packing():
         trunk = getattr(lm, head.backbone)(**pack.inputs)
-    states = trunk.last_hidden_state[0].index_select(0, pack.predicting)
-    hidden, weight, bias = head.operands(lm, states)
-    with torch.autocast(states.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
+    hidden, weight, bias = head.operands(lm, trunk.last_hidden_state[0])
+    with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
         return _logps(hidden, weight, bias, call) if call.loss is None else _loss(hidden, weight, bias, call.loss, pack)
 
 
 def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall) -> dict[str, Tensor]:
-    head = call.head
+    head, pack = call.head, call.pack
     result = linear_logps(
-        hidden, weight, call.pack.target_ids, bias=bias, temperature=head.temperature, softcap=head.softcap,
-        logit_scale=head.logit_scale, return_entropy=call.entropy,
+        hidden, weight, pack.target_ids, hidden_rows=pack.predicting, bias=bias, temperature=head.temperature,
+        softcap=head.softcap, logit_scale=head.logit_scale, return_entropy=call.entropy,
     )  # fmt: skip
     return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
 
 
 def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, pack: Pack) -> dict[str, Tensor]:
     out = linear_grpo_loss(
-        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config, bias=bias, cu_seqlens=pack.cu_seqlens,
-        old_logps=pack.packed(job.old_logps), ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items,
+        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config, hidden_rows=pack.predicting, bias=bias,
+        cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps), ref_logps=pack.packed(job.ref_logps),
+        num_items_in_batch=job.num_items,
     )  # fmt: skip
     return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

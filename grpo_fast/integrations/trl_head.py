@@ -140,8 +140,13 @@ def _swap(model: Any, handle: FastHead, autocast: Callable[[], AbstractContextMa
 def _is_partitioned(model: Any) -> bool:
     partitioned = hasattr(model.get_output_embeddings().weight, "ds_id")
     if partitioned:
-        log.warning("use_fast_head: the head is sharded by DeepSpeed ZeRO-3; TRL's own function computes it")
+        _warn_partitioned()
     return partitioned
+
+
+@functools.cache
+def _warn_partitioned() -> None:
+    log.warning("use_fast_head: the head is sharded by DeepSpeed ZeRO-3; TRL's own function computes it")
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
@@ -186,6 +191,12 @@ class FastLogProbs:
         outputs: tuple[str, ...] = (),
     ) -> Outputs:
         """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,); None where not asked for."""
+        if hidden.shape[0] == 0:  # nothing is scored: a row without a target keeps weight and trunk in the graph
+            nothing = FastLogProbs.apply(
+                torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])]), weight, bias, targets.new_full((1,), -100),
+                temperature, chunk_size, final_logit_softcapping, logit_scale, outputs,
+            )  # fmt: skip
+            return tuple(None if x is None else x[:0] for x in nothing)  # type: ignore[return-value]
         dtype = compute_dtype(hidden)
         h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         rule = {"temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": logit_scale}

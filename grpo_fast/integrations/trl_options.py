@@ -43,7 +43,7 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
         "torch_compile: the packed forward is not compiled": args.torch_compile,
         "device_map: the model is split across devices": len(set(getattr(lm, "hf_device_map", {"": 0}).values())) > 1,
         "peft: prompt learning changes the inputs": any(c.is_prompt_learning for c in peft_configs),
-        f"lm_head: {type(head).__name__} is no plain linear layer": not isinstance(head, nn.Linear),
+        f"lm_head: {type(head).__name__} is no plain linear layer": type(head) is not nn.Linear,
         "parallelism_config: context or sequence parallelism": parallel is not None
         and max(getattr(parallel, "cp_size", 1) or 1, getattr(parallel, "sp_size", 1) or 1) > 1,
         "disable_dropout: attention dropout is on": _has_attention_dropout(lm),
@@ -59,8 +59,13 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
 
 
 def _has_attention_dropout(lm: nn.Module) -> bool:
-    names = ("attention_dropout", "attn_dropout")
-    return any(isinstance(getattr(m, n, None), float) and getattr(m, n) > 0 for m in lm.modules() for n in names)
+    for module in lm.modules():
+        for name in ("attention_dropout", "attn_dropout"):
+            rate = getattr(module, name, 0.0)
+            rate = rate.p if isinstance(rate, nn.Dropout) else rate
+            if isinstance(rate, float) and rate > 0:
+                return True
+    return False
 
 
 class SinglePass(NamedTuple):

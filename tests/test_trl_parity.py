@@ -73,7 +73,17 @@ def sampled_by(injected: Any) -> Any:
     return generate
 
 
-def compare_runs(model_path, tmp_path, *mixins, loss=SINGLE, forward="packed", tolerance=1e-4, near_zero=1e-6, weights=1e-5, **options):
+def compare_runs(
+    model_path,
+    tmp_path,
+    *mixins,
+    loss=SINGLE,
+    forward="packed",
+    tolerance=1e-4,
+    near_zero=1e-6,
+    weights=1e-5,
+    **options,
+):
     """Train both, compare everything that either logs; returns TRL's log."""
     runs = []
     for number, base in enumerate((trl.GRPOTrainer, fast.FastGRPOTrainer)):

@@ -240,7 +240,10 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     """Callbacks, evaluation and a saved checkpoint use the model without a layout."""
     trainer = build(model_path, tmp_path)
     plain = build(model_path, tmp_path, trl.GRPOTrainer)
-    batch = {"input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]), "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4])}
+    batch = {
+        "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4]),
+    }
     real = batch["attention_mask"].bool()
     assert torch.equal(trainer.model(**batch).logits[real], plain.model(**batch).logits[real])
     generated = [t.model.generate(**batch, max_new_tokens=3, do_sample=False) for t in (trainer, plain)]

@@ -1,4 +1,4 @@
-"""Pairs of trainers for the TRL parity tests: a tiny local model, GSM8K prompts, injected completions, fixed rewards."""
+"""Trainers for the TRL parity tests: a tiny local model, GSM8K prompts, injected completions, fixed rewards."""
 
 from __future__ import annotations
 

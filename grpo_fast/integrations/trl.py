@@ -54,7 +54,7 @@ class FastGRPOTrainer(GRPOTrainer):
         fast_path: {"forward": "packed" or "TRL's: <option>", "loss": "single pass" or "TRL's on our logps: <option>"}.
     """
 
-    @functools.wraps(GRPOTrainer.__init__)
+    @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._given: tuple[Tensor, Tensor] | None = None  # finished logps and entropies, for TRL's metrics
@@ -224,8 +224,8 @@ def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall
 
 def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, pack: Pack) -> dict[str, Tensor]:
     out = linear_grpo_loss(
-        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config, hidden_rows=pack.predicting, bias=bias,
-        cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps), ref_logps=pack.packed(job.ref_logps),
-        num_items_in_batch=job.num_items,
+        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config, hidden_rows=pack.predicting,
+        bias=bias, cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
+        ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items,
     )  # fmt: skip
     return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

@@ -199,7 +199,11 @@ class FastLogProbs:
             return tuple(None if x is None else x[:0] for x in nothing)  # type: ignore[return-value]
         dtype = compute_dtype(hidden)
         h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        rule = {"temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": logit_scale}
+        rule: dict[str, Any] = {
+            "temperature": temperature,
+            "softcap": final_logit_softcapping,
+            "logit_scale": logit_scale,
+        }
         with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
             result = linear_logps(h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule)
             logps, entropy = result if isinstance(result, tuple) else (result, None)
@@ -227,7 +231,7 @@ def row_statistics(
     the logits, but only of the rows whose probability, between 1/V and a half, leaves it open.
     """
     found: dict[str, Tensor] = {}
-    rule = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+    rule: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
     if "log_sum_sq_probs" in wanted:
         colder = linear_logps(hidden, weight, targets, bias=bias, **{**rule, "temperature": temperature / 2})
         found["log_sum_sq_probs"] = 2 * logps.detach() - colder

@@ -28,6 +28,7 @@ from trl import GRPOTrainer
 
 from grpo_fast import linear_grpo_loss, linear_logps
 from grpo_fast.integrations.packed import Pack, own_attention, pack_padded, packing, take_packed_rows
+from grpo_fast.integrations.trl_groups import regroup, window_of
 from grpo_fast.integrations.trl_head import FusedHead, base_model, fused_head, use_fast_head
 from grpo_fast.integrations.trl_options import SinglePass, forward_reason, probe, single_pass, single_pass_reason
 
@@ -59,6 +60,7 @@ class FastGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         self._given: tuple[Tensor, Tensor] | None = None  # finished logps and entropies, for TRL's metrics
         self._probed = False
+        self._group_window: int | None = None
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         lm = base_model(self.accelerator.unwrap_model(self.model))
         reason = forward_reason(self, lm) or self._prepare_models(lm)
@@ -68,6 +70,19 @@ class FastGRPOTrainer(GRPOTrainer):
         elif (reason := single_pass_reason(self)) is not None:
             self.fast_path["loss"] = f"TRL's on our logps: {reason}"
         log.info("FastGRPOTrainer: %s", self.fast_path)
+
+    @property
+    def keep_groups(self) -> bool:
+        """Whether completions of one prompt change places within an optimizer step so that they can share it.
+
+        Off by default: gradients stay the same, but the metrics of a step, which TRL averages over its micro-batches,
+        come from other micro-batches than TRL's. Setting it raises ValueError where the gradient would change.
+        """
+        return self._group_window is not None
+
+    @keep_groups.setter
+    def keep_groups(self, value: bool) -> None:
+        self._group_window = window_of(self) if value else None
 
     # ---------------------------------------------------------------------------------------------- set-up
 
@@ -144,6 +159,15 @@ class FastGRPOTrainer(GRPOTrainer):
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch):
+        """TRL's micro-batch; with `keep_groups` the rows of a new generation batch change places first."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._group_window is None or not self.model.training or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = regroup(self._buffered_inputs, self._group_window)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
         """TRL's, with the attention the model came with."""

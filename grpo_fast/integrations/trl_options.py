@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.attention import check_supported
 
-# How TRL normalises each loss type: over this call and then over the accumulation, or over the generation batch.
+# What TRL divides each loss type by: completions or tokens of the micro-batch, and then the accumulation steps; or the
+# tokens of the generation batch.
 NORMALISERS = {
-    "grpo": "accumulation",
-    "sapo": "accumulation",
-    "bnpo": "accumulation",
-    "dr_grpo": "accumulation",
-    "luspo": "accumulation",
+    "grpo": "completions",
+    "sapo": "completions",
+    "bnpo": "tokens",
+    "dr_grpo": "completions",
+    "luspo": "completions",
     "dapo": "items",
     "cispo": "items",
     "vespo": "items",

@@ -43,7 +43,7 @@ class PackedCall:
     """What travels to the model's forward as `packed=` and asks for logps or, with `loss`, for loss and gradient."""
 
     pack: Pack
-    head: FusedHead
+    head: FusedHead  # the rules of logits that TRL read from the policy's config
     entropy: bool
     loss: SinglePass | None = None
 
@@ -67,9 +67,10 @@ class FastGRPOTrainer(GRPOTrainer):
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
             use_fast_head(self)
+            log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
         elif (reason := single_pass_reason(self)) is not None:
             self.fast_path["loss"] = f"TRL's on our logps: {reason}"
-        log.info("FastGRPOTrainer: %s", self.fast_path)
+        log.info("FastGRPOTrainer: forward %(forward)s, loss %(loss)s", self.fast_path)
 
     @property
     def keep_groups(self) -> bool:
@@ -88,7 +89,7 @@ class FastGRPOTrainer(GRPOTrainer):
 
     def _prepare_models(self, lm: Any) -> str | None:
         """Let policy and reference take packed rows; the reason why not, when they compute something else then."""
-        self._own_attention = take_packed_rows(lm)
+        self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
         _take_packed_calls(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         reason = None if sharded else self._self_check(lm)
@@ -106,7 +107,6 @@ class FastGRPOTrainer(GRPOTrainer):
 
         Finds what no table can know: attention sinks, positions that are not RoPE's, a head with an unknown rule.
         """
-        head = fused_head(lm)
         device = lm.get_output_embeddings().weight.device
         vocabulary = lm.get_output_embeddings().weight.shape[0]
         ids = (torch.arange(12, device=device) * 7 + torch.tensor([[3], [3]], device=device)) % vocabulary
@@ -118,7 +118,7 @@ class FastGRPOTrainer(GRPOTrainer):
         try:
             theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
             pack = pack_padded(ids, real, real[:, -5:])
-            ours = pack.padded(self._run(lm, PackedCall(pack, head, False))["logps"])
+            ours = pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
         except (ValueError, TypeError) as error:
             return str(error)
         finally:
@@ -137,9 +137,6 @@ class FastGRPOTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             return model(input_ids=call.pack.inputs["input_ids"], packed=call)
 
-    def _head(self, model: Any) -> FusedHead:
-        return fused_head(base_model(self.accelerator.unwrap_model(model)))
-
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
@@ -155,7 +152,7 @@ class FastGRPOTrainer(GRPOTrainer):
             pack = pack_padded(input_ids[rows], attention_mask[rows], attention_mask[rows, -logits_to_keep:])
             if pack is None:  # a completion without a prompt: nothing in a packed row predicts its first token
                 return theirs(input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs)
-            result = self._run(model, PackedCall(pack, self._head(model), compute_entropy))
+            result = self._run(model, PackedCall(pack, self._head, compute_entropy))
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
@@ -196,12 +193,10 @@ class FastGRPOTrainer(GRPOTrainer):
         pack = pack_padded(input_ids, attention_mask, mask)
         if pack is None:
             return super()._compute_loss(model, inputs)
-        head = self._head(model)
-        rule = {"temperature": head.temperature, "softcap": head.softcap, "logit_scale": head.logit_scale}
-        job = single_pass(self, inputs, pack.target_ids.shape[0], **rule)
+        job = single_pass(self, inputs, pack.target_ids.shape[0], **self._head.rule)
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             return super()._compute_loss(model, inputs)  # (R,) per token would read as (B,) per completion
-        result = self._run(model, PackedCall(pack, head, True, job))
+        result = self._run(model, PackedCall(pack, self._head, True, job))
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor
@@ -238,10 +233,9 @@ def _packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
 
 
 def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall) -> dict[str, Tensor]:
-    head, pack = call.head, call.pack
     result = linear_logps(
-        hidden, weight, pack.target_ids, hidden_rows=pack.predicting, bias=bias, temperature=head.temperature,
-        softcap=head.softcap, logit_scale=head.logit_scale, return_entropy=call.entropy,
+        hidden, weight, call.pack.target_ids, hidden_rows=call.pack.predicting, bias=bias, return_entropy=call.entropy,
+        **call.head.rule,
     )  # fmt: skip
     return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
 

@@ -32,11 +32,18 @@ import torch  # noqa: E402  (the path above makes the script runnable without in
 
 from benchmarks import measure  # noqa: E402
 
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 2048},
     "mid": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 32000},
     # Qwen2.5-0.5B's shape, for a GPU.
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936},
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "vocab_size": 151936,
+        "num_attention_heads": 14,
+    },
 }
 PROMPT, GROUP, COMPLETION = 512, 8, 64
 BAR = 2.5
@@ -125,10 +132,9 @@ def make_trainers(options: argparse.Namespace, name: str, wanted: tuple[str, ...
 
     logging_of_transformers.disable_progress_bar()
     tokenizer = build_bpe_tokenizer(["What is 12 + 30? 42"], 260)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**MODELS[name], **heads, **special))
+    model = LlamaForCausalLM(LlamaConfig(**{**HEADS, **MODELS[name], **special}))
     model = model.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     made = {}
     for label, cls in zip(TRAINERS, (GRPOTrainer, GRPOTrainer, FastGRPOTrainer), strict=True):

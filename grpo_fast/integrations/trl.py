@@ -113,7 +113,7 @@ class FastGRPOTrainer(GRPOTrainer):
         ids[1, 7:] = (ids[1, 7:] + 5) % vocabulary
         real = torch.ones_like(ids)
         real[:, :2] = real[1, 10:] = 0
-        training = lm.training
+        modes = [(module, module.training) for module in lm.modules()]
         lm.eval()
         try:
             theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
@@ -122,7 +122,8 @@ class FastGRPOTrainer(GRPOTrainer):
         except (ValueError, TypeError) as error:
             return str(error)
         finally:
-            lm.train(training)
+            for module, training in modes:
+                module.training = training
         difference = float((ours - theirs).abs().max())
         dtype = lm.get_output_embeddings().weight.dtype
         if self.accelerator.mixed_precision in ("bf16", "fp16"):

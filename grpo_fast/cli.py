@@ -1,4 +1,4 @@
-"""The command line: `grpo-fast train`, `grpo-fast eval`, `grpo-fast plot`, `grpo-fast bench`.
+"""The command line: `grpo-fast train`, `eval`, `plan`, `plot`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -95,6 +95,31 @@ def evaluate(
         chosen = parse_settings(settings or [])
         _quiet_transformers()
         typer.echo(table(run_eval(model, chosen)))
+    except ValueError as error:
+        _refuse(error, debug, USAGE_ERROR)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A recipe, a hub id, a model's folder or config.json, or qwen2.5-7b, …")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="gpu=141 (GB) prompt=8192 completion=512 group=16 optim.states=8bit …"
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Predict what fits on a GPU: tokens per micro-batch under each option, without loading any weights."""
+    try:
+        from rich.console import Console
+
+        from grpo_fast.train.plan import plan as predict
+        from grpo_fast.train.plan import render
+
+        console = Console()
+        for shown in render(predict(model, settings or [])):
+            console.print(shown)
     except ValueError as error:
         _refuse(error, debug, USAGE_ERROR)
 

@@ -1,6 +1,30 @@
-"""Attention of packed sequences: layout on the host, one function registered with transformers, kernels by dispatch."""
+"""Packed rows for transformers models: every prompt once, each completion seeing its prompt and itself.
 
+Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen lines.
+"""
+
+from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
-from grpo_fast.attention.packed import NAME, check_supported, disable_dropout, packed_attention, register
+from grpo_fast.attention.packed import (
+    NAME,
+    check_supported,
+    disable_dropout,
+    register,
+    shared_prompt_supported,
+)
+from grpo_fast.attention.packing import PackedGroups, Share, pack_groups, plan_packs, trunk_tokens
 
-__all__ = ["NAME", "PackedLayout", "check_supported", "disable_dropout", "packed_attention", "register"]
+__all__ = [
+    "NAME",
+    "PackedGroups",
+    "PackedLayout",
+    "Share",
+    "check_supported",
+    "disable_dropout",
+    "pack_groups",
+    "packed_rows_attention",
+    "plan_packs",
+    "register",
+    "shared_prompt_supported",
+    "trunk_tokens",
+]

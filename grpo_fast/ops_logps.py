@@ -126,8 +126,9 @@ def linear_logps_grad(
         kernels = pick_backend(backend, hidden)
         index = rows.hidden_index(hidden_rows, hidden.shape[0])
         head = LinearHead(
-            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None
-        )
+            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None,
+            entropy_gradient=g_entropy is not None,
+        )  # fmt: skip
         return head.gradients(g, g_entropy, known, Wanted(*wanted))
 
 

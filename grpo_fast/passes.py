@@ -76,7 +76,7 @@ def linear_loss(
         index = checked_rows(tokens.active(hidden_rows), hidden.shape[0], validate)
     head = LinearHead(
         hidden, weight, bias, tokens.target_ids, tokens.rule, index, pick_backend(backend, hidden),
-        rows_repeat=rows_repeat, grad_filter=grad_filter,
+        rows_repeat=rows_repeat, grad_filter=grad_filter, entropy_gradient=config.entropy_coef != 0,
     )  # fmt: skip
     result = _head_loss(head, tokens, config, validate, wanted)
     return result if head.filtered is None else result._replace(filtered=head.filtered.shares())

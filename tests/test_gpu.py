@@ -112,6 +112,95 @@ def test_twice_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
+    """(logps, dH, dW) of a token-level loss on whatever device the tensors are."""
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    config = config_of(options.pop("loss_type", "dapo"), epsilon_low=0.9, epsilon_high=9.0, **options)
+    cu_seqlens = torch.tensor([0, len(target_ids)], device=hidden.device)
+    result = linear_grpo_loss(
+        *leaves, target_ids, advantages, config, cu_seqlens=cu_seqlens, num_items_in_batch=1000, backend=backend
+    )
+    result.loss.backward()
+    return result.logps, *(x.grad for x in leaves)
+
+
+def problem(n: int, h: int, v: int) -> tuple:
+    g = torch.Generator().manual_seed(n + h + v)
+    hidden = torch.randn(n, h, generator=g).bfloat16()
+    weight = (torch.randn(v, h, generator=g) * (2 / h**0.5)).bfloat16()
+    return hidden, weight, torch.randint(v, (n,), generator=g), torch.randn(n, generator=g)
+
+
+# Rows, H and V around the tile of 128 x 256 (pieces of 64 columns), the slice of 4096 and 16-byte rows.
+@pytest.mark.parametrize(
+    ("n", "h", "v"),
+    [(1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 4095), (257, 128, 4097),
+     (130, 896, 8200), (65, 60, 50257)],
+)  # fmt: skip
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("workspace", ["1024", "0"])
+def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
+    """The bf16 path without d-logits, in one chunk and in chunks of 32 rows."""
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
+    inputs = problem(n, h, v)
+    exact = linear_gradients(*(x.double() if x.is_floating_point() else x for x in inputs), "torch", softcap=softcap)
+    found = linear_gradients(*(x.to(DEVICE) for x in inputs), BACKEND, softcap=softcap)
+    logps, d_hidden, d_weight = (x.cpu().double() for x in found)
+    assert (logps - exact[0]).abs().max() <= 1e-5
+    for value, want in ((d_hidden, exact[1]), (d_weight, exact[2])):
+        assert (value - want).norm() <= 3e-3 * want.norm() + 1e-12
+    if v > 2:
+        assert ((d_hidden - exact[1]).norm(dim=1) / exact[1].norm(dim=1)).max() <= 3e-3
+
+
+def test_weights_of_unlikely_targets_and_of_nan():
+    """The guard: -lp up to 1000, finite gradients, and rows of NaN without advantage that touch nothing."""
+    hidden, weight, target_ids, advantages = problem(300, 64, 5000)
+    weight[7], target_ids[:4] = 0.0, 7
+    weight[7, 0] = 1.0
+    hidden[:4, 0] = torch.tensor([-30.0, -45.0, -100.0, -1000.0])
+    exact = linear_gradients(
+        *(x.double() if x.is_floating_point() else x for x in (hidden, weight, target_ids, advantages)), "torch"
+    )
+    inputs = [x.to(DEVICE) for x in (hidden, weight, target_ids, advantages)]
+    for value, want in zip(linear_gradients(*inputs, BACKEND)[1:], exact[1:], strict=True):
+        assert (value.cpu().double() - want).norm() <= 3e-3 * want.norm()
+    inputs[3][130] = 0.0
+    clean = linear_gradients(*inputs, BACKEND)
+    inputs[0][130, 5] = float("nan")
+    dirty = linear_gradients(*inputs, BACKEND)
+    assert all(torch.equal(a, b) for a, b in zip(clean[1:], dirty[1:], strict=True))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_row_does_not_depend_on_its_batch(entropy):
+    """logps bit for bit: batch, order, entropy (another tile), with and without gradient.
+
+    Not dH: its product is the vendor's, which may split its sums by the number of rows.
+    """
+    hidden, weight, target_ids, advantages = (x.to(DEVICE) for x in problem(700, 896, 32000))
+    logps = linear_gradients(hidden, weight, target_ids, advantages, BACKEND, compute_entropy=entropy)[0]
+    for index in (torch.arange(3), torch.arange(130, 500), torch.arange(699, -1, -1)):
+        index = index.to(DEVICE)
+        part = linear_gradients(hidden[index], weight, target_ids[index], advantages[index], BACKEND)[0]
+        assert torch.equal(part, logps[index])
+    with torch.no_grad():
+        assert torch.equal(linear_logps(hidden, weight, target_ids, backend=BACKEND), logps)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_a_thousand_times_the_same_bits(loss_type):
+    """dW, dH and logps under a second stream that keeps the GPU busy: no race, no atomic."""
+    inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
+    noise, side = torch.randn(2048, 2048, device=DEVICE), torch.cuda.Stream()
+    first = linear_gradients(*inputs, BACKEND, loss_type=loss_type)
+    for _ in range(1000):
+        with torch.cuda.stream(side):
+            noise = (noise @ noise).tanh()
+        again = linear_gradients(*inputs, BACKEND, loss_type=loss_type)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def test_offsets_beyond_two_to_the_31():
     rows, vocab = 16500, 131072  # rows · vocab = 2.16e9 elements, 4.3 GB in bf16
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:

@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fast.kernels import configs
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from triton_tools.launcher import HAS_TRITON, OTHER_TRITON, TOOLS, run_python  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+KERNELS = {
+    f"{name}_kernel" for name in ("slice", "join", "target", "units", "row_logps", "row_grad", "row_loss", "scale")
+}
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 
 
@@ -25,9 +30,7 @@ def check(arch: str, other_triton: str | None = None) -> None:
     entries = json.loads(
         run_python(str(TOOLS / "report.py"), arch, "--json", interpret=False, other_triton=other_triton)
     )
-    kernels = {e["kernel"] for e in entries}
-    rows = {"row_logps_kernel", "row_grad_kernel", "row_loss_kernel"}
-    assert kernels == {"slice_kernel", "join_kernel", "scale_kernel"} | rows
+    assert {e["kernel"] for e in entries} == KERNELS
     for e in entries:
         where = f"{arch} {e['name']} {e['kernel']}: {e}"
         assert e["spills"] == 0, where
@@ -38,8 +41,18 @@ def check(arch: str, other_triton: str | None = None) -> None:
             assert e["counts"]["HMMA"] == 0, where
         if e["kernel"] == "slice_kernel" and "float16" in e["name"] and arch in MATRIX_UNIT:
             assert e["counts"][MATRIX_UNIT[arch]] > 0, where
-            uses_tma = e["counts"]["UTMALDG"] > 0
-            assert uses_tma == (arch in ("sm_90", "sm_100") and "V=32000" in e["name"]), where
+            has_tma = arch in ("sm_90", "sm_100") and "V=32000" in e["name"]
+            assert (e["counts"]["UTMALDG"] > 0) == has_tma, where
+            assert (e["counts"]["UTMASTG"] > 0) == (has_tma and e["name"].startswith("weights")), where
+
+
+def test_the_entropy_changes_no_sum():
+    """Two tiles of one device add up a row's columns and its hidden units in the same order."""
+    for key, light in configs._LIGHT.items():
+        heavy = configs._LINEAR[key]
+        assert (light.piece, light.block_h) == (heavy.piece, heavy.block_h)
+    for config in (*configs._LIGHT.values(), *configs._LINEAR.values()):
+        assert config.block_v // config.piece in (1, 2, 4, 8) and configs.SLICE_COLUMNS % config.block_v == 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -25,6 +25,14 @@ class Backend(NamedTuple):
     row_grad_: Callable
     row_loss_: Callable
     linear_logps: Callable | None = None
+    linear_weights: Callable | None = None
+    fuses: Callable | None = None  # whether the two above are worth it for a head's weight
+
+    def for_head(self, weight: torch.Tensor) -> Backend:
+        """The doors for one head: without those that start from hidden where they are not worth it."""
+        if self.fuses is None or self.fuses(weight):
+            return self
+        return self._replace(linear_logps=None, linear_weights=None)
 
 
 def resolve(backend: str, device: torch.device) -> Backend:
@@ -51,8 +59,10 @@ def _load(name: str) -> Backend:
     rows = importlib.import_module(f"grpo_fast.kernels.rows_{name}")
     if name != "triton":
         return Backend(name, rows.row_logps, rows.row_grad_, rows.row_loss_)
-    linear = importlib.import_module("grpo_fast.kernels.linear_triton")
-    return Backend(name, rows.row_logps, rows.row_grad_, rows.row_loss_, linear.linear_logps)
+    linear, weights = (importlib.import_module(f"grpo_fast.kernels.{x}_triton") for x in ("linear", "weights"))
+    return Backend(
+        name, rows.row_logps, rows.row_grad_, rows.row_loss_, linear.linear_logps, weights.linear_weights, linear.fuses
+    )
 
 
 @functools.cache

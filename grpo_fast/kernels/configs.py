@@ -19,6 +19,14 @@ import torch
 SLICE_COLUMNS = 4096
 
 
+# The switch between the two ways through a head of 16 bits on a GPU, by hidden size H: from this H on the vendor's GEMM
+# writes fp32 logits and a row kernel turns them into 16-bit d-logits (10 bytes per logit); below it the hidden -> logps
+# kernel does all of it (2 bytes). The vendor's GEMM is faster per flop, so it wins where H is large: by prediction from
+# about H = 2500 on Hopper (benchmarks/LOG.md), by 1% at H = 4096. It stays off, because how its sums are ordered may
+# depend on the number of rows, and then a logp would depend on the batch.
+VENDOR_GEMM_FROM = 1 << 30
+
+
 class RowConfig(NamedTuple):
     """One program works on one row, BLOCK_V columns at a time."""
 
@@ -27,13 +35,18 @@ class RowConfig(NamedTuple):
 
 
 class LinearConfig(NamedTuple):
-    """One program works on BLOCK_T rows and one vocabulary slice, BLOCK_V columns by BLOCK_H of the hidden size."""
+    """One program works on BLOCK_T rows and one vocabulary slice, BLOCK_V columns by BLOCK_H of the hidden size.
+
+    The epilogue takes a tile of logits in pieces of `piece` columns: registers for a piece, not for the tile. The bits
+    of a log-probability depend on `piece` and `block_h` and on no other number here.
+    """
 
     block_t: int
     block_v: int
     block_h: int
     num_warps: int
     num_stages: int
+    piece: int
     use_tma: bool = False
 
 
@@ -64,20 +77,31 @@ def row_config(vocab: int) -> RowConfig:
 
 # (architecture or "other", 16-bit inputs?, aligned?) -> blocks. "Aligned" means rows of 16-byte multiples, which tensor
 # descriptors (TMA) and vector loads need; odd rows are loaded element by element, where a large tile spills (for fp32
-# already 32 x 64). 128 x 128 spills everywhere but on sm_90 and gfx942, 128 x 256 also there. With TMA on sm_120 Triton
-# 3.6 writes to the stack. fp32 runs on the FMA units (IEEE).
+# already 32 x 64). 128 x 128 spills everywhere but on sm_90 and gfx942: on sm_100 with a soft cap, with Triton 3.6 (and
+# Triton 3.9 fails to compile pieces of a tile with 8 warps there). With TMA on sm_120 Triton 3.6 writes to the stack.
+# fp32 runs on the FMA units (IEEE).
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, use_tma=True),
-    ("sm_100", True, True): LinearConfig(128, 64, 64, 8, 3, use_tma=True),
-    ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2),
-    ("other", True, True): LinearConfig(128, 64, 64, 8, 3),
-    ("other", True, False): LinearConfig(64, 64, 32, 8, 2),
-    ("other", False, True): LinearConfig(64, 64, 16, 8, 3),
-    ("other", False, False): LinearConfig(32, 32, 16, 4, 2),
+    ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
+    ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
+    ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2, 32),
+    ("other", True, True): LinearConfig(128, 64, 64, 8, 3, 64),
+    ("other", True, False): LinearConfig(64, 64, 32, 8, 2, 64),
+    ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
+    ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
+}
+# Without entropy, soft cap, bias and temperatures by row the epilogue is light enough for twice the tile (with a bias
+# Triton 3.6 spills): a third less traffic from L2 per product, 1/85 instead of 1/64 byte per flop, which is what bounds
+# a tile of 128 x 128 on Hopper.
+_LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
+    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
 }
 
 
-def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool) -> LinearConfig:
-    """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to the next."""
-    narrow = dtype in (torch.bfloat16, torch.float16)
-    return _LINEAR.get((arch, narrow, aligned)) or _LINEAR["other", narrow, aligned]
+def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) -> LinearConfig:
+    """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to the next.
+
+    `light`: no entropy, no soft cap, no bias, one temperature. An entry of `_LIGHT` has the `piece` and `block_h` of
+    its neighbour in `_LINEAR`, so that asking for the entropy changes no bit of a log-probability.
+    """
+    key = arch, dtype in (torch.bfloat16, torch.float16), aligned
+    return (_LIGHT.get(key) if light else None) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]

@@ -3,8 +3,9 @@
     raw = hidden · Wᵀ + bias,   z = softcap·tanh(logit_scale·raw/softcap)/temperature   ->   lse, lp, entropy
 
 HBM: hidden and W are read (W once per group of row blocks that run side by side), 16·ceil(V/4096) bytes per row of
-partial sums are written and read. No logits exist, unless `logits_out` asks for the raw ones: the same kernel with one
-more store, so the log-probabilities of a pass with gradient and of one without are equal bit for bit.
+partial sums are written and read. No logits exist, unless somebody asks for them: the same kernel with one more store,
+of the raw logits or of the weights of weights_triton.py, so the log-probabilities of a pass with gradient and of one
+without are equal bit for bit.
 
 One program takes BLOCK_T rows and one slice of 4096 columns and keeps (max, Σe, Σe·(z - max), z[target]) per row in
 registers, the sums without the target; a second kernel joins the slices of a row in their order. The slices depend on V
@@ -15,13 +16,16 @@ Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.configs import SLICE_COLUMNS, LinearConfig, architecture, linear_config
-from grpo_fast.kernels.math_triton import FLOOR, exp_fp32, finish, scores
+from grpo_fast.kernels.configs import SLICE_COLUMNS, VENDOR_GEMM_FROM, LinearConfig, architecture, linear_config
+from grpo_fast.kernels.epilogue_triton import fold_parts
+from grpo_fast.kernels.math_triton import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kernels.rows_triton import launch, rule_arguments
 
@@ -45,11 +49,11 @@ def load_tile(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def slice_kernel(
-    hidden, weight, bias_ptr, target_ptr, temperature_ptr, logits_ptr, partial_ptr,
-    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_logits_t, slice_columns,
+    hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr, partial_ptr,
+    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns,
     logit_scale, softcap, temperature,
-    ENTROPY: tl.constexpr, USE_TMA: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    STORE: tl.constexpr, ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs share a slice of W (hidden is small): its tiles come from L2 for all but the first of them.
     row_blocks = tl.cdiv(n_rows, BLOCK_T)
@@ -58,53 +62,55 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    # No column but the target's own may match; in int32, half the registers and comparisons of the ids' int64.
+    target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
-        inv_temperature = tl.div_rn(1.0, temperature)[:, None]
+        inv_temperature = tl.div_rn(1.0, temperature)
+        row_inv_temperature = inv_temperature[:, None]
     else:
         inv_temperature = tl.div_rn(1.0, temperature)
+        row_inv_temperature = inv_temperature
 
+    first = slice_id * slice_columns
+    stop = tl.minimum(first + slice_columns, V)
     high = tl.full([BLOCK_T], FLOOR, tl.float32)
     rest = tl.zeros([BLOCK_T], tl.float32)
     moment = tl.zeros([BLOCK_T], tl.float32)
     z_target = tl.zeros([BLOCK_T], tl.float32)
-    first = slice_id * slice_columns
-    for start in range(first, tl.minimum(first + slice_columns, V), BLOCK_V):
-        cols = start + tl.arange(0, BLOCK_V)
+    normaliser = z_target
+    if STORE == "weights":
+        raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
+        normaliser, _ = bent(raw_target, logit_scale, softcap, inv_temperature)
+        if lse_ptr is not None:
+            lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
+            far = is_far(lse, normaliser) & in_rows
+            normaliser = tl.where(far, lse, normaliser)
+            if ONLY_FAR:
+                stop = tl.where(tl.max(far.to(tl.int32), 0) > 0, stop, first)
+
+    for start in range(first, stop, BLOCK_V):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in range(0, H, BLOCK_H):
             a = load_tile(hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA)
             b = load_tile(weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA)
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
-        if bias_ptr is not None:
-            raw += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-        if logits_ptr is not None:
-            corner = logits_ptr + tl.cast(row_start, tl.int64) * stride_logits_t + start
-            offsets = tl.arange(0, BLOCK_T)[:, None] * stride_logits_t + tl.arange(0, BLOCK_V)[None, :]
-            inside = in_rows[:, None] & (cols < V)[None, :]
-            tl.store(corner + offsets, raw.to(logits_ptr.dtype.element_ty), mask=inside)
-        z, _ = scores(raw, logit_scale, softcap, inv_temperature)
-        is_target = cols[None, :] == target[:, None]
-        z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
-        z = tl.where((cols < V)[None, :] & ~is_target, z, float("-inf"))
-        raised = tl.maximum(high, tl.max(z, 1))
-        shrink = exp_fp32(high - raised)
-        below = z - raised[:, None]
-        e = exp_fp32(below)
-        if ENTROPY:
-            moment = (moment + (high - raised) * rest) * shrink + tl.sum(tl.where(e > 0, e * below, 0.0), 1)
-        rest = rest * shrink + tl.sum(e, 1)
-        high = raised
+        high, rest, moment, z_target = fold_parts(
+            raw, start, (high, rest, moment, z_target), (target, normaliser, row_inv_temperature),
+            (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
+            STORE, ENTROPY, STORE_TMA, BLOCK_T, BLOCK_V, PARTS,
+        )  # fmt: skip
 
-    # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
-    slices = tl.num_programs(0) // row_blocks
-    plane = tl.cast(slices, tl.int64) * n_rows
-    here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
-    tl.store(here, high, mask=in_rows)
-    tl.store(here + plane, rest, mask=in_rows)
-    tl.store(here + 2 * plane, z_target, mask=in_rows)
-    if ENTROPY:
-        tl.store(here + 3 * plane, moment, mask=in_rows)
+    if partial_ptr is not None:
+        # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
+        slices = tl.num_programs(0) // row_blocks
+        plane = tl.cast(slices, tl.int64) * n_rows
+        here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
+        tl.store(here, high, mask=in_rows)
+        tl.store(here + plane, rest, mask=in_rows)
+        tl.store(here + 2 * plane, z_target, mask=in_rows)
+        if ENTROPY:
+            tl.store(here + 3 * plane, moment, mask=in_rows)
 
 
 @triton.jit(do_not_specialize=["n_rows", "slices"])
@@ -147,16 +153,87 @@ def is_aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
+def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
+    """The matrix as a tensor descriptor (TMA) of tiles."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
 def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
     """hidden and weight as the kernel takes them: tensors, or tensor descriptors for TMA."""
     if not config.use_tma:
         return hidden, weight
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    return tiles(hidden, config.block_t, config.block_h), tiles(weight, config.block_v, config.block_h)
 
-    return (
-        TensorDescriptor.from_tensor(hidden, [config.block_t, config.block_h]),
-        TensorDescriptor.from_tensor(weight, [config.block_v, config.block_h]),
-    )
+
+class Problem(NamedTuple):
+    """One call as `sweep` takes it: hidden on 16-byte rows, target ids contiguous."""
+
+    hidden: Tensor  # (T, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    target_ids: Tensor  # (T,)
+    rule: LogitRule
+
+    @property
+    def slices(self) -> int:
+        return triton.cdiv(self.weight.shape[0], SLICE_COLUMNS)
+
+
+def problem(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule) -> Problem:
+    """Check the dtypes; the tile must not depend on how this batch happens to lie in memory (its sums would), so an
+    unaligned hidden, which is small, is copied to an aligned one, and W alone decides.
+    """
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}")
+    hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
+    return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
+
+
+def sweep(
+    p: Problem,
+    partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
+    out: Tensor | None = None,  # (T, V): raw logits, or with `raw_target` weights
+    raw_target: Tensor | None = None,  # (T,)
+    lse: Tensor | None = None,  # (T,)
+    *,
+    only_far: bool = False,
+) -> None:
+    """Start slice_kernel over all rows and slices."""
+    rows, vocab = p.hidden.shape[0], p.weight.shape[0]
+    has_entropy = partial is not None and partial.shape[0] == 4
+    temperature_ptr, *scalars = rule_arguments(p.rule)
+    is_light = not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
+    config = linear_config(p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light)
+    store_tma = config.use_tma and raw_target is not None and is_aligned(out)
+    launch(
+        slice_kernel, triton.cdiv(rows, config.block_t) * p.slices, *sources(p.hidden, p.weight, config), p.bias,
+        p.target_ids, temperature_ptr, tiles(out, config.block_t, config.piece) if store_tma else out, raw_target, lse,
+        partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0), p.weight.stride(1),
+        0 if out is None else out.stride(0), SLICE_COLUMNS, *scalars,
+        STORE="" if out is None else "logits" if raw_target is None else "weights", ONLY_FAR=only_far,
+        ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
+        BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h, PARTS=config.block_v // config.piece,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def statistics(
+    p: Problem, *, return_entropy: bool, out: Tensor | None = None, raw_target: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
+    rows, device = p.hidden.shape[0], p.hidden.device
+    lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    entropy = torch.empty_like(lse) if return_entropy else None
+    if rows:
+        partial = torch.empty(4 if return_entropy else 3, p.slices, rows, dtype=torch.float32, device=device)
+        sweep(p, partial, out, raw_target)
+        launch(
+            join_kernel, triton.cdiv(rows, 128), partial, p.target_ids, lse, logps, entropy, rows, p.weight.shape[0],
+            p.slices, BLOCK_T=128, num_warps=4,
+        )  # fmt: skip
+    return lse, logps, entropy
 
 
 def linear_logps(
@@ -179,37 +256,12 @@ def linear_logps(
     Raises:
         ValueError: hidden and weight of different dtype.
     """
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}")
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    lse, logps = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2))
-    entropy = torch.empty_like(lse) if return_entropy else None
-    if not rows:
-        return lse, logps, entropy
-    arch = architecture(hidden.device)
-    config = linear_config(hidden.dtype, arch, aligned=is_aligned(weight))
-    # The tile must not depend on how this batch happens to lie in memory (its sums would): hidden is small, so an
-    # unaligned one is copied to an aligned one, and W alone decides.
-    if not is_aligned(hidden):
-        hidden = aligned_copy(hidden)
-    target_ids = target_ids.contiguous()
-    slices = triton.cdiv(vocab, SLICE_COLUMNS)
-    partial = torch.empty(4 if return_entropy else 3, slices, rows, dtype=torch.float32, device=hidden.device)
-    temperature_ptr, *scalars = rule_arguments(rule)
-    launch(
-        slice_kernel, triton.cdiv(rows, config.block_t) * slices, *sources(hidden, weight, config), bias,
-        target_ids, temperature_ptr, logits_out, partial,
-        rows, vocab, hidden.shape[1], hidden.stride(0), weight.stride(0), weight.stride(1),
-        0 if logits_out is None else logits_out.stride(0), SLICE_COLUMNS, *scalars,
-        ENTROPY=return_entropy, USE_TMA=config.use_tma,
-        BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    launch(
-        join_kernel, triton.cdiv(rows, 128), partial, target_ids, lse, logps, entropy, rows, vocab, slices,
-        BLOCK_T=128, num_warps=4,
-    )  # fmt: skip
-    return lse, logps, entropy
+    return statistics(problem(hidden, weight, bias, target_ids, rule), return_entropy=return_entropy, out=logits_out)
+
+
+def fuses(weight: Tensor) -> bool:
+    """Whether the kernels of this file are predicted to beat the vendor's GEMM and the row kernels for this head."""
+    return weight.shape[1] < VENDOR_GEMM_FROM
 
 
 def aligned_copy(matrix: Tensor) -> Tensor:

@@ -72,14 +72,34 @@ def softcapped(x, softcap):
 
 
 @triton.jit
-def scores(raw, logit_scale, softcap, inv_temperature):
-    """Raw logits -> z and d z / d raw; softcap is None (a constexpr) or a number."""
+def bent(raw, logit_scale, softcap, inv_temperature):
+    """Raw logits -> z and 1 - tanh²; softcap is None (a constexpr) or a number."""
     z = raw * logit_scale
-    slope = logit_scale * inv_temperature
+    tanh_slope = 1.0
     if softcap is not None:
         z, tanh_slope = softcapped(z, softcap)
+    return z * inv_temperature, tanh_slope
+
+
+@triton.jit
+def scores(raw, logit_scale, softcap, inv_temperature):
+    """Raw logits -> z and d z / d raw."""
+    z, tanh_slope = bent(raw, logit_scale, softcap, inv_temperature)
+    slope = logit_scale * inv_temperature
+    if softcap is not None:
         slope = tanh_slope * slope
-    return z * inv_temperature, slope
+    return z, slope
+
+
+# A row's weights are exp(z - z[target]) as long as lse - z[target] stays below this, so far from both ends of the range
+# of bf16 and of fp32 that sums and products with anything reasonable stay inside.
+FAR = tl.constexpr(40.0)
+
+
+@triton.jit
+def is_far(lse, z_target):
+    """Whether exp(z - z_target) may leave the range of bf16 in this row; true for NaN."""
+    return ~(lse - z_target <= FAR)
 
 
 @triton.jit

@@ -31,15 +31,20 @@ def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
             torch.mm(h, weight[v : v + WIDEN_ROWS].float().t(), out=out[:, v : v + WIDEN_ROWS])
 
 
-def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
-    """(C, H) = d (C, V) fp32 · weight (V, H); on a GPU d is stored in the weight's 16 bits first."""
+def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
+    """(C, H) = d (C, V) · weight (V, H), summed in fp32.
+
+    d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU may round it to the
+    weight's dtype.
+    """
     if is_wide(weight):
         return d @ weight
     if weight.is_cuda:
-        return d.to(weight.dtype) @ weight
-    dh = d.new_zeros((d.shape[0], weight.shape[1]))
+        d = d.to(weight.dtype)
+        return torch.mm(d, weight, out_dtype=torch.float32) if wide else d @ weight
+    dh = torch.zeros((d.shape[0], weight.shape[1]), dtype=torch.float32, device=d.device)
     for v in range(0, weight.shape[0], WIDEN_ROWS):
-        dh.addmm_(d[:, v : v + WIDEN_ROWS], weight[v : v + WIDEN_ROWS].float())
+        dh.addmm_(d[:, v : v + WIDEN_ROWS].float(), weight[v : v + WIDEN_ROWS].float())
     return dh
 
 
@@ -51,7 +56,7 @@ def accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor,
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
-    h = h.float()
+    d, h = d.float(), h.float()
     if total is None and not is_only:
         total = d.new_zeros(weight.shape)
     if total is not None:
@@ -60,3 +65,15 @@ def accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor,
     for v in range(0, total.shape[0], WIDEN_ROWS):
         total[v : v + WIDEN_ROWS] = d[:, v : v + WIDEN_ROWS].t() @ h
     return total
+
+
+def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
+    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], for a 16-bit matrix (C, V) and (C,) fp32 coefficients."""
+    if not matrix.is_cuda:
+        return coefficients @ matrix.float()
+    # Three 16-bit numbers hold the 24 digits of an fp32 one: one thin GEMM, no fp32 copy of the matrix.
+    parts, left = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype), coefficients
+    for i in range(3):
+        parts[:, i] = left
+        left = left - parts[:, i].float()
+    return torch.mm(matrix.t(), parts, out_dtype=torch.float32).sum(1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PREPARE, ROWS, LINEAR, PRODUCTS, FILTER, LOGITS, OPS, OPS_LOGPS, PASSES = (
+PREPARE, ROWS, LINEAR, CHUNKS, SUMS, PRODUCTS, FILTER, LOGITS, OPS, OPS_LOGPS, PASSES = (
     f"grpo_fast/{x}.py"
     for x in (
         "prepare",
         "kernels/rows_torch",
         "kernels/linear",
+        "kernels/chunks",
+        "kernels/gradient_sums",
         "kernels/products",
         "kernels/grad_filter",
         "logits",
@@ -93,24 +95,24 @@ MUTANTS = [
     Mutant("linear-chunk-offset", LINEAR,
            "index, keep = keep + rows.start, torch.arange", "index, keep = keep, torch.arange",
            "rows of the first chunk are read again", "survivors"),
-    Mutant("linear-chunk-offset-of-rows", LINEAR,
+    Mutant("linear-chunk-offset-of-rows", SUMS,
            "keep + index.start if isinstance(index, slice)", "keep if isinstance(index, slice)",
            "dH of a gathered chunk lands in the first chunk", "survivors"),
     Mutant("linear-chunk-of-active-rows", LINEAR,
            "self.hidden.index_select(0, self.index[rows])",
            "self.hidden.index_select(0, self.index[: rows.stop - rows.start])",
            "every chunk reads the first active rows", "survivors"),
-    Mutant("linear-padding-rows", LINEAR,
+    Mutant("linear-padding-rows", SUMS,
            "d[count:].zero_()", "pass", "padding rows reach db", "fused"),
-    Mutant("linear-padded-bias", LINEAR,
-           "self.d_bias + d.sum(0)", "d.sum(0)", "db of the last chunk only", "survivors"),
+    Mutant("linear-padded-bias", SUMS,
+           "self.d_bias + db", "db", "db of the last chunk only", "survivors"),
     Mutant("linear-weight-of-last-chunk", PRODUCTS,
            "total is None else total.addmm_(d.t(), h)\n    if h.is_cuda", "True else total\n    if h.is_cuda",
            "dW of the last chunk only", "survivors"),
     Mutant("linear-skips-entropy-rows", LINEAR,
            "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)",
            "rows with an entropy gradient alone never reach dH and dW", "gradient"),
-    Mutant("linear-bias-forgotten", LINEAR,
+    Mutant("linear-bias-forgotten", CHUNKS,
            "out.add_(self.bias)", "pass", "the bias is not in the logits", "fused"),
     Mutant("grad-filter-drops-more", FILTER,
            "(summed <= tolerance * total)", "(summed <= 2 * tolerance * total)",
@@ -118,7 +120,7 @@ MUTANTS = [
     Mutant("grad-filter-without-coefficients", FILTER,
            "block = block * scale[start : start + ROWS, None].abs()", "pass",
            "the masses do not hold the rows' coefficients", "grad_filter"),
-    Mutant("linear-repeated-rows-overwrite", LINEAR,
+    Mutant("linear-repeated-rows-overwrite", SUMS,
            "dh.to(self.d_hidden.dtype), accumulate=True)", "dh.to(self.d_hidden.dtype), accumulate=False)",
            "a row that predicts several targets keeps the gradient of one", "hidden_rows"),
     # ---- logits.py, passes.py

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 ROW, DOORS, TOKENS = "csrc/row_kernels.h", "csrc/rows.cpp", "csrc/active_tokens.h"
-ROWS, MATH, LINEAR = (f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear"))
+ROWS, MATH, LINEAR, WEIGHTS = (f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights"))
+EPILOGUE, SUMS, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "gradient_sums", "chunks"))
 
 CSRC = [
     Mutant("csrc-target-column", ROW,
@@ -103,6 +104,26 @@ TRITON = [
     Mutant("triton-depth-tail", LINEAR,
            "(offs_c < n_cols - col_start)", "(offs_c <= n_cols - col_start)",
            "one column too many at the end of hidden and W", "triton_linear"),
+    Mutant("triton-weights-far", WEIGHTS,
+           "tl.where(is_far(lse, z_target), lse, z_target)", "z_target",
+           "the unit of a row that was swept twice is that of the first sweep", "triton_weights"),
+    Mutant("triton-weights-guard", LINEAR,
+           "normaliser = tl.where(far, lse, normaliser)", "normaliser = normaliser",
+           "weights of an unlikely target leave the range of bf16", "triton_weights"),
+    Mutant("triton-weights-poison", EPILOGUE,
+           "weights = tl.maximum(weights, 0.0)", "weights = weights",
+           "a row of NaN without coefficient reaches dW", "triton_weights"),
+    Mutant("triton-weights-softcap", EPILOGUE,
+           "weights *= tanh_slope", "weights *= 1.0", "the soft cap is not applied in the gradient", "triton_weights"),
+    Mutant("triton-weights-zero", SUMS,
+           "torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])", "x * coefficients[:, None]",
+           "a row of NaN is multiplied by 0 instead of replaced", "triton_weights"),
+    Mutant("triton-weights-repeated-target", SUMS,
+           "scaled_rows(h[:count], target), accumulate=True)", "scaled_rows(h[:count], target))",
+           "dW of a token that is the target of several rows has one of them, and nothing else", "triton_weights"),
+    Mutant("triton-weights-known", CHUNKS,
+           "if not held:\n            self._fill", "if False:\n            self._fill",
+           "every chunk has the weights of the last", "triton_weights"),
 ]  # fmt: skip
 
 MUTANTS = [*CSRC, *TRITON]

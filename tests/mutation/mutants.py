@@ -42,6 +42,7 @@ SUITES: dict[str, list[str]] = {
     "triton_leaf": ["tests/triton_tools/cases_rows.py", "-k", "every_leaf"],
     "triton_survivors": ["tests/test_mutation_survivors.py", "-k", "triton"],
     "triton_linear": ["tests/triton_tools/cases_linear.py"],
+    "triton_weights": ["tests/triton_tools/cases_weights.py"],
 }
 
 

@@ -67,7 +67,8 @@ def test_against_fp64(rows, hidden_size, vocab, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tensor_descriptors(monkeypatch, dtype):
     """The TMA path of Hopper and Blackwell, on rows, columns and depth that do not fill the last tile."""
-    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(64, 64, 32, 4, 2, use_tma=True))
+    config = LinearConfig(64, 64, 32, 4, 2, 32, use_tma=True)
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
     hidden, weight, bias, target = make(70, 72, 200, dtype, 0.2)
     rule = LogitRule(1.0, None, 0.9)
     raw, expected = truth(hidden, weight, bias, target, rule)

@@ -54,8 +54,8 @@ class TargetOnlyDriver:
 
 @contextlib.contextmanager
 def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Inside, the doors of rows_triton and linear_triton compile for `arch`; yields the (kernel name, result) pairs."""
-    from grpo_fast.kernels import configs, linear_triton, rows_triton
+    """Inside, the doors of the Triton kernels compile for `arch`; yields the (kernel name, result) pairs."""
+    from grpo_fast.kernels import configs, linear_triton, rows_triton, weights_triton
 
     compiled: list[tuple[str, Any]] = []
 
@@ -63,12 +63,15 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
         result = kernel.warmup(*args, grid=(programs,), enable_fp_fusion=False, **options)
         compiled.append((kernel.fn.__name__, result))
 
-    originals = rows_triton.launch, linear_triton.launch
+    modules = rows_triton, linear_triton, weights_triton
+    original = rows_triton.launch
     driver.set_active(TargetOnlyDriver(TARGETS[arch]))
     configs._architecture.cache_clear()
-    rows_triton.launch = linear_triton.launch = warmup
+    for module in modules:
+        module.launch = warmup
     try:
         yield compiled
     finally:
-        rows_triton.launch, linear_triton.launch = originals
+        for module in modules:
+            module.launch = original
         configs._architecture.cache_clear()

@@ -83,6 +83,10 @@ _replace("create_fp_to_fp", _repaired_cast)
 _replace("binary_op", _repaired_arithmetic)
 _replace("unary_op", _repaired_arithmetic)
 _replace("create_dot", _repaired_dot)
+# tl.maximum and tl.minimum give the other operand for a NaN (maxnum, minnum), on every GPU; Triton 3.6's interpreter
+# gives the NaN.
+InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
 
 def _with_index(original: Any) -> Any:

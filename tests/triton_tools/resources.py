@@ -16,8 +16,9 @@ import triton
 
 # Bytes of shared memory one program may have; the compiler itself accepts more.
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
-# Instructions worth counting: warpgroup and warp matrix products (Hopper, before), Blackwell's, TMA loads, fp32 FMA.
-COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "FFMA")
+# Instructions worth counting: warpgroup and warp matrix products (Hopper, before), Blackwell's, TMA loads and stores,
+# fp32 FMA.
+COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "FFMA")
 
 
 class Resources(NamedTuple):

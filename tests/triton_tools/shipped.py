@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from grpo_fast.config import LossConfig
-from grpo_fast.kernels import linear_triton, rows_triton, scale_triton
+from grpo_fast.kernels import linear_triton, rows_triton, scale_triton, weights_triton
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES
@@ -16,28 +16,40 @@ from grpo_fast.objectives import OBJECTIVES
 ROWS = 64
 
 
-def linear(dtype: torch.dtype, vocab: int, hidden_size: int, *, everything: bool) -> Callable[[], object]:
-    """The hidden -> logps kernel, bare (a pass without gradient), or with every option that adds code."""
+def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
+    """Arguments of a door that starts from hidden, and whether it gives the entropy.
+
+    `options` holds "b" for a bias and temperatures by row, "c" for a soft cap, "e" for the entropy.
+    """
+    hidden, weight = torch.empty(ROWS, hidden_size, dtype=dtype), torch.empty(vocab, hidden_size, dtype=dtype)
+    has_bias = "b" in options
+    rule = LogitRule(1.0, 30.0 if "c" in options else None, torch.ones(ROWS) if has_bias else 1.0)
+    bias = weight[:, 0].contiguous() if has_bias else None
+    return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), rule), "e" in options
+
+
+def linear(
+    dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, store: bool = False
+) -> Callable[[], object]:
+    """The hidden -> logps kernel, bare (a pass without gradient), or storing fp32 logits."""
 
     def call() -> object:
-        hidden, weight = torch.empty(ROWS, hidden_size, dtype=dtype), torch.empty(vocab, hidden_size, dtype=dtype)
-        target = torch.zeros(ROWS, dtype=torch.long)
-        if not everything:
-            rule = LogitRule(1.0, None, 1.0)
-            return linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=False)
-        rule, bias, out = LogitRule(1.0, 30.0, torch.ones(ROWS)), weight[:, 0].contiguous(), torch.empty(ROWS, vocab)
-        return linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
+        arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
+        out = torch.empty(ROWS, vocab) if store else None
+        return linear_triton.linear_logps(*arguments, return_entropy=has_entropy, logits_out=out)
 
     return call
 
 
-def storing(vocab: int, hidden_size: int) -> Callable[[], object]:
-    """The pass with gradient as the engine runs it: no softcap, fp32 logits stored."""
+def weights(vocab: int, hidden_size: int, options: str, *, known: bool = False) -> Callable[[], object]:
+    """The hidden -> 16-bit weights kernels: first pass and guard, or from known statistics."""
 
     def call() -> object:
-        hidden, weight = (torch.empty(n, hidden_size, dtype=torch.bfloat16) for n in (ROWS, vocab))
-        target, rule, out = torch.zeros(ROWS, dtype=torch.long), LogitRule(1.0, None, 1.0), torch.empty(ROWS, vocab)
-        return linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=False, logits_out=out)
+        arguments, has_entropy = problem(torch.bfloat16, vocab, hidden_size, options)
+        out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
+        v = torch.ones(ROWS)
+        stats = (v, v, None) if known else None
+        return weights_triton.linear_weights(*arguments, out, return_entropy=has_entropy, known=stats)
 
     return call
 
@@ -51,6 +63,10 @@ def rows(dtype: torch.dtype, vocab: int) -> Callable[[], object]:
         rule = LogitRule(1.0, 30.0, v)
         rows_triton.row_logps(logits, target, rule, return_entropy=True)
         rows_triton.row_grad_(logits, target, v, v, v, v, v, rule)
+        if dtype == torch.float32:  # d-logits in 16 bits beside the logits
+            out = torch.empty(4, vocab, dtype=torch.bfloat16)
+            rows_triton.row_grad_(logits, target, v, v, v, v, v, rule, out=out)
+            rows_triton.row_loss_(logits, out, target, v, v, v, v, v, v, config, rule, return_entropy=True)
         rows_triton.row_loss_(logits, logits, target, v, v, v, v, v, v, config, rule, return_entropy=True)
 
     return call
@@ -70,14 +86,22 @@ def loss(config: LossConfig) -> Callable[[], object]:
 
 
 def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, call) of every configuration on `arch`. V = 32000 and H = 896 are aligned; 32001 and 897 are odd."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for vocab, hidden_size in ((32000, 896), (32001, 897)):
-            for everything in (False, True):
-                name = f"linear {str(dtype)[6:]} V={vocab} H={hidden_size}{' all' if everything else ''}"
-                yield name, linear(dtype, vocab, hidden_size, everything=everything)
-    yield "linear bfloat16 V=32000 H=896 store", storing(32000, 896)
-    yield "linear float16 V=32000 H=896 all", linear(torch.float16, 32000, 896, everything=True)
+    """(name, call) of every configuration on `arch`. V = 32000 and H = 896 are aligned; 32001 and 897 are odd.
+
+    On sm_90, which has a tile of its own for calls without any option, with more of the options
+    between none and all.
+    """
+    for vocab, hidden_size in ((32000, 896), (32001, 897)):
+        size = f"V={vocab} H={hidden_size}"
+        for dtype in (torch.bfloat16, torch.float32):
+            for options in ("", "bce"):
+                yield f"linear {str(dtype)[6:]} {size} {options}", linear(dtype, vocab, hidden_size, options)
+        yield f"weights bfloat16 {size} bce", weights(vocab, hidden_size, "bce")
+    yield "linear bfloat16 V=32000 H=896 be store", linear(torch.bfloat16, 32000, 896, "be", store=True)
+    yield "linear float16 V=32000 H=896 bce store", linear(torch.float16, 32000, 896, "bce", store=True)
+    for options in ("", "b", "be", "c") if arch == "sm_90" else ("",):
+        yield f"weights bfloat16 V=32000 H=896 {options}", weights(32000, 896, options)
+    yield "weights bfloat16 V=32000 H=896 known", weights(32000, 896, "", known=True)
     for dtype, vocab in (
         (torch.float16, 1000),
         (torch.float32, 1001),

@@ -1,0 +1,197 @@
+"""dH, dW and db from the d-logits of one chunk after another, by the vendor's GEMMs (products.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.grad_filter import WORTH_BELOW, column_masses, heavy_columns
+from grpo_fast.kernels.products import accumulate_outer, matmul_narrow, weighted_column_sum
+
+if TYPE_CHECKING:
+    from grpo_fast.kernels.linear import LinearHead
+
+# Rows per GEMM are a multiple of this: below 8 rows MKL takes another kernel, with another order of summation.
+ROW_MULTIPLE = 32
+# Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them are active.
+GATHER_BELOW = 0.9
+
+
+class Wanted(NamedTuple):
+    """Which gradients somebody will read."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class RowCoefficients(NamedTuple):
+    """What turns a matrix of weights into d-logits: weights[:, None]·matrix, and `target` in the targets' columns."""
+
+    weights: Tensor  # (padded C,) fp32
+    target: Tensor  # (padded C,) fp32
+    target_ids: Tensor  # (C,)
+
+    def select(self, rows: Tensor) -> RowCoefficients:
+        """Those of some rows, padded again."""
+        weights, target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
+        return RowCoefficients(weights, target, self.target_ids.index_select(0, rows))
+
+
+class ChunkGradients(NamedTuple):
+    """d-logits of a chunk: the matrix itself, or with coefficients a matrix of weights.
+
+    Weights are finite in every row and 0 in the target's column; a row whose coefficients are 0 counts as exact zeros.
+    """
+
+    matrix: Tensor  # (padded C, V)
+    coefficients: RowCoefficients | None = None
+
+
+class GradientSums:
+    """dH by rows, dW and db in fp32 over the chunks of a `LinearHead`."""
+
+    def __init__(self, head: LinearHead, wanted: Wanted) -> None:
+        self.head, self.wanted = head, wanted
+        self.d_hidden: Tensor | None = None
+        self.d_weight: Tensor | None = None
+        self.d_bias: Tensor | None = None
+
+    def add(self, rows: slice | Tensor, h: Tensor, d_logits: ChunkGradients, count: int, keep: Tensor | None) -> None:
+        """Add one chunk.
+
+        Args:
+            rows: the chunk among the T active rows.
+            h: (padded C, H) its hidden rows.
+            d_logits: its d-logits.
+            count: C, the rows that are no padding.
+            keep: those with a coefficient, None for all; the others are exact zeros, left out of every GEMM when they
+                are many.
+        """
+        if keep is not None and keep.shape[0] == 0:
+            return
+        index = rows if self.head.index is None else self.head.index[rows]
+        d, coefficients = d_logits
+        if keep is not None and gathers(keep, count):
+            h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
+            coefficients = None if coefficients is None else coefficients.select(keep)
+            index, count = keep + index.start if isinstance(index, slice) else index[keep], keep.shape[0]
+        elif count < d.shape[0]:
+            d[count:].zero_()
+        if coefficients is None:
+            self._add_products(d, h, count, index)
+        else:
+            self._add_weighted(d, coefficients, h, count, index)
+
+    def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
+        d, weight, columns = self._filter(d, count, None)
+        if self.wanted.hidden:
+            self._keep_hidden(matmul_narrow(d, weight)[:count], index)
+        self._keep_weight(d, h, columns, is_only=self.head.is_single_chunk)
+        if self.wanted.bias:
+            self._keep_bias(d.sum(0, dtype=self.head.compute_dtype), columns)
+
+    def _add_weighted(self, d: Tensor, by: RowCoefficients, h: Tensor, count: int, index: slice | Tensor) -> None:
+        """Row coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in their order."""
+        target = by.target[:count]
+        d, weight, columns = self._filter(d, count, by)
+        if self.wanted.hidden:
+            dh = scaled_rows(matmul_narrow(d, weight, wide=True)[:count], by.weights[:count])
+            self._keep_hidden(dh + scaled_rows(self.head.weight.index_select(0, by.target_ids), target), index)
+        if self.wanted.weight:
+            self._keep_weight(d, scaled_rows(h, by.weights).to(h.dtype), columns, is_only=False)
+            assert self.d_weight is not None
+            self.d_weight.index_put_((by.target_ids,), scaled_rows(h[:count], target), accumulate=True)
+        if self.wanted.bias:
+            self._keep_bias(weighted_column_sum(d, by.weights), columns)
+            assert self.d_bias is not None
+            self.d_bias.index_put_((by.target_ids,), target, accumulate=True)
+
+    def _filter(self, d: Tensor, count: int, by: RowCoefficients | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """d, W and the columns that `grad_filter` leaves of both; None for all. Targets of weights always stay."""
+        head = self.head
+        if head.grad_filter is None or head.filtered is None:
+            return d, head.weight, None
+        masses = column_masses(d[:count], None if by is None else by.weights[:count])
+        columns, dropped, total = heavy_columns(masses, head.grad_filter)
+        if by is not None:
+            total = total + by.target[:count].abs().sum(dtype=torch.float64)
+        kept = columns.shape[0]
+        if kept >= WORTH_BELOW * head.vocab_size:
+            head.filtered = head.filtered.add(0.0, total, count, head.vocab_size, head.vocab_size)
+            return d, head.weight, None
+        head.filtered = head.filtered.add(dropped, total, count, kept, head.vocab_size)
+        return d.index_select(1, columns), head.weight.index_select(0, columns), columns
+
+    def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
+        hidden = self.head.hidden
+        if self.head.rows_repeat:
+            assert isinstance(index, Tensor)
+            if self.d_hidden is None:
+                self.d_hidden = torch.zeros(hidden.shape, dtype=self.head.compute_dtype, device=hidden.device)
+            # With accumulate=True equal rows are summed in their order, on a GPU too (index_add_ is not).
+            self.d_hidden.index_put_((index,), dh.to(self.d_hidden.dtype), accumulate=True)
+        elif dh.shape[0] == hidden.shape[0] and isinstance(index, slice):
+            self.d_hidden = dh.to(hidden.dtype)
+        else:
+            if self.d_hidden is None:
+                self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+            self.d_hidden[index] = dh.to(hidden.dtype)
+
+    def _keep_weight(self, d: Tensor, h: Tensor, columns: Tensor | None, *, is_only: bool) -> None:
+        """dW += dᵀ·h; every column of `columns` occurs once, so no order is in question."""
+        if not self.wanted.weight:
+            return
+        if columns is None:
+            self.d_weight = accumulate_outer(self.d_weight, d, h, self.head.weight, is_only=is_only)
+            return
+        dtype = self.head.compute_dtype
+        if self.d_weight is None:
+            self.d_weight = d.new_zeros(self.head.weight.shape, dtype=dtype)
+        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=dtype)
+        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True))
+
+    def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
+        if columns is not None:
+            db = db.new_zeros(self.head.vocab_size).index_copy_(0, columns, db)
+        self.d_bias = db if self.d_bias is None else self.d_bias + db
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(dH, dW, db) in the dtypes of hidden, weight and bias; empty where none was wanted."""
+        head = self.head
+        results = []
+        for sum_, like, is_wanted in (
+            (self.d_hidden, head.hidden, self.wanted.hidden),
+            (self.d_weight, head.weight, self.wanted.weight),
+            (self.d_bias, head.bias, self.wanted.bias),
+        ):
+            if not is_wanted:
+                results.append(head.hidden.new_empty(0))
+            elif sum_ is None:
+                results.append(torch.zeros_like(like, memory_format=torch.contiguous_format))
+            else:
+                results.append(sum_ if sum_.dtype == like.dtype else sum_.to(like.dtype))
+        return results[0], results[1], results[2]
+
+
+def gathers(keep: Tensor, count: int) -> bool:
+    """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
+    return keep.shape[0] < GATHER_BELOW * count
+
+
+def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
+    """(C, H) fp32 coefficients[:, None]·x, exact zeros where the coefficient is 0 (x may hold NaN there)."""
+    return torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])
+
+
+def padded(count: int) -> int:
+    """The next multiple of ROW_MULTIPLE."""
+    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """(C, …) → (padded C, …), zeros added."""
+    missing = padded(x.shape[0]) - x.shape[0]
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x

@@ -101,6 +101,23 @@ def test_padded_targets_and_chunks(monkeypatch):
         assert torch.equal(one, other)
 
 
+def test_two_threads_sum_in_one_order():
+    """4096 targets over 7 rows: bitwise the sums of one thread, every time."""
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(7, 64, generator=g).requires_grad_(), torch.randn(50, 64, generator=g)
+    ids, rows = torch.randint(50, (4096,), generator=g), torch.randint(7, (4096,), generator=g)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        (expected,) = gradients(grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=rows).sum(), hidden)
+        torch.set_num_threads(2)
+        for _ in range(5):
+            (found,) = gradients(grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=rows).sum(), hidden)
+            assert torch.equal(found, expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_refusals():
     hidden, weight, ids, advantages, tokens = problem()
     for bad, said in (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast import linear_logps
-from grpo_fast.kernels import linear
+from grpo_fast.kernels import chunks, linear
 from tests.loss_cases import BACKENDS
 
 T, V, H = 96, 41, 16
@@ -16,13 +16,13 @@ CHUNKS = {"one chunk": 96, "three chunks": 32}
 @pytest.fixture
 def products(monkeypatch):
     """Rows of every product hidden·Wᵀ, in order."""
-    rows, original = [], linear.matmul_wide
+    rows, original = [], chunks.matmul_wide
 
     def counted(h, weight, *, out):
         rows.append(h.shape[0])
         original(h, weight, out=out)
 
-    monkeypatch.setattr(linear, "matmul_wide", counted)
+    monkeypatch.setattr(chunks, "matmul_wide", counted)
     return rows
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.grad_filter import WORTH_BELOW, column_masses, heavy_columns
-from grpo_fast.kernels.products import accumulate_outer, matmul_narrow, weighted_column_sum
+from grpo_fast.kernels.products import accumulate_outer, add_rows_, matmul_narrow, weighted_column_sum
 
 if TYPE_CHECKING:
     from grpo_fast.kernels.linear import LinearHead
@@ -103,11 +103,11 @@ class GradientSums:
         if self.wanted.weight:
             self._keep_weight(d, scaled_rows(h, by.weights).to(h.dtype), columns, is_only=False)
             assert self.d_weight is not None
-            self.d_weight.index_put_((by.target_ids,), scaled_rows(h[:count], target), accumulate=True)
+            add_rows_(self.d_weight, by.target_ids, scaled_rows(h[:count], target))
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.weights), columns)
             assert self.d_bias is not None
-            self.d_bias.index_put_((by.target_ids,), target, accumulate=True)
+            add_rows_(self.d_bias, by.target_ids, target)
 
     def _filter(self, d: Tensor, count: int, by: RowCoefficients | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """d, W and the columns that `grad_filter` leaves of both; None for all. Targets of weights always stay."""
@@ -131,8 +131,7 @@ class GradientSums:
             assert isinstance(index, Tensor)
             if self.d_hidden is None:
                 self.d_hidden = torch.zeros(hidden.shape, dtype=self.head.compute_dtype, device=hidden.device)
-            # With accumulate=True equal rows are summed in their order, on a GPU too (index_add_ is not).
-            self.d_hidden.index_put_((index,), dh.to(self.d_hidden.dtype), accumulate=True)
+            add_rows_(self.d_hidden, index, dh.to(self.d_hidden.dtype))
         elif dh.shape[0] == hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(hidden.dtype)
         else:

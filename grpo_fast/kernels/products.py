@@ -77,3 +77,14 @@ def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
         parts[:, i] = left
         left = left - parts[:, i].float()
     return torch.mm(matrix.t(), parts, out_dtype=torch.float32).sum(1)
+
+
+def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """total[index] += rows; equal indices are summed in their order, on every device and with any number of threads.
+
+    On a GPU index_put_ sorts and index_add_ races; on a CPU index_add_ goes through the rows and index_put_ races.
+    """
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)

@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant("grad-filter-without-coefficients", FILTER,
            "block = block * scale[start : start + ROWS, None].abs()", "pass",
            "the masses do not hold the rows' coefficients", "grad_filter"),
-    Mutant("linear-repeated-rows-overwrite", SUMS,
-           "dh.to(self.d_hidden.dtype), accumulate=True)", "dh.to(self.d_hidden.dtype), accumulate=False)",
+    Mutant("linear-repeated-rows-overwrite", PRODUCTS,
+           "total.index_add_(0, index, rows)", "total.index_copy_(0, index, rows)",
            "a row that predicts several targets keeps the gradient of one", "hidden_rows"),
     # ---- logits.py, passes.py
     Mutant("logits-masked-temperature", LOGITS,

@@ -1,4 +1,4 @@
-"""The command line: `grpo-fast train`, `grpo-fast eval`, `grpo-fast plan`, `grpo-fast plot`.
+"""The command line: `grpo-fast train`, `grpo-fast eval`, `grpo-fast plan`, `grpo-fast plot`, `grpo-fast bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -137,6 +137,22 @@ def plot(
         typer.echo(str(plot_runs(runs, out)))
     except (ValueError, OSError, ImportError) as error:
         _refuse(error, debug, USAGE_ERROR)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure kernels, rollouts and steps against their peers and limits (from a checkout; --help lists the options).
+
+    The benchmarks are no part of the package: they call the peers, read the commit and write into benchmarks/results/.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "benchmarks" / "command.py").is_file():
+        error = f"bench: expected a checkout (benchmarks/ beside grpo_fast/), found an installed package in {checkout}"
+        _refuse(ValueError(error), False, USAGE_ERROR)
+    sys.path.insert(0, str(checkout))
+    from benchmarks.command import main as run_benchmarks
+
+    sys.exit(run_benchmarks(context.args))
 
 
 def expand_data(settings: list[str]) -> list[str]:

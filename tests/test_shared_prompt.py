@@ -25,6 +25,21 @@ MODELS = {
     },
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},  # every other layer without RoPE
     "phi3": {},  # fused projections
+    "deepseek_v3": {  # latent attention: values shorter than keys; one dense layer, one dropless mixture of experts
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "experts_implementation": "eager",
+    },
     "olmo2": {},  # norms behind the sublayers
     "qwen3_moe": {  # dropless: a token's experts depend on that token alone
         "num_experts": 4,

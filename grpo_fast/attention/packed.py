@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_fast.attention.dispatch import packed_rows_attention
@@ -74,8 +75,11 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    # Latent attention (DeepSeek) has shorter values than keys; zeros behind them change nothing and are cut off again.
+    if value.shape[-1] < key.shape[-1]:
+        v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
     out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap)
-    return out[None], None
+    return out[None, ..., : value.shape[-1]], None
 
 
 def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:

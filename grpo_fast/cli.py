@@ -1,4 +1,4 @@
-"""The command line: `grpo-fast train`, `grpo-fast eval`, `grpo-fast plan`, `grpo-fast plot`, `grpo-fast bench`.
+"""The command line: `grpo-fast train`, `eval`, `plan`, `plot`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """

@@ -36,4 +36,3 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
         programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
         rows_triton.launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
     return gradient
-

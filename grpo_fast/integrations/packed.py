@@ -1,0 +1,150 @@
+"""Packed rows for a transformers model that goes on taking everything else: padded batches, generation with a cache.
+
+A trainer's model serves many callers (generation, callbacks, evaluation), so its attention is not exchanged: it is
+replaced once by a function that computes packed rows where a layout comes with the call, and hands every other call to
+the attention the model had. Gradient checkpointing recomputes a layer with the keywords of its first run, so it takes
+the same branch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.attention import pack_groups, register
+
+# Masks are made before the layers run and do not see the layout.
+_packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
+PREFIX = "grpo_packed_or_"
+
+
+@contextmanager
+def packing() -> Iterator[None]:
+    """Calls of a prepared model in this block bring a layout and need no mask."""
+    token = _packing.set(True)
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+
+
+def take_packed_rows(model: Any) -> str:
+    """Prepare this model (and no other); returns the name of the attention it had."""
+    before = model.config._attn_implementation
+    if not before.startswith(PREFIX):
+        model.set_attn_implementation(_register_over(before))
+    return before
+
+
+@contextmanager
+def own_attention(model: Any, name: str) -> Iterator[None]:
+    """The attention the model had, for code that goes by its name (generation: paged, flash, static caches)."""
+    prepared = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(prepared)
+
+
+def _register_over(original: str) -> str:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    packed_attention = ALL_ATTENTION_FUNCTIONS[register()]
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if options.get("packed_layout") is not None:
+            return packed_attention(module, query, key, value, None, **options)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        theirs = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+        return theirs(module, query, key, value, attention_mask, **options)
+
+    def mask(*args: Any, **options: Any) -> Any:
+        return None if _packing.get() else ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **options)
+
+    # transformers gives names with "flash", "sdpa", "flex_attention" or "|" a meaning of their own.
+    name = PREFIX + original.encode().hex()
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A padded batch (B, P+K), prompts on the left and completions on the right, as one row without padding.
+
+    R counts the scored completion tokens. Completions stand in the order `order`, those with one prompt together.
+    """
+
+    inputs: dict[str, Any]  # keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout
+    predicting: Tensor  # (R,) packed row whose hidden state predicts each scored token
+    target_ids: Tensor  # (R,)
+    cu_seqlens: Tensor  # (B+1,) int32: the scored tokens of each completion
+    order: Tensor  # (B,) int64: row of the padded batch of each completion
+    slots: Tensor  # (R,) int64: where each scored token stands in the flat (B, K)
+    shape: tuple[int, int]  # (B, K)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """(R,) → (B, K), zeros where nothing is scored."""
+        return x.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.slots, x).view(self.shape)
+
+    def packed(self, x: Tensor | None) -> Tensor | None:
+        """(B, K) → (R,), or (B,) → (B,) in the order of the completions."""
+        if x is None:
+            return None
+        return x[self.order] if x.dim() == 1 else x.reshape(-1)[self.slots]
+
+
+def pack_padded(
+    input_ids: Tensor,  # (B, P+K)
+    attention_mask: Tensor,  # (B, P+K)
+    scored: Tensor,  # (B, K)
+) -> Pack | None:
+    """Pack the real tokens of a padded batch; completions with the same prompt share it.
+
+    The row is laid out on the host: one copy of the ids from the device, none back by which the device waits. Returns
+    None where a packed row has nothing to give: no token is scored, or a completion has no prompt that predicts its
+    first one.
+    """
+    (rows, length), device = scored.shape, input_ids.device
+    ids, real = input_ids.cpu(), attention_mask.bool().cpu()
+    wanted = scored.bool().cpu() & real[:, -length:]
+    groups: dict[bytes, tuple[Tensor, list[int]]] = {}
+    for row in wanted.any(1).nonzero()[:, 0].tolist():
+        prompt = ids[row, :-length][real[row, :-length]]
+        groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
+    if not groups or b"" in groups:
+        return None
+    completions = real[:, -length:]
+    packed = pack_groups(
+        [(prompt, [ids[row, -length:][completions[row]] for row in members]) for prompt, members in groups.values()],
+        device=device,
+    )
+    used = [row for _, members in groups.values() for row in members]
+    order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
+    # The unused completions stand last: their tokens are no part of the packed row, and count as empty.
+    slots = torch.arange(rows * length).view(rows, length)[order][completions[order]][: packed.target_ids.shape[0]]
+    kept = wanted.flatten()[slots].nonzero()[:, 0]
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), wanted[order].sum(1).cumsum(0)]).int()
+    everything = kept.shape[0] == slots.shape[0]
+    on_device = kept.to(device)
+    return Pack(
+        inputs=packed.model_inputs,
+        predicting=packed.predicting if everything else packed.predicting[on_device],
+        target_ids=packed.target_ids if everything else packed.target_ids[on_device],
+        cu_seqlens=counts.to(device),
+        order=order.to(device),
+        slots=slots[kept].to(device),
+        shape=(rows, length),
+    )

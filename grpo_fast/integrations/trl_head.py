@@ -1,0 +1,262 @@
+"""TRL's fused LM head on our kernels: for any TRL trainer that uses it (GRPO, RLOO, SFT, DPO, KTO), without a subclass.
+
+    handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
+    trainer.train()
+    handle.undo()
+
+TRL (>= 1.16) gives one model object a `forward` of its own (`trl.trainer.utils.add_fused_lm_head`), a closure that ends
+in `_ChunkedLogProbFunction.apply`. Here the same closure runs over a copy of its module's globals in which two names
+differ: that function, and the test for compaction (TRL scores every position, padding included, where there is no
+Triton). Nothing that another model or trainer reads is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast import linear_logps
+
+log = logging.getLogger(__name__)
+
+KERNEL, COMPACTS = "_ChunkedLogProbFunction", "_use_triton"
+# fp32 elements of one block of logits in `row_statistics`: 64 MiB.
+BLOCK_ELEMENTS = 1 << 24
+# Above this, a probability is the largest whatever rounding says; below 1/V it is not.
+CERTAINLY_FIRST = 0.501
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class FusedHead(NamedTuple):
+    """What TRL's fused forward knows of the head: z = softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature."""
+
+    backbone: str  # attribute of the model that gives hidden states
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    cast_to_fp32: bool
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """As keywords of `linear_logps` and of `LossConfig`."""
+        return {"temperature": self.temperature, "softcap": self.softcap, "logit_scale": self.logit_scale}
+
+    def operands(self, lm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else that of hidden."""
+        layer: Any = lm.get_output_embeddings()  # type: ignore[operator]
+        weight, bias = layer.weight, layer.bias
+        if hasattr(weight, "full_tensor"):  # FSDP2 shards parameters as DTensors
+            weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+        dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
+        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype TRL's head projects in."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+class FastHead:
+    """The handle of `use_fast_head`: `undo()`, or leave its `with` block, to give the head back to TRL."""
+
+    def __init__(self) -> None:
+        self.active = True
+
+    def undo(self) -> None:
+        self.active = False
+
+    def __enter__(self) -> FastHead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def use_fast_head(trainer_or_model: Any) -> FastHead:
+    """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or of this model.
+
+    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`, those that the trainer asks
+    for; gradients reach hidden, weight and bias. A head sharded by ZeRO-3 stays with TRL's own function (its backward
+    gathers the weight again), which is logged.
+
+    Raises ValueError when there is no fused head of TRL's on the model.
+    """
+    handle = FastHead()
+    accelerator = getattr(trainer_or_model, "accelerator", None)
+    if accelerator is None:
+        _swap(base_model(trainer_or_model), handle, nullcontext)
+        return handle
+    for name in ("model", "ref_model"):
+        model = getattr(trainer_or_model, name, None)
+        if model is not None and (name == "model" or _fused_function(base_model(accelerator.unwrap_model(model)))):
+            _swap(base_model(accelerator.unwrap_model(model)), handle, accelerator.autocast)
+    return handle
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def fused_head(model: Any) -> FusedHead:
+    """The head that `add_fused_lm_head` gave this model. ValueError when it has none, or one we do not know."""
+    known = inspect.getclosurevars(_require_fused(model)).nonlocals
+    try:
+        return FusedHead(
+            known["backbone_attr"], float(known["temperature"]), known["final_logit_softcapping"],
+            float(known["logit_scale"]), bool(known["cast_lm_head_to_fp32"]),
+        )  # fmt: skip
+    except KeyError as missing:
+        raise ValueError(f"trl {_trl_version()}: expected {missing} in the fused LM head, as in trl 1.16") from None
+
+
+def _swap(model: Any, handle: FastHead, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    theirs, before = _require_fused(model), model.forward
+    missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
+    if missing:
+        raise ValueError(f"trl {_trl_version()}: expected {sorted(missing)} in the fused LM head, as in trl 1.16")
+    scope = {**theirs.__globals__, KERNEL: FastLogProbs, COMPACTS: lambda device: True}
+    ours = types.FunctionType(theirs.__code__, scope, theirs.__name__, theirs.__defaults__, theirs.__closure__)
+    ours.__kwdefaults__ = theirs.__kwdefaults__
+    # A prepared model carries accelerate's autocast around TRL's forward; ours then needs the same.
+    context = nullcontext if getattr(before, "__func__", None) is theirs else autocast
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not (fused_lm_head and handle.active) or _is_partitioned(self):
+            return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
+        with context():
+            return ours(self, *args, fused_lm_head=True, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    model.forward.__func__.trl_fused = theirs
+
+
+def _is_partitioned(model: Any) -> bool:
+    partitioned = hasattr(model.get_output_embeddings().weight, "ds_id")
+    if partitioned:
+        _warn_partitioned()
+    return partitioned
+
+
+@functools.cache
+def _warn_partitioned() -> None:
+    log.warning("use_fast_head: the head is sharded by DeepSpeed ZeRO-3; TRL's own function computes it")
+
+
+def _fused_function(model: Any) -> types.FunctionType | None:
+    """TRL's closure on this model, also where accelerate or `use_fast_head` wrapped it; None when there is none."""
+    for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
+        function = getattr(forward, "__func__", forward)
+        function = getattr(function, "trl_fused", function)
+        if getattr(function, "__name__", "") and "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {}):
+            return function
+    return None
+
+
+def _require_fused(model: Any) -> types.FunctionType:
+    function = _fused_function(model)
+    if function is None:
+        raise ValueError(
+            f"model: expected one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16), "
+            f"came {type(model).__name__} with trl {_trl_version()}"
+        )
+    return function
+
+
+def _trl_version() -> str:
+    import trl
+
+    return trl.__version__
+
+
+class FastLogProbs:
+    """Stands where TRL's `ChunkedLogProbFunction` stands."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,  # (N, H)
+        weight: Tensor,  # (V, H)
+        bias: Tensor | None,  # (V,)
+        targets: Tensor,  # (N,)
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> Outputs:
+        """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,); None where not asked for."""
+        if hidden.shape[0] == 0:  # nothing is scored: a row without a target keeps weight and trunk in the graph
+            nothing = FastLogProbs.apply(
+                torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])]), weight, bias, targets.new_full((1,), -100),
+                temperature, chunk_size, final_logit_softcapping, logit_scale, outputs,
+            )  # fmt: skip
+            return tuple(None if x is None else x[:0] for x in nothing)  # type: ignore[return-value]
+        dtype = compute_dtype(hidden)
+        h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        rule: dict[str, Any] = {
+            "temperature": temperature,
+            "softcap": final_logit_softcapping,
+            "logit_scale": logit_scale,
+        }
+        with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
+            result = linear_logps(h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule)
+            logps, entropy = result if isinstance(result, tuple) else (result, None)
+            extras = row_statistics(h, w, b, targets, logps, outputs, **rule)
+        return logps, entropy, *(extras.get(name) for name in ("log_sum_sq_probs", "mean_logits", "is_top1"))
+
+
+@torch.no_grad()
+def row_statistics(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (N,)
+    logps: Tensor,  # (N,) fp32
+    wanted: tuple[str, ...],
+    *,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> dict[str, Tensor]:
+    """The metrics of TRL's head that have no gradient, each from as little work as it takes.
+
+    The mean logit is linear in the logits, so without a softcap it is one product with the mean row of W. Σp² is the
+    ratio of two partition functions: log Σp² = 2·logp(T) - logp(T/2). Whether the target is the first maximum needs
+    the logits, but only of the rows whose probability, between 1/V and a half, leaves it open.
+    """
+    found: dict[str, Tensor] = {}
+    rule: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+    if "log_sum_sq_probs" in wanted:
+        colder = linear_logps(hidden, weight, targets, bias=bias, **{**rule, "temperature": temperature / 2})
+        found["log_sum_sq_probs"] = 2 * logps.detach() - colder
+    if "mean_logits" in wanted and softcap is None:
+        mean_row = weight.mean(0, dtype=torch.float32)
+        offset = 0.0 if bias is None else bias.mean(dtype=torch.float32)
+        found["mean_logits"] = (hidden.float() @ mean_row + offset) * (logit_scale / temperature)
+    top1 = logps.detach().exp() > CERTAINLY_FIRST
+    open_rows = (~top1 & (logps.detach().exp() >= 0.999 / weight.shape[0])).nonzero()[:, 0]
+    means = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    needs_means = "mean_logits" in wanted and softcap is not None
+    rows = torch.arange(hidden.shape[0], device=hidden.device) if needs_means else open_rows
+    for block in rows.split(max(BLOCK_ELEMENTS // weight.shape[0], 1)) if needs_means or "is_top1" in wanted else ():
+        logits = torch.nn.functional.linear(hidden[block], weight, bias).float() * logit_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        top1[block] = logits.argmax(-1) == targets[block]
+        means[block] = logits.mean(-1) / temperature
+    if needs_means:
+        found["mean_logits"] = means
+    if "is_top1" in wanted:
+        found["is_top1"] = top1
+    return found

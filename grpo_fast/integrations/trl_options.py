@@ -1,0 +1,219 @@
+"""TRL's GRPO options: which calls take the fast path, what the loss config of a single pass is, and a proof of both.
+
+Nothing is dropped silently. An option is computed by the fast path, or the trainer says by name which part of the work
+stays with TRL's own code, which honours it (`forward_reason`, `single_pass_reason`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.attention import check_supported
+
+# What TRL divides each loss type by: completions or tokens of the micro-batch, and then the accumulation steps; or the
+# tokens of the generation batch.
+NORMALISERS = {
+    "grpo": "completions",
+    "sapo": "completions",
+    "bnpo": "tokens",
+    "dr_grpo": "completions",
+    "luspo": "completions",
+    "dapo": "items",
+    "cispo": "items",
+    "vespo": "items",
+}
+PROBE_TOLERANCE = 1e-4
+STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
+
+
+def forward_reason(trainer: Any, lm: Any) -> str | None:
+    """Why the forward pass stays TRL's own padded one, naming the option; None when it is packed."""
+    args, accelerator = trainer.args, trainer.accelerator
+    head = lm.get_output_embeddings()
+    peft_configs = getattr(trainer.model, "peft_config", {}).values()
+    plugin = accelerator.state.deepspeed_plugin
+    parallel = getattr(accelerator, "parallelism_config", None)
+    known = {
+        "processing_class: images need TRL's own inputs": trainer._is_vlm,
+        "router_aux_loss_coef: the load-balancing loss counts padded tokens": trainer.aux_loss_enabled,
+        "deepspeed: ZeRO-3 shards the head": plugin is not None and plugin.zero_stage == 3,
+        "torch_compile: the packed forward is not compiled": args.torch_compile,
+        "device_map: the model is split across devices": len(set(getattr(lm, "hf_device_map", {"": 0}).values())) > 1,
+        "peft: prompt learning changes the inputs": any(c.is_prompt_learning for c in peft_configs),
+        f"lm_head: {type(head).__name__} is no plain linear layer": type(head) is not nn.Linear,
+        "parallelism_config: context or sequence parallelism": parallel is not None
+        and max(getattr(parallel, "cp_size", 1) or 1, getattr(parallel, "sp_size", 1) or 1) > 1,
+        "disable_dropout: attention dropout is on": _has_attention_dropout(lm),
+    }
+    for reason, holds in known.items():
+        if holds:
+            return reason
+    try:
+        check_supported(lm)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _has_attention_dropout(lm: nn.Module) -> bool:
+    for module in lm.modules():
+        for name in ("attention_dropout", "attn_dropout"):
+            rate = getattr(module, name, 0.0)
+            rate = rate.p if isinstance(rate, nn.Dropout) else rate
+            if isinstance(rate, float) and rate > 0:
+                return True
+    return False
+
+
+class SinglePass(NamedTuple):
+    """One micro-batch for `linear_grpo_loss`; per-token tensors are (B, K)."""
+
+    config: LossConfig
+    advantages: Tensor  # (B,) or (B, K)
+    old_logps: Tensor | None
+    ref_logps: Tensor | None
+    num_items: Tensor | None  # 0-d
+    divisor: float  # of the loss, afterwards
+
+
+def single_pass_reason(trainer: Any) -> str | None:
+    """Why the objective stays TRL's own on our logps; None when loss and gradient come from one pass."""
+    if trainer.aux_loss_enabled:
+        return "router_aux_loss_coef"
+    try:
+        config = loss_config(trainer)
+    except ValueError as error:
+        return f"loss_type {trainer.loss_type!r}: {error}"
+    if not config.is_token_local:
+        return f"loss_type {trainer.loss_type!r} with these options needs whole completions before its gradient"
+    return None
+
+
+def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
+    """The config that equals TRL's attributes and arguments, `head` (temperature, softcap, logit_scale) beside them."""
+    if NORMALISERS.get(trainer.loss_type) is None:
+        raise ValueError(f"expected one of {list(NORMALISERS)}")
+    args = trainer.args
+    return LossConfig(
+        loss_type=trainer.loss_type,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        delta=args.delta,
+        beta=trainer.beta,
+        kl_times_ratio=args.use_bias_correction_kl,
+        importance_sampling_level=trainer.importance_sampling_level,
+        max_completion_length=trainer.max_completion_length,
+        entropy_coef=entropy_coef,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        off_policy_threshold=trainer.off_policy_mask_threshold,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
+        sampling_correction=None,
+        compute_entropy=True,
+        **head,
+    )
+
+
+def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: Any) -> SinglePass:
+    """TRL's inputs of one training micro-batch as arguments of the single pass."""
+    accumulation = float(trainer.current_gradient_accumulation_steps)
+    advantages = inputs["advantages"]
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        # Every token-level objective is positively homogeneous in the advantage, so a weight >= 0 moves into it.
+        advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+        advantages = (advantages * inputs["importance_sampling_ratio"]).expand(inputs["completion_ids"].shape)
+    num_items, divisor = None, accumulation
+    coefficient = applied_entropy_coef(trainer)
+    if NORMALISERS[trainer.loss_type] == "items":
+        share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes
+        num_items, divisor = inputs["num_items_in_batch"].clamp(min=1.0) * share, 1.0
+        if coefficient:
+            # The bonus is a mean over this micro-batch, whatever the policy term is divided by.
+            coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
+    config = loss_config(trainer, coefficient, **head)
+    old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    return SinglePass(config, advantages, old, ref if trainer.beta != 0 else None, num_items, divisor)
+
+
+def applied_entropy_coef(trainer: Any) -> float:
+    """The weight of the entropy bonus in this micro-batch: TRL's controller decides at the end of a step."""
+    if not trainer._entropy_bonus_enabled:
+        return 0.0
+    gated = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+    return 0.0 if gated else trainer.entropy_coef
+
+
+def probe(trainer: Any, theirs: Any) -> str | None:
+    """Compare our objective with the installed TRL's on made-up tokens: loss, dL/dlogp and dL/dentropy.
+
+    Ratios lie on both sides of every bound, advantages have both signs, one completion is empty and one has a tool's
+    tokens: an option that a release of TRL changes, or that a subclass adds, shows here before the first step.
+
+    Args:
+        trainer: a GRPOTrainer in train mode.
+        theirs: (inputs, logps, entropies) → the loss that TRL's own `_compute_loss` makes of them.
+
+    Returns:
+        None when equal, else what differs.
+    """
+    device = trainer.accelerator.device
+    inputs, logps, entropies = _made_up(trainer, device)
+    saved = {name: getattr(trainer, name, None) for name in STATE}
+    metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+    expected = theirs(inputs, logps, entropies)
+    trainer._metrics["train"].clear()
+    trainer._metrics["train"].update(metrics)
+    for name, value in saved.items():
+        if hasattr(trainer, name):
+            setattr(trainer, name, value)
+    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    job = single_pass(trainer, inputs, int(mask.sum()))
+    ours = grpo_loss(
+        logps, job.advantages, job.config, completion_mask=mask, old_logps=job.old_logps, ref_logps=job.ref_logps,
+        entropy=entropies, num_items_in_batch=job.num_items,
+    )  # fmt: skip
+    loss = ours.loss / job.divisor
+    wanted = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
+    came = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
+    pairs = [("loss", expected.detach(), loss.detach())]
+    pairs += [(f"d loss/d {n}", a, b) for n, a, b in zip(("logps", "entropy"), wanted, came, strict=True)]
+    for name, a, b in pairs:
+        a, b = (torch.zeros(()) if x is None else x.float().cpu() for x in (a, b))
+        if not (a - b).abs().max() <= PROBE_TOLERANCE * max(float(a.abs().max()), 1e-3):
+            return f"{name} of loss_type {trainer.loss_type!r} differs from TRL's by {float((a - b).abs().max()):.2g}"
+    return None
+
+
+def _made_up(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
+    completions, length = 6, 9
+    random = torch.Generator().manual_seed(0)
+    shape = (completions, length)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(device)
+
+    logps = (normal(*shape) - 2).clamp(max=-0.05)
+    mask = torch.ones(shape, dtype=torch.int64, device=device)
+    mask[1, 4:] = mask[2] = 0
+    tool = torch.ones_like(mask)
+    tool[3, 2:5] = 0
+    inputs = {
+        "prompt_ids": mask[:, :2],
+        "prompt_mask": mask[:, :2],
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "tool_mask": tool,
+        "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
+        "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
+        # Steps of the ratio from 0.3 to 3: both clip bounds, delta, and the inside of each.
+        "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
+        "ref_per_token_logps": logps + 0.5 * normal(*shape),
+    }
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        inputs["importance_sampling_ratio"] = normal(*shape).abs()
+    inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"]
+    return inputs, logps.requires_grad_(), normal(*shape).abs().requires_grad_()

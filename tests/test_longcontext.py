@@ -21,6 +21,7 @@ from grpo_fast.train.metrics import is_timing
 from grpo_fast.train.optimizer import Optimizer, build_adam
 from grpo_fast.train.policy import Policy, load_policy
 from grpo_fast.train.reference import Reference
+from grpo_fast.train.report import memory_line
 from grpo_fast.train.update import accumulate
 from tests.tiny import tiny_folder, tiny_model
 
@@ -245,11 +246,18 @@ def lowered_budget(folder):
     return json.loads((folder / "summary.json").read_text())["tokens_per_microbatch"]
 
 
-@pytest.mark.parametrize("error", [GPU_ERROR, CPU_ERROR], ids=["cuda", "cpu"])
+REUSED = ["inner_iterations=2", "minibatches=2"]
+
+
 @pytest.mark.parametrize(
-    ("room", "overrides"), [(40, []), (24, ["inner_iterations=2", "minibatches=2"])], ids=["once", "reused"]
+    ("error", "room", "overrides", "where"),
+    [
+        (GPU_ERROR, 40, [], "anywhere"),
+        (CPU_ERROR, 24, REUSED, "anywhere"),
+        (GPU_ERROR, 24, REUSED, "with gradients"),
+    ],
+    ids=["gpu-once", "cpu-reused", "gpu-reused-in-the-update"],
 )
-@pytest.mark.parametrize("where", ["anywhere", "with gradients"])
 def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
@@ -338,3 +346,9 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 2 * 220 < row["num_tokens"] < 2 * 400  # two groups of 16, each with one copy of its long prompt
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
+    line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
+    tokens = f"{row['num_tokens']:.0f}"
+    assert line.endswith(
+        f"3.00 GiB predicted (micro-batches of up to {tokens} tokens), the whole process grew by 0.50 GiB"
+    )
+    assert memory_line({**summary, "predicted_memory": None, "peak_memory": 5 << 29}).endswith(", 2.50 GiB measured")

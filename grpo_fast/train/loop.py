@@ -44,12 +44,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
     rewards = build_rewards(config.rewards)
-    policy = build_policy(config)
+    questions = plain_examples(config)
+    policy = build_policy(config, questions)
     train_set = examples_for(config, policy, "train")
     evaluate = build_evaluation(config, policy, rewards)
     with RunReport(config.output_dir, config) as report:
         if config.warm_start is not None:
-            warm_start(policy, plain_examples(config), config.warm_start, seed=config.seed, log=report.log)
+            warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards)
         before = evaluate().metrics
         report.log(0, before)
@@ -188,7 +189,7 @@ class Trainer:
         return self.budget.within(batch, attempt, self.optimizer.zero_grad, keep_logps)
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """What the run came to, with predicted and real peak memory in bytes (a CPU's: growth of the whole process)."""
+        """What the run came to, memory in bytes: a GPU's peak in training, and the growth of the whole process."""
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,
@@ -196,7 +197,8 @@ class Trainer:
             "tokens_per_microbatch": self.budget.tokens,
             "largest_microbatch": self.budget.largest,
             "predicted_memory": self.budget.predicted_peak,
-            "peak_memory": self.peak_memory or host_peak() - memory_before,
+            "peak_memory": self.peak_memory or None,
+            "process_growth": host_peak() - memory_before,
         }
 
 

@@ -160,11 +160,15 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def memory_line(summary: Mapping[str, Any]) -> str:
-    """`peak memory: 1.24 GiB predicted for micro-batches of 4096 tokens, 1.31 GiB measured`."""
-    predicted, largest = summary["predicted_memory"], summary["largest_microbatch"]
+    """`memory of a training step: 1.24 GiB predicted (micro-batches of up to 4096 tokens), 1.31 GiB measured`.
+
+    Without a GPU the measured part is the growth of the whole process: libraries, rollouts and evaluation, too.
+    """
+    predicted, peak = summary["predicted_memory"], summary["peak_memory"]
     said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
-    return (
-        f"peak memory: {said} for micro-batches of {largest} tokens, {summary['peak_memory'] / 2**30:.2f} GiB measured"
+    grown = f"the whole process grew by {summary['process_growth'] / 2**30:.2f} GiB"
+    return f"memory of a training step: {said} (micro-batches of up to {summary['largest_microbatch']} tokens), " + (
+        grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
     )
 
 

@@ -16,13 +16,13 @@ from grpo_fast.train.policy import Policy, load_policy
 BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
 
 
-def build_policy(config: RunConfig) -> Policy:
-    """The policy, with a tokenizer built from the data where the configuration asks for one."""
+def build_policy(config: RunConfig, questions: Sequence[Example]) -> Policy:
+    """The policy, with a tokenizer built from the training questions where the configuration asks for one."""
     tokenizer: Any = None
     if config.model.tokenizer == "symbols":
         tokenizer = build_symbol_tokenizer(task_symbols(config.data))
     elif config.model.tokenizer == "bpe":
-        texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(plain_examples(config), BPE_TEXTS)]
+        texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(questions, BPE_TEXTS)]
         tokenizer = build_bpe_tokenizer(texts, config.model.vocab_size)
     return load_policy(config.model, tokenizer)
 

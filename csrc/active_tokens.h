@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace grpo_fast {
@@ -20,6 +21,15 @@ struct ActiveTokens {
   std::vector<int64_t> index, segments, lengths;
   std::vector<float> advantages;
   bool ok = true;
+
+  // 1 / total of every token, divided by its completion's length when by_length; total: none is the number of tokens.
+  std::vector<float> weights(std::optional<double> total, bool by_length) const {
+    std::vector<float> to(segments.size());
+    const double all = total.value_or(static_cast<double>(segments.size()));
+    for (size_t i = 0; i < to.size(); ++i)
+      to[i] = static_cast<float>(1.0 / (by_length ? static_cast<double>(lengths[segments[i]]) * all : all));
+    return to;
+  }
 
   void add(const TokenColumns& from, int64_t row, int64_t completion) {
     const float advantage = from.advantages[from.per_completion ? completion : row];

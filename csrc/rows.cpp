@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -246,8 +247,24 @@ const float* optional_vector(const std::optional<Tensor>& x, int64_t rows, const
   return data<float>(*x);
 }
 
-// -> lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,); d-logits to `out`.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss_(
+// Of all rows, summed in their order whatever the threads did.
+struct RowSums {
+  double loss = 0, least_logp = std::numeric_limits<double>::infinity();
+  int64_t active = 0;  // rows with a coefficient
+
+  RowSums(const Chunk& chunk, const float* losses, const Coefficients& at) {
+    for (int64_t row = 0; row < chunk.rows; ++row) {
+      const float grad_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
+      loss += losses[row];
+      if (grad_entropy != 0) loss += static_cast<double>(grad_entropy) * at.entropy[row];
+      least_logp = std::min(least_logp, static_cast<double>(at.logps[row]));
+      active += at.grad_logps[row] != 0 || grad_entropy != 0;
+    }
+  }
+};
+
+// -> lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,), and the three RowSums; d-logits to `out`.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, double, double, int64_t> row_loss_(
     Tensor logits, Tensor out, Tensor target_ids, Tensor advantages, Tensor policy_weights,
     std::optional<Tensor> kl_weights, std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
     std::optional<Tensor> grad_entropy, int64_t objective, int64_t kl, bool kl_times_ratio, double p0, double p1,
@@ -290,7 +307,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_loss_(
           write_gradient<In, Out, kSoftcap, kEntropy>(chunk, x, d + row * out_stride, row, at);
         });
       });
-  return {lse, logps, entropy, losses, grad_logps};
+  const RowSums sums(chunk, losses_to, at);
+  return {lse, logps, entropy, losses, grad_logps, sums.loss, sums.least_logp, sums.active};
 }
 
 // ---- the tokens of a batch ----
@@ -326,13 +344,14 @@ bool with_reader(const Tensor& x, const F& run) {
   }
 }
 
-// -> status, lengths (B,), segments (T,), advantages (T,), index (T,), then target_ids, old_logps, ref_logps,
-// sampling_logps, temperature gathered by it. Status 0: something is odd, or of a dtype that is not taken here; nothing
-// else is set. 1: all N rows are active; index and the gathered tensors are empty. 2: some are.
-std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> active_tokens(
+// -> status, lengths (B,), segments (T,), advantages (T,), weights (T,), index (T,), then target_ids, old_logps,
+// ref_logps, sampling_logps, temperature gathered by it. Status 0: something is odd, or of a dtype that is not taken
+// here; nothing else is set. 1: all N rows are active; index and the gathered tensors are empty. 2: some are.
+std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> active_tokens(
     std::optional<Tensor> target_ids, Tensor advantages, std::optional<Tensor> cu_seqlens, int64_t num_completions,
     std::optional<Tensor> mask, std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
-    std::optional<Tensor> sampling_logps, std::optional<Tensor> temperature, int64_t num_rows, int64_t vocab_size) {
+    std::optional<Tensor> sampling_logps, std::optional<Tensor> temperature, int64_t num_rows, int64_t vocab_size,
+    std::optional<double> total, bool by_length) {
   const auto takes = [](const std::optional<Tensor>& x, int64_t size, ScalarType dtype) {
     return !x || (x->is_cpu() && x->dim() == 1 && x->size(0) == size && x->is_contiguous() && x->scalar_type() == dtype);
   };
@@ -367,8 +386,9 @@ std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
   const auto pick = [&](const std::optional<Tensor>& x) { return gathered(advantages, x, to.index, ok && !all); };
   const std::vector<int64_t> none;
   return {ok ? (all ? 1 : 2) : 0, copied(advantages, to.lengths), copied(advantages, to.segments),
-          copied(advantages, to.advantages), copied(advantages, all ? none : to.index), pick(target_ids),
-          pick(old_logps), pick(ref_logps), pick(sampling_logps), pick(temperature)};
+          copied(advantages, to.advantages), copied(advantages, to.weights(total, by_length)),
+          copied(advantages, all ? none : to.index), pick(target_ids), pick(old_logps), pick(ref_logps),
+          pick(sampling_logps), pick(temperature)};
 }
 
 }  // namespace
@@ -386,11 +406,13 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages, Tensor policy_weights,"
       " Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps, Tensor? grad_entropy, int objective, int kl,"
       " bool kl_times_ratio, float p0, float p1, float p2, float p3, float logit_scale, float? softcap,"
-      " float temperature, Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " float temperature, Tensor? temperatures, bool return_entropy)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, float, float, int)");
   library.def(
       "active_tokens(Tensor? target_ids, Tensor advantages, Tensor? cu_seqlens, int num_completions, Tensor? mask,"
-      " Tensor? old_logps, Tensor? ref_logps, Tensor? sampling_logps, Tensor? temperature, int num_rows, int vocab_size)"
-      " -> (int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " Tensor? old_logps, Tensor? ref_logps, Tensor? sampling_logps, Tensor? temperature, int num_rows, int vocab_size,"
+      " float? total, bool by_length)"
+      " -> (int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_rows, CPU, library) {

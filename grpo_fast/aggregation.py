@@ -1,80 +1,72 @@
 """Normalisers: the weight w_t of every token in loss = Σ_t w_t·ℓ_t, known before the forward pass.
 
-A step that is split into micro-batches or ranks gives the same loss and gradient however it is split when
-`num_items_in_batch` and `num_completions_in_batch` carry the totals of the whole step (`token_mean_local` excepted).
+Each is 1 / (total · own), with one total for the whole step and `own` either 1 or the completion's length. A step that
+is split into micro-batches or ranks gives the same loss and gradient however it is split when `num_items_in_batch` and
+`num_completions_in_batch` carry the totals of the whole step (`token_mean_local` excepted).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Total = int | Tensor  # a count of this call, known on the host, or a 0-d tensor from the caller
+Total = float | Tensor  # a number known on the host, or a 0-d tensor on a device
 
 
-def sequence_mean(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
-    """1 / (B·|o_b|): the mean over completions of the mean over tokens (DeepSeekMath)."""
-    return 1.0 / (lengths.clamp(min=1) * completions)
+class Counts(NamedTuple):
+    """What a normaliser may divide by."""
+
+    tokens: Total | None  # num_items_in_batch; None: this call's own number of active tokens
+    completions: Total  # num_completions_in_batch, else this call's B
+    max_length: int | None  # max_completion_length
 
 
-def token_mean(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
-    """1 / Σm: every token weighs the same (DAPO); Σm is the step's or this call's, see `completion_weights`."""
-    return _everywhere(tokens, lengths)
+class Aggregation(NamedTuple):
+    """w_t = 1 / (total · |o_b|) when `by_length`, else 1 / total."""
+
+    total: Callable[[Counts], Total | None]
+    by_length: bool = False
 
 
-def fixed_length(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
-    """1 / (B·max_completion_length): no length bias (Dr. GRPO)."""
-    assert max_length is not None
-    return _everywhere(completions * max_length, lengths)
-
-
-def sequence_sum(lengths: Tensor, tokens: Total, completions: Total, max_length: int | None) -> Tensor:
-    """1 / B: the mean over completions of the sum over tokens (LUSPO)."""
-    return _everywhere(completions, lengths)
-
-
-def _everywhere(total: Total, lengths: Tensor) -> Tensor:
-    """(B,) 1 / total for every completion."""
-    if isinstance(total, Tensor):
-        return (1.0 / total.double()).expand(lengths.shape)
-    return lengths.new_full(lengths.shape, 1.0 / max(total, 1), dtype=torch.float32)
-
-
-AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
-    "sequence_mean": sequence_mean,
-    "token_mean_local": token_mean,
-    "fixed_length": fixed_length,
-    "token_mean_global": token_mean,
-    "sequence_sum": sequence_sum,
+AGGREGATIONS: dict[str, Aggregation] = {
+    # 1 / (B·|o_b|): the mean over completions of the mean over tokens (DeepSeekMath)
+    "sequence_mean": Aggregation(lambda counts: counts.completions, by_length=True),
+    # 1 / Σm of this call
+    "token_mean_local": Aggregation(lambda counts: None),
+    # 1 / (B·max_completion_length): no length bias (Dr. GRPO)
+    "fixed_length": Aggregation(lambda counts: counts.completions * (counts.max_length or 1)),
+    # 1 / Σm of the whole step: every token weighs the same (DAPO)
+    "token_mean_global": Aggregation(lambda counts: counts.tokens),
+    # 1 / B: the mean over completions of the sum over tokens (LUSPO)
+    "sequence_sum": Aggregation(lambda counts: counts.completions),
 }
 
 
-def completion_weights(
+def denominator(
     aggregation: str,
-    lengths: Tensor,  # (B,) active tokens per completion
-    num_tokens: int,
+    num_completions: int,
     *,
     max_completion_length: int | None = None,
-    num_items_in_batch: Tensor | None = None,  # 0-d: tokens of the whole step
-    num_completions_in_batch: Tensor | None = None,  # 0-d: completions of the whole step
-) -> Tensor:
-    """The weight w_t shared by all tokens of each completion.
+    num_items_in_batch: Total | None = None,
+    num_completions_in_batch: Total | None = None,
+) -> Total | None:
+    """The total that an aggregation divides by; None for this call's own number of active tokens.
 
     Args:
         aggregation: a name of `AGGREGATIONS`.
-        lengths: (B,) number of active tokens of each completion; an empty completion counts in B.
-        num_tokens: their sum, T.
+        num_completions: B of this call; an empty completion counts.
         max_completion_length: tokens, for `fixed_length`.
-        num_items_in_batch: active tokens of the whole optimizer step; this call's own sum when None.
-            `token_mean_local` ignores it by definition.
-        num_completions_in_batch: completions of the whole optimizer step; this call's own B when None.
-
-    Returns:
-        (B,) fp32 weights.
+        num_items_in_batch: active tokens of the whole optimizer step.
+        num_completions_in_batch: completions of the whole optimizer step.
     """
-    own_tokens = aggregation == "token_mean_local" or num_items_in_batch is None
-    tokens: Total = num_tokens if own_tokens or num_items_in_batch is None else num_items_in_batch
-    completions: Total = max(lengths.shape[0], 1) if num_completions_in_batch is None else num_completions_in_batch
-    return AGGREGATIONS[aggregation](lengths, tokens, completions, max_completion_length).float()
+    completions = max(num_completions, 1) if num_completions_in_batch is None else num_completions_in_batch
+    return AGGREGATIONS[aggregation].total(Counts(num_items_in_batch, completions, max_completion_length))
+
+
+def completion_weights(lengths: Tensor, total: Total, by_length: bool) -> Tensor:
+    """(B,) fp32: the weight of every token of each completion, from their (B,) active tokens and `denominator`."""
+    own = lengths.clamp(min=1) if by_length else torch.ones_like(lengths)
+    return (1.0 / (own.double() * total)).float()

@@ -92,7 +92,10 @@ def token_arguments(
     )
 
 
-def total(value: float | Tensor | None, like: Tensor) -> Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else value.reshape(()).to(like.device)
+def total(value: float | Tensor | None, like: Tensor) -> float | Tensor | None:
+    """A number, or a 0-d tensor; in a compiled step always a tensor, as the operators' schemas have it."""
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(like.device)
+    if value is None or not torch.compiler.is_compiling():
+        return value
     return torch.full((), float(value), dtype=torch.float64, device=like.device)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
-from grpo_fast.kernels.linear import RowStats
+from grpo_fast.kernels.linear import RowStats, joined
+from grpo_fast.kernels.rows_torch import RowLoss
 from grpo_fast.kernels.tokens import FusedInputs, TokenLoss
 from grpo_fast.prepare import ActiveTokens
 
@@ -76,8 +77,8 @@ class LogitsSweep:
             cut = (lse[block], logps[block], None if entropy is None else entropy[block])
             self.row_grad(block, cut, g[block], None if g_entropy is None else g_entropy[block])
 
-    def one_pass(self, inputs: FusedInputs) -> tuple[RowStats, Tensor]:
-        """Token-local losses: every row is read once and its gradient written once. Returns (stats, losses (T,))."""
+    def one_pass(self, inputs: FusedInputs) -> RowLoss:
+        """Token-local losses: every row is read once and its gradient written once. Of the active rows, (T,) each."""
         assert self.out is not None
         spread = inputs.map(self.tokens.to_rows)  # weight 0 where a row is not active
         parts = []
@@ -88,4 +89,9 @@ class LogitsSweep:
                 return_entropy=self.config.needs_entropy,
             )  # fmt: skip
             parts.append(part)
-        return self.active_stats([part[:3] for part in parts]), self.tokens.active(torch.cat([p.losses for p in parts]))
+        rows = joined(parts, self.logits)
+        if self.tokens.rows is None:
+            return rows
+        # The sums would count the rows that are switched off.
+        lse, logps, entropy, losses, grad_logps = (None if x is None else self.tokens.active(x) for x in rows[:5])
+        return RowLoss(lse, logps, entropy, losses, grad_logps)

@@ -30,7 +30,7 @@ class LossOutput:
     logps: Tensor
     entropy: Tensor | None
     _config: LossConfig = dataclasses.field(repr=False)
-    _inputs: tuple = dataclasses.field(repr=False)
+    _inputs: list = dataclasses.field(repr=False)
     _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -70,7 +70,8 @@ def linear_logps(
         logps = logp_all.gather(-1, target_ids)    # entropy = -(logp_all.exp() * logp_all).sum(-1)
 
     Row t holds the prediction of `target_ids[t]`: the shift is the caller's. Differentiable in hidden, weight and bias
-    (once; no double backward). Sums are fp32 or better, whatever the inputs' dtype.
+    (once; no double backward). Sums are fp32 or better, whatever the inputs' dtype. Where a gradient is wanted, the
+    logits of as many rows as the workspace holds (GRPO_FAST_WORKSPACE_MIB) are kept until the backward pass.
 
     Args:
         hidden: fp32, bf16, fp16 (or fp64, on the torch backend).
@@ -92,7 +93,11 @@ def linear_logps(
     chosen = validation.hidden_layout(hidden, target_ids, hidden_rows)
     rows = row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logps, entropy, _ = torch.ops.grpo_fast.linear_logps(flat, lm_head_weight, bias, chosen, *rows)
+    if torch.compiler.is_compiling():
+        logps, entropy, _ = torch.ops.grpo_fast.linear_logps(flat, lm_head_weight, bias, chosen, *rows)
+    else:
+        wanted = ops.wants_gradient(hidden, lm_head_weight, bias)
+        logps, entropy, _ = ops_logps.EagerLinearLogps.apply(any(wanted), flat, lm_head_weight, bias, chosen, *rows)
     return _shaped(logps, entropy, target_ids, return_entropy)
 
 
@@ -216,8 +221,7 @@ def linear_grpo_loss(
         target_ids, target_ids, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
-    on = torch.is_grad_enabled()
-    wanted = [on and x is not None and x.requires_grad for x in (hidden, lm_head_weight, bias)]
+    wanted = ops.wants_gradient(hidden, lm_head_weight, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
     results = ops.call(ops.linear_grpo, flat, lm_head_weight, bias, chosen, wanted, backend, validate, *tokens)
     return _output(results, target_ids, config, tokens, config.needs_entropy)
@@ -289,9 +293,8 @@ def _output(
     loss, logps, entropy = results[:3]
     entropy = entropy.detach().reshape(like.shape) if has_entropy else None
     # Copies: the caller may reuse its buffers before the metrics are read. They do not depend on the targets.
-    inputs = (None, *(x.detach().clone() if isinstance(x, Tensor) else x for x in tokens[1:]))
+    inputs = [None, *[x.detach().clone() if isinstance(x, Tensor) else x for x in tokens[1:]]]
     return LossOutput(loss, logps.detach().reshape(like.shape), entropy, config, inputs)
 
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "linear_logps", "logits_grpo_loss", "logits_logps"]
-_ = ops_logps  # registers its operators

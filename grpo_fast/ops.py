@@ -104,6 +104,12 @@ def fake_gradient(x: Tensor, is_wanted: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format) if is_wanted else x.new_empty(0)
 
 
+def wants_gradient(*tensors: Tensor | None) -> list[bool]:
+    """Which of a call's tensors somebody will ask a gradient of."""
+    on = torch.is_grad_enabled()
+    return [on and x is not None and x.requires_grad for x in tensors]
+
+
 def remember(ctx: Any, inputs: tuple, output: tuple) -> None:
     """Keep the gradients once, and the inputs for a second backward."""
     ctx.set_materialize_grads(False)

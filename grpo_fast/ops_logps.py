@@ -1,7 +1,8 @@
 """`linear_logps` and `logits_logps` as custom operators: differentiable logps and entropy, no logits kept.
 
-Forward keeps (lse, logp, entropy) of every row; backward forms the logits again, chunk by chunk (8·N·V·H flops in all
-for the linear operator).
+Forward keeps (lse, logp, entropy) of every row, and outside of torch.compile the logits of as many rows as the
+workspace holds until the first backward, which forms the others again, chunk by chunk: 6 to 8·N·V·H flops in all for
+the linear operator, 6 where one chunk holds the batch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import validation
-from grpo_fast.kernels.linear import LinearHead, Wanted
+from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.ops import library
 from grpo_fast.passes import kernel_precision, pick_backend
@@ -80,16 +81,24 @@ class Rows:
         return g, g_entropy
 
 
-def linear_logps(
-    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend
-):  # fmt: skip
+def linear_logps(hidden, weight, bias, hidden_rows, *row_args):
+    *_, rows, stats = linear_pass(hidden, weight, bias, hidden_rows, *row_args, keep=False)
+    return results(rows, stats)
+
+
+def linear_pass(
+    hidden, weight, bias, hidden_rows, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend,
+    *, keep: bool,
+) -> tuple[LinearHead, Rows, RowStats]:  # fmt: skip
+    """One sweep for logps and entropies; with `keep` as many logits stay as the workspace holds."""
     rows = Rows(weight.shape[0], target_ids, temperatures, temperature, softcap, logit_scale)
     kernels = pick_backend(backend, hidden)
     with kernel_precision(hidden.device):
         index = rows.hidden_index(hidden_rows, hidden.shape[0])
-        head = LinearHead(hidden, weight, bias, rows.target_ids, rows.rule, index, kernels)
-        stats = head.logps(return_entropy=entropy)
-    return results(rows, stats)
+        head = LinearHead(
+            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None
+        )
+        return head, rows, head.logps(return_entropy=entropy, keep=keep)
 
 
 def logits_logps(logits, target_ids, temperatures, temperature, softcap, logit_scale, entropy, backend):
@@ -185,6 +194,34 @@ def recall(ctx: Any, grads: tuple) -> tuple[list, tuple] | None:
     saved = iter(ctx.saved_tensors)
     inputs = [next(saved) if other is None else other[0] for other in ctx.others]
     return inputs, tuple(saved)
+
+
+class EagerLinearLogps(torch.autograd.Function):
+    """`linear_logps` outside of torch.compile: the first backward finds logits that are still there."""
+
+    @staticmethod
+    def forward(ctx, is_wanted, *inputs):
+        head, rows, stats = linear_pass(*inputs, keep=is_wanted)
+        output = results(rows, stats)
+        ctx.kept = (head, rows, stats) if head.held is not None else None
+        remember(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        recalled = recall(ctx, grads)
+        if recalled is None:
+            return (None,) * 12
+        (inputs, stats), wanted = recalled, ctx.needs_input_grad[1:4]
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:
+            found = linear_logps_grad(*inputs, *stats, grads[0], grads[1], wanted)
+        else:
+            head, rows, stats = kept
+            with kernel_precision(head.hidden.device):
+                found = head.gradients(*rows.coefficients(grads[0], grads[1]), stats, Wanted(*wanted))
+        return (None, *(x if need else None for x, need in zip(found, wanted, strict=True)), *[None] * 8)
 
 
 def linear_logps_backward(ctx, *grads):

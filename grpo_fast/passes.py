@@ -5,9 +5,8 @@ Gradients are formed in the forward, for an upstream gradient of 1 (`ops.py` mul
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +15,12 @@ from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend, resolve
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.metrics import metric_names, token_metrics
+from grpo_fast.kernels.rows_torch import RowLoss
 from grpo_fast.kernels.tokens import fused_inputs, token_loss
 from grpo_fast.logits import LogitsSweep
-from grpo_fast.prepare import ActiveTokens, TokenInputs, active_tokens, check_logps, checked_rows
+from grpo_fast.prepare import ActiveTokens, TokenInputs, active_tokens, check_least_logp, check_logps, checked_rows
+
+UNCHANGED = nullcontext()
 
 
 class LossResult(NamedTuple):
@@ -30,14 +32,11 @@ class LossResult(NamedTuple):
     gradients: tuple[Tensor, ...]
 
 
-@contextlib.contextmanager
-def kernel_precision(device: torch.device) -> Iterator[None]:
+def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast does not reach the kernels: they compute in the dtypes they are given."""
     if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
+        return torch.autocast(device.type, enabled=False)
+    return UNCHANGED
 
 
 def pick_backend(name: str, x: Tensor) -> Backend:
@@ -80,20 +79,23 @@ def linear_loss(
     fused = fused_inputs(tokens.batch, config)
     if any(wanted) and fused is not None and head.num_rows:
         rows, gradients = head.loss_gradients(fused, config, wanted)
-        check_logps(rows.logps, validate)
-        return rows_result(summed(rows.losses, rows.entropy, fused.grad_entropy), rows[:3], tokens, gradients)
-    stats = head.logps(return_entropy=config.needs_entropy)
+        return rows_result(summed(rows, fused.grad_entropy, validate), rows[:3], tokens, gradients)
+    stats = head.logps(return_entropy=config.needs_entropy, keep=any(wanted))
     check_logps(stats[1], validate)
     result = token_loss(stats[1], stats[2], tokens.batch, config)
     gradients = head.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
     return rows_result(result.loss, stats, tokens, gradients)
 
 
-def summed(losses: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
-    """0-d fp32: the loss of all rows, summed in fp64."""
-    loss = losses.sum(dtype=torch.float64)
-    if grad_entropy is not None and entropy is not None:
-        loss = loss + (grad_entropy * entropy).sum(dtype=torch.float64)
+def summed(rows: RowLoss, grad_entropy: Tensor | None, validate: str) -> Tensor:
+    """0-d fp32: the loss of all rows, summed in fp64; refuses a logp of -inf."""
+    if rows.sums is not None:
+        check_least_logp(rows.sums.least_logp)
+        return torch.tensor(rows.sums.loss, dtype=torch.float32)
+    check_logps(rows.logps, validate)
+    loss = rows.losses.sum(dtype=torch.float64)
+    if grad_entropy is not None and rows.entropy is not None:
+        loss = loss + (grad_entropy * rows.entropy).sum(dtype=torch.float64)
     return loss.float()
 
 
@@ -111,9 +113,8 @@ def logits_loss(
     sweep = LogitsSweep(logits, out, tokens, config, kernels)
     fused = fused_inputs(tokens.batch, config)
     if out is not None and fused is not None and logits.shape[0]:
-        stats, losses = sweep.one_pass(fused)
-        check_logps(stats[1], validate)
-        return rows_result(summed(losses, stats[2], fused.grad_entropy), stats, tokens, ())
+        rows = sweep.one_pass(fused)
+        return rows_result(summed(rows, fused.grad_entropy, validate), rows[:3], tokens, ())
     stats = sweep.logps()
     check_logps(stats[1], validate)
     result = token_loss(stats[1], stats[2], tokens.batch, config)

@@ -29,6 +29,8 @@ def make_batch(packed: bool, per_token: bool = False) -> dict:
         **{name: torch.rand(rows) + 0.1 for name in VECTORS},
         "num_rows": rows,
         "vocab_size": 11,
+        "total": 3.0,
+        "by_length": True,
     }
 
 
@@ -49,6 +51,14 @@ def test_active_tokens(packed: bool, per_token: bool, mask_dtype: torch.dtype) -
     assert torch.equal(found.advantages, (x["advantages"] if per_token else x["advantages"][owner])[keep])
     for name in (*VECTORS, "target_ids"):
         assert torch.equal(getattr(found, name), x[name][keep])
+    own = found.lengths[found.segments].double()
+    for total, by_length, expected in (
+        (3.0, True, 3 * own),
+        (3.0, False, 3 * own**0),
+        (None, False, keep.sum() * own**0),
+    ):
+        weights = rows_cpu.active_tokens(**{**x, "total": total, "by_length": by_length}).weights
+        assert torch.equal(weights, (1 / expected).float())
     x = {**make_batch(packed, per_token), "completion_mask": None, "ref_logps": None}
     found = rows_cpu.active_tokens(**x)
     assert found.rows is None and found.ref_logps is None and found.old_logps is x["old_logps"]

@@ -2,9 +2,9 @@
 
 For each chunk of C rows: logits = hidden·Wᵀ in fp32 (vendor GEMM) → lse, logp, entropy (row kernel) → coefficients
 (tokens.py) → d-logits over the logits (row kernel) → dH = d·W, dW += dᵀ·hidden in fp32. 6·N·V·H flops when the
-coefficients of a chunk follow from the chunk (token-level losses, or everything in one chunk), 8·N·V·H otherwise;
-2·N·V·H without gradients. Workspace: one chunk, 4·C·V bytes, bounded by `workspace_bytes()` whatever N is, plus an
-fp32 dW where the weight has 16 bits.
+coefficients of a chunk follow from the chunk (token-level losses, or everything in one chunk); otherwise the last
+chunk's logits are kept and those of the others formed again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one
+chunk, 4·C·V bytes, bounded by `workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits.
 
 A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least ROW_MULTIPLE rows
 (zero-padded), so a small batch meets the same GEMM kernel as a large one.
@@ -12,6 +12,7 @@ A row's logp and dH depend on that row, W and its scalars only, bit for bit: eac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,16 +20,14 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config import LossConfig
-from grpo_fast.kernels import gemm_bf16
 from grpo_fast.kernels.backends import Backend
 from grpo_fast.kernels.memory import on_huge_pages, workspace_bytes
-from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, row_coefficients
+from grpo_fast.kernels.products import accumulate_outer, matmul_narrow, matmul_wide
+from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums, row_coefficients
 from grpo_fast.kernels.tokens import FusedInputs
 
 # Rows per GEMM are a multiple of this: below 8 rows MKL takes another kernel, with another order of summation.
 ROW_MULTIPLE = 32
-# Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32 output.
-WIDEN_ROWS = 16384
 # Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them are active.
 GATHER_BELOW = 0.9
 
@@ -68,7 +67,7 @@ class LinearHead:
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.chunk_rows = self._chunk_rows()
         self._logits: Tensor | None = None
-        self.holds_logits = False  # the raw logits of all rows are in the workspace, from `logps`
+        self.held: slice | None = None  # the chunk whose raw logits are in the workspace, from `logps`
 
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
@@ -120,21 +119,28 @@ class LinearHead:
         self.raw_logits(h, z)
         return z, self.backend.row_logps(z[:count], target_ids, rule, return_entropy=return_entropy)
 
-    def logps(self, *, return_entropy: bool) -> RowStats:
+    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole work: 2·T·V·H.
 
-        For a single chunk the logits stay in the workspace, ready for `gradients`.
+        With `keep` the last chunk's logits stay in the workspace, ready for `gradients`.
         """
-        if self.backend.linear_logps is not None:
-            h = self.hidden if self.index is None else self.hidden.index_select(0, self.index)
-            return self.backend.linear_logps(
-                h, self.weight, self.bias, self.target_ids, self.rule, return_entropy=return_entropy
-            )
-        parts = []
-        for rows in self.chunks():
-            _, stats = self.forward(self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows), return_entropy)
+        parts, store_free = [], self.backend.linear_logps is not None
+        chunks = list(self.chunks())
+        if store_free and not keep and self.num_rows:
+            chunks = [slice(0, self.num_rows)]
+        for rows in chunks:
+            h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
+            if self.backend.linear_logps is not None and not (keep and rows == chunks[-1]):
+                h = h[: targets.shape[0]]
+                stats = self.backend.linear_logps(
+                    h, self.weight, self.bias, targets, rule, return_entropy=return_entropy
+                )
+            else:
+                _, stats = self.forward(h, targets, rule, return_entropy)
+                self.held = rows
             parts.append(stats)
-        self.holds_logits = self.is_single_chunk
+        if not keep:
+            self.held = self._logits = None
         return joined(parts, self.hidden)
 
     def row_loss(
@@ -164,8 +170,9 @@ class LinearHead:
             h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
             chunk = inputs if self.is_single_chunk else inputs.map(lambda x, rows=rows: x[rows])  # type: ignore[misc]
             z, part = self.row_loss(h, targets, chunk, config, rule)
-            g_entropy, count = chunk.grad_entropy, targets.shape[0]
-            keep = (part.grad_logps if g_entropy is None else (part.grad_logps != 0) | (g_entropy != 0)).nonzero()[:, 0]
+            count = targets.shape[0]
+            is_full = part.sums is not None and part.sums.active == count
+            keep = None if is_full else active_rows(part.grad_logps, chunk.grad_entropy)
             sums.add(rows, h, z, count, keep)
             parts.append(part)
         return joined(parts, self.hidden), sums.finish()
@@ -175,23 +182,22 @@ class LinearHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
 
-        The logits of a single chunk are still in the workspace; those of several are computed again, for active rows
-        only.
+        The chunk that `logps` kept comes first; the logits of the others are computed again, for active rows only.
         """
         sums = GradientSums(self, wanted)
-        for rows in self.chunks() if any(wanted) else ():
-            coefficients = g[rows] if g_entropy is None else (g[rows] != 0) | (g_entropy[rows] != 0)
-            keep = coefficients.nonzero()[:, 0]
+        for rows in reversed(list(self.chunks())) if any(wanted) else ():
+            keep = active_rows(g[rows], None if g_entropy is None else g_entropy[rows])
             if keep.shape[0] == 0:
                 continue
-            h, count = self.hidden_rows(rows), coefficients.shape[0]
+            h, count = self.hidden_rows(rows), self.target_ids[rows].shape[0]
             index: slice | Tensor = rows
-            if not self.holds_logits and self.gathers(keep, count):
+            is_held, self.held = rows == self.held, None
+            if not is_held and self.gathers(keep, count):
                 h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
                 index, keep = keep + rows.start, torch.arange(count, device=keep.device)
             lse, logps, entropy = (None if x is None else x[index] for x in known)
             targets, rule = self.target_ids[index], self.rule.rows(index)
-            if self.holds_logits:
+            if is_held:
                 z = self.workspace(h.shape[0])
             else:
                 z, _ = self.forward(h, targets, rule, False)
@@ -210,19 +216,20 @@ class GradientSums:
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
 
-    def add(self, rows: slice | Tensor, h: Tensor, d: Tensor, count: int, keep: Tensor) -> None:
+    def add(self, rows: slice | Tensor, h: Tensor, d: Tensor, count: int, keep: Tensor | None) -> None:
         """Add one chunk.
 
         Args:
             rows: the chunk among the T active rows.
             h: (padded C, H) its hidden rows. d: (padded C, V) its d-logits.
             count: C, the rows that are no padding.
-            keep: those with a coefficient; the others are exact zeros, left out of every GEMM when they are many.
+            keep: those with a coefficient, None for all; the others are exact zeros, left out of every GEMM when they
+                are many.
         """
-        if keep.shape[0] == 0:
+        if keep is not None and keep.shape[0] == 0:
             return
         index = rows if self.head.index is None else self.head.index[rows]
-        if self.head.gathers(keep, count):
+        if keep is not None and self.head.gathers(keep, count):
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             index, count = keep + index.start if isinstance(index, slice) else index[keep], keep.shape[0]
         elif count < d.shape[0]:
@@ -246,7 +253,7 @@ class GradientSums:
                     self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
                 self.d_hidden[index] = dh.to(hidden.dtype)
         if self.wanted.weight:
-            self.d_weight = accumulate_outer(self.d_weight, d, h, self.head)
+            self.d_weight = accumulate_outer(self.d_weight, d, h, self.head.weight, is_only=self.head.is_single_chunk)
         if self.wanted.bias:
             self.d_bias = d.sum(0) if self.d_bias is None else self.d_bias + d.sum(0)
 
@@ -278,63 +285,21 @@ def pad_rows(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
+def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """The rows with a coefficient that is not 0."""
+    return (g if g_entropy is None else (g != 0) | (g_entropy != 0)).nonzero()[:, 0]
+
+
 def joined(parts: list, like: Tensor) -> Any:
-    """Concatenate the named fields of the chunks' statistics; a field that is None stays None."""
+    """Concatenate the fields of the chunks' statistics (and add up their sums); a field that is None stays None."""
     if len(parts) == 1:
         return parts[0]
     empty = like.new_empty(0, dtype=torch.float32)
     if not parts:
         return empty, empty, empty
-    fields = [None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True)]
+    fields = [None if x[0] is None else join(x) for x in zip(*parts, strict=True)]
     return type(parts[0])(*fields) if hasattr(parts[0], "_fields") else tuple(fields)
 
 
-def is_wide(x: Tensor) -> bool:
-    """True for fp32 and fp64, which GEMMs treat as they are."""
-    return x.dtype.itemsize >= 4
-
-
-def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
-    """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ, products exact and sums in fp32 for 16-bit inputs."""
-    if is_wide(h):
-        torch.mm(h, weight.t(), out=out)
-    elif h.is_cuda:
-        torch.mm(h, weight.t(), out_dtype=torch.float32, out=out)
-    elif h.dtype == torch.bfloat16 and h.shape[1] % 2 == 0 and gemm_bf16.is_trusted():
-        for v in range(0, weight.shape[0], WIDEN_ROWS):
-            out[:, v : v + WIDEN_ROWS] = gemm_bf16.mm_bf16_fp32(h, weight[v : v + WIDEN_ROWS])
-    else:
-        h = h.float()
-        for v in range(0, weight.shape[0], WIDEN_ROWS):
-            torch.mm(h, weight[v : v + WIDEN_ROWS].float().t(), out=out[:, v : v + WIDEN_ROWS])
-
-
-def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
-    """(C, H) = d (C, V) fp32 · weight (V, H); on a GPU d is stored in the weight's 16 bits first."""
-    if is_wide(weight):
-        return d @ weight
-    if weight.is_cuda:
-        return d.to(weight.dtype) @ weight
-    dh = d.new_zeros((d.shape[0], weight.shape[1]))
-    for v in range(0, weight.shape[0], WIDEN_ROWS):
-        dh.addmm_(d[:, v : v + WIDEN_ROWS], weight[v : v + WIDEN_ROWS].float())
-    return dh
-
-
-def accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, head: LinearHead) -> Tensor:
-    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). A single chunk on the CPU goes straight to the weight's dtype."""
-    if is_wide(h):
-        return d.t() @ h if total is None else total.addmm_(d.t(), h)
-    if h.is_cuda:
-        if total is None:
-            return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
-        return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
-    h = h.float()
-    if total is None and not head.is_single_chunk:
-        total = d.new_zeros(head.weight.shape)
-    if total is not None:
-        return total.addmm_(d.t(), h)
-    total = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
-    for v in range(0, total.shape[0], WIDEN_ROWS):
-        total[v : v + WIDEN_ROWS] = d[:, v : v + WIDEN_ROWS].t() @ h
-    return total
+def join(column: tuple) -> Any:
+    return torch.cat(column) if isinstance(column[0], Tensor) else functools.reduce(RowSums.add, column)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import csrc_loader, leaves_cpp
-from grpo_fast.kernels.rows_torch import LogitRule, RowLoss
+from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums
 from grpo_fast.kernels.tokens import GatheredTokens
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES, objective_params
@@ -145,7 +145,7 @@ def row_loss_(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy, losses, grad_logps = _door("row_loss_")(
+    lse, logps, entropy, losses, grad_logps, *sums = _door("row_loss_")(
         _detached(logits),
         _detached(out),
         target_ids.contiguous(),
@@ -159,7 +159,7 @@ def row_loss_(
         *_rule_arguments(rule),
         return_entropy,
     )
-    return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)
+    return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps, RowSums(*sums))
 
 
 def active_tokens(
@@ -174,19 +174,24 @@ def active_tokens(
     temperature: Tensor | None,  # (N,)
     num_rows: int,
     vocab_size: int,
+    total: float | None,
+    by_length: bool,
 ) -> GatheredTokens | None:
     """What `grpo_fast.prepare` does in some thirty operations, in one pass on the host, checks of the values included.
 
+    The weights are 1/total (None: the number of active tokens), divided by the completion's length when `by_length`.
     None where a value is odd or a dtype is not the usual one (int64 targets, fp32 vectors): then the caller goes the
     long way, which also knows what to say.
     """
     optional = (old_logps, ref_logps, sampling_logps, temperature)
-    status, lengths, segments, spread, index, targets, *picked = _door("active_tokens")(
-        target_ids, advantages, cu_seqlens, num_completions, completion_mask, *optional, num_rows, vocab_size
-    )
+    status, lengths, segments, spread, weights, index, targets, *picked = _door("active_tokens")(
+        target_ids, advantages, cu_seqlens, num_completions, completion_mask, *optional, num_rows, vocab_size,
+        total, by_length,
+    )  # fmt: skip
     if status == 0:
         return None
     if status == 1:
-        return GatheredTokens(lengths, segments, spread, None, target_ids, *optional)
+        return GatheredTokens(lengths, segments, spread, weights, None, target_ids, *optional)
     chosen = [None if given is None else x for given, x in zip(optional, picked, strict=True)]
-    return GatheredTokens(lengths, segments, spread, index, None if target_ids is None else targets, *chosen)
+    targets = None if target_ids is None else targets
+    return GatheredTokens(lengths, segments, spread, weights, index, targets, *chosen)

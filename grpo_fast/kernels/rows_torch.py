@@ -35,6 +35,17 @@ class LogitRule(NamedTuple):
         return self
 
 
+class RowSums(NamedTuple):
+    """What a kernel on the host knows of all its rows without another look at them."""
+
+    loss: float  # Σ losses + grad_entropy·entropy
+    least_logp: float
+    active: int  # rows with a coefficient that is not 0
+
+    def add(self, other: RowSums) -> RowSums:
+        return RowSums(self.loss + other.loss, min(self.least_logp, other.least_logp), self.active + other.active)
+
+
 class RowLoss(NamedTuple):
     """What `row_loss_` says of every row, (C,) fp32, beside the d-logits it writes."""
 
@@ -43,6 +54,7 @@ class RowLoss(NamedTuple):
     entropy: Tensor | None
     losses: Tensor  # policy_weights·ℓ + kl_weights·KL
     grad_logps: Tensor  # its derivative
+    sums: RowSums | None = None  # where they cost nothing
 
 
 def final_logits(logits: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | float]:

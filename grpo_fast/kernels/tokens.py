@@ -26,6 +26,7 @@ class GatheredTokens(NamedTuple):
     lengths: Tensor  # (B,) int64
     segments: Tensor  # (T,) int64
     advantages: Tensor  # (T,)
+    weights: Tensor  # (T,) w_t of the aggregation
     rows: Tensor | None  # (T,) int64: the index; None when all N rows are active
     target_ids: Tensor | None  # (T,) int64
     old_logps: Tensor | None  # (T,)
@@ -39,7 +40,7 @@ class TokenBatch(NamedTuple):
 
     advantages: Tensor  # (T,)
     weights: Tensor  # (T,) w_t of the aggregation
-    entropy_weight: Tensor | None  # 0-d: 1/N of the entropy bonus; None: 1/(tokens the entropy mask keeps)
+    entropy_weight: float | Tensor | None  # 1/N of the entropy bonus; None: 1/(tokens the entropy mask keeps)
     lengths: Tensor  # (B,) int64
     segments: Tensor  # (T,) int64: the completion of each token
     old_logps: Tensor | None  # (T,)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PREPARE, ROWS, LINEAR, LOGITS, OPS, OPS_LOGPS, PASSES = (
+PREPARE, ROWS, LINEAR, PRODUCTS, LOGITS, OPS, OPS_LOGPS, PASSES = (
     f"grpo_fast/{x}.py"
-    for x in ("prepare", "kernels/rows_torch", "kernels/linear", "logits", "ops", "ops_logps", "passes")
+    for x in (
+        "prepare",
+        "kernels/rows_torch",
+        "kernels/linear",
+        "kernels/products",
+        "logits",
+        "ops",
+        "ops_logps",
+        "passes",
+    )
 )
 
 MUTANTS = [
@@ -33,7 +42,7 @@ MUTANTS = [
            "(targets if index is None else targets.index_select(0, (index - 1).clamp(min=0))).long()",
            "the target of the token before", "fused"),
     Mutant("prepare-weights-of-rows", PREPARE,
-           "weights=weights[found.segments]", "weights=weights[found.segments.clamp(max=0)]",
+           "by_length)[segments]", "by_length)[segments.clamp(max=0)]",
            "every token has the first completion's weight", "logps"),
     Mutant("prepare-target-bound", PREPARE,
            "high.item() >= (vocab_size or 0)", "high.item() > (vocab_size or 0)",
@@ -94,14 +103,17 @@ MUTANTS = [
            "d[count:].zero_()", "pass", "padding rows reach db", "fused"),
     Mutant("linear-padded-bias", LINEAR,
            "self.d_bias + d.sum(0)", "d.sum(0)", "db of the last chunk only", "survivors"),
-    Mutant("linear-weight-of-last-chunk", LINEAR,
+    Mutant("linear-weight-of-last-chunk", PRODUCTS,
            "total is None else total.addmm_(d.t(), h)\n    if h.is_cuda", "True else total\n    if h.is_cuda",
            "dW of the last chunk only", "survivors"),
     Mutant("linear-skips-entropy-rows", LINEAR,
-           "(part.grad_logps != 0) | (g_entropy != 0)", "(part.grad_logps != 0) & (g_entropy != 0)",
+           "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)",
            "rows with an entropy gradient alone never reach dH and dW", "gradient"),
     Mutant("linear-bias-forgotten", LINEAR,
            "out.add_(self.bias)", "pass", "the bias is not in the logits", "fused"),
+    Mutant("linear-repeated-rows-overwrite", LINEAR,
+           "dh.to(self.d_hidden.dtype), accumulate=True)", "dh.to(self.d_hidden.dtype), accumulate=False)",
+           "a row that predicts several targets keeps the gradient of one", "hidden_rows"),
     # ---- logits.py, passes.py
     Mutant("logits-masked-temperature", LOGITS,
            "temperature=filled.index_copy_(0, tokens.rows, rule.temperature)", "temperature=filled",
@@ -110,8 +122,8 @@ MUTANTS = [
            "self.row_grad(block, cut, g[block],", "self.row_grad(block, cut, g[: block.stop - block.start],",
            "every block has the first block's coefficients", "survivors"),
     Mutant("passes-entropy-of-fused-loss", PASSES,
-           "loss = loss + (grad_entropy * entropy).sum(dtype=torch.float64)",
-           "loss = loss - (grad_entropy * entropy).sum(dtype=torch.float64)",
+           "loss = loss + (grad_entropy * rows.entropy).sum(dtype=torch.float64)",
+           "loss = loss - (grad_entropy * rows.entropy).sum(dtype=torch.float64)",
            "the bonus raises the loss while its gradient lowers it", "entropy"),
     # ---- ops.py, ops_logps.py
     Mutant("ops-upstream-ignored", OPS,

@@ -27,6 +27,7 @@ SUITES: dict[str, list[str]] = {
     "refusals": ["tests/test_refusals.py"],
     "splits": ["tests/test_splits.py"],
     "autograd": ["tests/test_loss_autograd.py"],
+    "hidden_rows": ["tests/test_hidden_rows.py"],
     "survivors": ["tests/test_mutation_survivors.py"],
     "csrc": [
         "tests/test_csrc_loss.py",

@@ -143,7 +143,8 @@ def test_refusals_name_the_option():
     refused("global_batch_size: expected .* dp_size = 2", mode=MODES[2], config=actor(info={"dp_size": 2}))
     refused("policy_loss.dro_beta: expected a number > 0", name="dro", config=actor())
     refused("rollout_is_weights: dro expects None", name="dro", rollout_is_weights=torch.ones(6, 9))
-    refused("dual_clip_c: expected", config=actor(clip_ratio_c=1.0))
+    refused("clip_ratio_c: expected a number > 1", config=actor(clip_ratio_c=1.0))
+    refused("clip_ratio_low: expected", name="cispo", config=actor(clip_ratio_low=-0.1))
     refused("clip_ratio_c: expected a number > 0", name="dppo_tv", config=actor("dppo_tv", clip_ratio_c=0.0))
     single_zero = torch.ones(6, 9)
     single_zero[0, batch()["response_mask"][0].nonzero()[0]] = 0

@@ -82,13 +82,17 @@ def clip_range(config: Any) -> dict[str, Any]:
     """epsilon_low and epsilon_high: verl's clip_ratio_low and clip_ratio_high, else clip_ratio."""
     low, high = option(config, "clip_ratio_low"), option(config, "clip_ratio_high")
     both = option(config, "clip_ratio")
-    return {"epsilon_low": both if low is None else low, "epsilon_high": both if high is None else high}
+    low, high = both if low is None else low, both if high is None else high
+    for name, value in (("clip_ratio_low", low), ("clip_ratio_high", high)):
+        if value is None or not value >= 0:
+            raise ValueError(f"{name}: expected a number >= 0 (or clip_ratio), got {value!r}")
+    return {"epsilon_low": low, "epsilon_high": high}
 
 
-def ratio_cap(config: Any, default: float) -> float:
+def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
     cap = float(option(config, "clip_ratio_c", default))
-    if not cap > 0:
-        raise ValueError(f"clip_ratio_c: expected a number > 0, got {cap}")
+    if not cap > least:
+        raise ValueError(f"clip_ratio_c: expected a number > {least:g}, got {cap:g}")
     return cap
 
 
@@ -97,7 +101,7 @@ def named(loss_type: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def vanilla(config: Any) -> dict[str, Any]:
-    return {"loss_type": "dual_clip", "dual_clip_c": float(option(config, "clip_ratio_c", 3.0)), **clip_range(config)}
+    return {"loss_type": "dual_clip", "dual_clip_c": ratio_cap(config, 3.0, least=1.0), **clip_range(config)}
 
 
 def cispo(config: Any) -> dict[str, Any]:
@@ -166,7 +170,7 @@ def vanilla_metrics(batch: Batch, config: Any) -> Metrics:
     ratio = batch.log_ratio.exp()
     low, high = clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
-    lower = (at_least > float(option(config, "clip_ratio_c", 3.0))) & (batch.advantages < 0)
+    lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
     return fractions(batch, beyond(ratio, batch, config), lower)
 
 

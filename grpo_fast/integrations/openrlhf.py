@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from grpo_fast import LossConfig, grpo_loss
 
-POLICY_LOSS_TYPES = ("ppo", "gspo")
+# Where the importance ratio is taken.
+POLICY_LOSS_TYPES = {"ppo": "token", "gspo": "sequence"}
 IS_LEVELS, IS_MODES, IS_GATINGS = ("off", "token", "seq"), ("mask", "clip"), ("ratio", "binary_kl", "tv")
 OPTIONS = (
     "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type", "is_correction_level",
@@ -50,7 +51,8 @@ class PolicyLoss(nn.Module):
         super().__init__()
         self.clip_eps_low, self.clip_eps_high, self.dual_clip = clip_eps_low, clip_eps_high, dual_clip
         self.policy_loss_type = policy_loss_type
-        self.token_level_loss = token_level_loss and policy_loss_type != "gspo"
+        self.by_sequence = POLICY_LOSS_TYPES.get(policy_loss_type) == "sequence"
+        self.token_level_loss = token_level_loss and not self.by_sequence
         self.is_correction_level, self.is_correction_mode = is_correction_level, is_correction_mode
         self.is_correction_gating, self.is_correction_threshold = is_correction_gating, is_correction_threshold
         self._check()
@@ -93,7 +95,7 @@ class PolicyLoss(nn.Module):
             )
 
     def _config(self) -> LossConfig:
-        clip = {"epsilon_low": self.clip_eps_low, "epsilon_high": self.clip_eps_high}
+        clip: dict[str, Any] = {"epsilon_low": self.clip_eps_low, "epsilon_high": self.clip_eps_high}
         loss_type = "dapo" if self.dual_clip is None else "dual_clip"
         if self.dual_clip is not None:
             if not self.dual_clip > 1:
@@ -101,7 +103,7 @@ class PolicyLoss(nn.Module):
             clip["dual_clip_c"] = float(self.dual_clip)
         return LossConfig(
             loss_type=loss_type,
-            importance_sampling_level="sequence" if self.policy_loss_type == "gspo" else "token",
+            importance_sampling_level=POLICY_LOSS_TYPES[self.policy_loss_type],
             aggregation="token_mean_global" if self.token_level_loss else "sequence_mean",
             **clip,
         )
@@ -130,7 +132,7 @@ class PolicyLoss(nn.Module):
                 f"rollout_log_probs: is_correction_level {self.is_correction_level!r} expects (B, L), got None"
             )
         behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
-        if corrected and self.policy_loss_type == "gspo":
+        if corrected and self.by_sequence:
             behaviour = rollout_log_probs  # the sequence's ratio is then taken to the rollout's policy
         elif corrected:
             with torch.no_grad():
@@ -157,7 +159,7 @@ class PolicyLoss(nn.Module):
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
         """(B, L) whether the clipped surrogate is the smaller one."""
-        if self.policy_loss_type == "gspo":
+        if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-20.0, 20.0).exp()
         high, low = ratio > 1 + self.clip_eps_high, ratio < 1 - self.clip_eps_low
@@ -194,7 +196,8 @@ class PolicyLoss(nn.Module):
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
     """The mean over the tokens that count, 0 without one."""
-    return torch.where(keep, x.float(), 0.0).sum() / keep.sum().clamp(min=1)
+    kept = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
+    return kept.sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:

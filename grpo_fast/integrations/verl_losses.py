@@ -32,7 +32,8 @@ class Batch(NamedTuple):
     def mean(self, x: Tensor) -> Tensor:
         """The mean over the tokens of the mask, 0 without one."""
         keep = self.mask.bool()
-        return torch.where(keep, x.float(), 0.0).sum() / keep.sum().clamp(min=1)
+        kept = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
+        return kept.sum() / keep.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:
         """(B, 1): the mean over each completion, 0 where it is empty."""
@@ -153,10 +154,11 @@ def unweighted(batch: Batch, config: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------------ metrics
 
 
-def fractions(batch: Batch, clipped: Tensor, lower: Tensor, log_ratio: Tensor | None = None) -> Metrics:
-    """verl's three metrics: fractions of tokens, and the mean of -log r."""
-    log_ratio = batch.log_ratio if log_ratio is None else log_ratio
-    return NAMES, torch.stack([batch.mean(clipped), batch.mean(-log_ratio), batch.mean(lower)])
+def fractions(batch: Batch, clipped: Tensor | None, lower: Tensor | None, log_ratio: Tensor) -> Metrics:
+    """verl's three metrics: fractions of tokens (0 for None), and the mean of -log r."""
+    nothing = log_ratio.new_zeros(())
+    low, high = (nothing if x is None else batch.mean(x) for x in (lower, clipped))
+    return NAMES, torch.stack([high, -batch.mean(log_ratio), low])
 
 
 def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
@@ -167,22 +169,22 @@ def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
 
 
 def vanilla_metrics(batch: Batch, config: Any) -> Metrics:
-    ratio = batch.log_ratio.exp()
+    log_ratio = batch.log_ratio
+    ratio = log_ratio.exp()
     low, high = clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
     lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
-    return fractions(batch, beyond(ratio, batch, config), lower)
+    return fractions(batch, beyond(ratio, batch, config), lower, log_ratio)
 
 
 def gspo_metrics(batch: Batch, config: Any) -> Metrics:
-    ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
-    clipped = beyond(ratio, batch, config)
-    return fractions(batch, clipped, torch.zeros_like(clipped), batch.raw_log_ratio)
+    log_ratio = batch.raw_log_ratio
+    ratio = batch.row_mean(log_ratio).clamp(max=GSPO_BOUND).exp()
+    return fractions(batch, beyond(ratio, batch, config), None, log_ratio)
 
 
 def sapo_metrics(batch: Batch, config: Any) -> Metrics:
-    nothing = torch.zeros_like(batch.advantages)
-    return fractions(batch, nothing, nothing)
+    return fractions(batch, None, None, batch.log_ratio)
 
 
 def geo_mean_metrics(batch: Batch, config: Any) -> Metrics:
@@ -194,9 +196,9 @@ def geo_mean_metrics(batch: Batch, config: Any) -> Metrics:
 
 def cispo_metrics(batch: Batch, config: Any) -> Metrics:
     low, high = clip_range(config).values()
-    ratio = batch.log_ratio.exp()
-    clipped = (ratio < 1 - low) | (ratio > 1 + high)
-    return fractions(batch, clipped, torch.zeros_like(clipped))
+    log_ratio = batch.log_ratio
+    ratio = log_ratio.exp()
+    return fractions(batch, (ratio < 1 - low) | (ratio > 1 + high), None, log_ratio)
 
 
 def dppo_metrics(batch: Batch, config: Any, distance: Callable[[Tensor, Tensor], Tensor]) -> Metrics:
@@ -204,8 +206,9 @@ def dppo_metrics(batch: Batch, config: Any, distance: Callable[[Tensor, Tensor],
     p, p_old = batch.log_prob.exp(), batch.old_log_prob.exp()
     far = distance(p, p_old)
     left = torch.where(batch.advantages > 0, (far > high) & (p > p_old), (far > low) & (p < p_old))
-    capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
-    return fractions(batch, left, capped)
+    log_ratio = batch.log_ratio
+    capped = (log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
+    return fractions(batch, left, capped, log_ratio)
 
 
 def total_variation(p: Tensor, p_old: Tensor) -> Tensor:

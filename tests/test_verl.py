@@ -175,6 +175,55 @@ def test_register_and_undo():
     assert before == core.POLICY_LOSS_REGISTRY
 
 
+def worker_data(prompts: list[int], responses: list[int]):
+    """What verl's actor worker hands to its loss: nested tensors per completion, and the whole batch's counts."""
+    random = torch.Generator().manual_seed(0)
+
+    def nested(lengths, make):
+        return torch.nested.as_nested_tensor([make(n) for n in lengths], layout=torch.jagged)
+
+    def logps(n):
+        return -torch.rand(n, generator=random)
+
+    advantages = iter((1.0, -1.0, 0.5, -0.3))
+    tensors = {
+        "prompts": nested(prompts, lambda n: torch.ones(n, dtype=torch.long)),
+        "responses": nested(responses, lambda n: torch.ones(n, dtype=torch.long)),
+        "response_mask": nested(responses, lambda n: torch.ones(n, dtype=torch.long)),
+        "old_log_probs": nested(responses, logps),
+        "ref_log_prob": nested(responses, logps),
+        "advantages": nested(responses, lambda n: torch.full((n,), next(advantages))),
+        "rollout_is_weights": nested(responses, lambda n: 2 * torch.rand(n, generator=random)),
+    }
+    counts = {"dp_size": 2, "batch_num_tokens": 50, "global_batch_size": 8}
+    model_output = nested([p + r for p, r in zip(prompts, responses, strict=True)], logps)
+    utils = importlib.import_module("verl.utils.tensordict_utils")
+    return utils.get_tensordict(tensors, non_tensor_dict=counts), model_output
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo"])
+def test_in_verls_worker_loss(name):
+    """`verl.workers.utils.losses.ppo_loss` with loss_mode=fast_…: it adds entropy and KL to the loss in place."""
+    ppo_loss = trainer_packages.load_verl("verl.workers.utils.losses").ppo_loss
+    data, log_probs = worker_data([2, 3, 1, 2], [4, 6, 3, 5])
+    results = []
+    with ours.register():
+        for loss_mode in (name, f"fast_{name}"):
+            config = actor(use_kl_loss=True, entropy_coeff=0.01, kl_loss_coef=0.1)
+            object.__setattr__(config.policy_loss, "loss_mode", loss_mode)
+            values = log_probs.values().clone().requires_grad_()
+            output = torch.nested.nested_tensor_from_jagged(values, log_probs.offsets())
+            loss, metrics = ppo_loss(config, {"log_probs": output, "entropy": -output.detach()}, data)
+            loss.backward()
+            results.append((loss.detach(), values.grad, {k: getattr(v, "values", v) for k, v in metrics.items()}))
+    (theirs, their_gradient, their_metrics), (mine, gradient, metrics) = results
+    torch.testing.assert_close(mine, theirs, **TOLERANCE)
+    torch.testing.assert_close(gradient, their_gradient, **TOLERANCE)
+    assert metrics.keys() == their_metrics.keys()
+    for key, value in their_metrics.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
 def test_plugin_registers_in_a_worker(monkeypatch):
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     monkeypatch.setenv("GRPO_FAST_VERL_HEAD", "1")

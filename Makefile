@@ -7,6 +7,7 @@
 #            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
 #            BENCH_ARGS=--quick     options of benchmarks/bench_linear_loss.py
 #            PYTEST_ARGS=...        more options for pytest
+#            VERSION=1.17.0         the release of trl that `make test-trl` tests against
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -22,21 +23,24 @@ RECIPE ?= sort
 ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+VERSION ?=
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 SETUP := $(VENV)/.setup-done
 PEERS := $(VENV)/.peers-done
 OLD_TRITON := $(VENV)/triton-3.6
+TRL_ENV := $(VENV)/trl-$(VERSION)
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit format bench bench-small mutation clean
+.PHONY: help setup csrc demo test lint types unit test-trl format bench bench-small mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
 	@echo 'make bench     the loss against its peers: a table, and JSON in benchmarks/results/'
+	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make format    let ruff fix and format the tree'
 	@echo 'make clean     remove .venv, caches and builds (runs/ stays)'
@@ -101,6 +105,19 @@ unit: $(SETUP) csrc $(if $(TRITON36),$(OLD_TRITON))
 	@$(STEP) 'pytest'
 	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
+
+# Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds
+# everything else (torch, for one) in .venv.
+test-trl: $(SETUP) csrc
+	@test -n '$(VERSION)' || { echo 'which release? make test-trl VERSION=1.17.0'; exit 1; }
+	@$(STEP) 'the TRL tests against trl $(VERSION)'
+	@rm -rf '$(TRL_ENV)' && $(PY) -m venv '$(TRL_ENV)'
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
+	  > "$$('$(TRL_ENV)/bin/python' -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/beside.pth"
+	@'$(TRL_ENV)/bin/python' -m pip install -qq --no-compile --disable-pip-version-check --upgrade 'trl==$(VERSION)'
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' '$(TRL_ENV)/bin/python' -c 'import trl; print("trl", trl.__version__)'
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' \
+	  '$(TRL_ENV)/bin/python' -m pytest --benchmark-disable tests/test_trl_*.py $(PYTEST_ARGS)
 
 # ---- measurements ----
 

@@ -2,7 +2,7 @@
 # One session on a machine with an NVIDIA GPU: parity tests, compute-sanitizer, benchmarks. Nothing is installed.
 #
 #   benchmarks/gpu_session.sh                       all parts that have not passed yet
-#   benchmarks/gpu_session.sh --part sanitize       one part (tests, sanitize, bench-loss), whether it passed or not
+#   benchmarks/gpu_session.sh --part sanitize       one of tests, attention, sanitize, bench-loss, passed or not
 #   OUT=/some/folder benchmarks/gpu_session.sh      where logs, JSON and the marks of finished parts go
 #
 # Resumable: a part that passed leaves OUT/<part>.done and is passed over by the next call without --part.
@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 python=${PYTHON:-python3}
 out=${OUT:-benchmarks/results}
-parts=(tests sanitize bench-loss)
+parts=(tests attention sanitize bench-loss)
 only=""
 
 usage() {
@@ -47,6 +47,13 @@ run_tests() {
     "$python" -m pytest -p no:cacheprovider -m gpu tests
 }
 
+# Attention kernels against the dense reference (each FlashAttention that is installed; torch's own needs no package),
+# then shared prompts against plain packing.
+run_attention() {
+    "$python" -m pytest -p no:cacheprovider -rP tests/test_gpu_attention.py &&
+        "$python" benchmarks/bench_attention.py --device cuda --json "$out/attention-gpu.json"
+}
+
 # Small shapes: the sanitizer slows kernels down a hundredfold. Without torch's caching allocator each tensor is an
 # allocation of its own, so that an access past its end is seen.
 run_sanitize() {
@@ -70,6 +77,7 @@ run_part() {
     describe || { echo "no NVIDIA GPU, or no torch with triton for $python"; return 1; }
     case $1 in
         tests) run_tests ;;
+        attention) run_attention ;;
         sanitize) run_sanitize ;;
         bench-loss) run_bench_loss ;;
     esac

@@ -321,10 +321,12 @@ Tensor copied(const Tensor& like, const std::vector<T>& values) {
   return out;
 }
 
-Tensor gathered(const Tensor& like, const std::optional<Tensor>& x, const std::vector<int64_t>& index, bool wanted) {
-  const int64_t count = x && wanted ? static_cast<int64_t>(index.size()) : 0;
-  const bool is_long = x && x->scalar_type() == ScalarType::Long;
-  Tensor out = torch::stable::new_empty(like, {count}, is_long ? ScalarType::Long : ScalarType::Float);
+// x at the rows of `index`, or `none` where nothing is wanted.
+Tensor gathered(const Tensor& none, const std::optional<Tensor>& x, const std::vector<int64_t>& index, bool wanted) {
+  if (!x || !wanted) return none;
+  const int64_t count = static_cast<int64_t>(index.size());
+  const bool is_long = x->scalar_type() == ScalarType::Long;
+  Tensor out = torch::stable::new_empty(none, {count}, is_long ? ScalarType::Long : ScalarType::Float);
   for (int64_t i = 0; i < count; ++i)
     is_long ? void(data<int64_t>(out)[i] = data<int64_t>(*x)[index[i]])
             : void(data<float>(out)[i] = data<float>(*x)[index[i]]);
@@ -383,11 +385,11 @@ std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
   }
   if (!ok) to = ActiveTokens{};
   const bool all = ok && static_cast<int64_t>(to.index.size()) == num_rows;
-  const auto pick = [&](const std::optional<Tensor>& x) { return gathered(advantages, x, to.index, ok && !all); };
-  const std::vector<int64_t> none;
+  const Tensor none = torch::stable::new_empty(advantages, {0}, ScalarType::Long);
+  const auto pick = [&](const std::optional<Tensor>& x) { return gathered(none, x, to.index, ok && !all); };
   return {ok ? (all ? 1 : 2) : 0, copied(advantages, to.lengths), copied(advantages, to.segments),
           copied(advantages, to.advantages), copied(advantages, to.weights(total, by_length)),
-          copied(advantages, all ? none : to.index), pick(target_ids), pick(old_logps), pick(ref_logps),
+          all ? none : copied(advantages, to.index), pick(target_ids), pick(old_logps), pick(ref_logps),
           pick(sampling_logps), pick(temperature)};
 }
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from grpo_fast import ops, ops_logps, validation
 from grpo_fast.arguments import logit_rows, row_arguments, token_arguments
-from grpo_fast.config import LossConfig, choice
+from grpo_fast.config import LossConfig, choice, number
 from grpo_fast.kernels.backends import BACKENDS
 from grpo_fast.kernels.metrics import metric_names
 from grpo_fast.prepare import TokenInputs
+
+FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class LossOutput:
     entropy: Tensor | None
     _config: LossConfig = dataclasses.field(repr=False)
     _inputs: list = dataclasses.field(repr=False)
+    _filtered: Tensor | None = dataclasses.field(default=None, repr=False)
     _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -44,6 +47,8 @@ class LossOutput:
         entropy = None if self.entropy is None else self.entropy.reshape(-1)
         values = _metrics(self.logps.reshape(-1), entropy, *self._inputs)
         self._metrics.update(zip(names, values.unbind(), strict=True))
+        if self._filtered is not None:
+            self._metrics.update(zip(FILTER_METRICS, self._filtered.unbind(), strict=True))
         return self._metrics
 
 
@@ -175,6 +180,7 @@ def linear_grpo_loss(
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
     hidden_rows: Tensor | None = None,  # the shape of target_ids
+    grad_filter: float | None = None,
     backend: str = "auto",
     validate: str = "auto",
 ) -> LossOutput:
@@ -203,6 +209,10 @@ def linear_grpo_loss(
         num_completions_in_batch: completions of the whole optimizer step.
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may predict several
             (the last row of a shared prompt predicts the first token of every completion). None: row t, target t.
+        grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as long as they hold at
+            most this share of Σ|d-logits| of a chunk. The metrics report the share that was left out,
+            `grad_filter/dropped_mass`, and that of the columns that stayed; kernels/grad_filter.py gives the bounds on
+            dH and dW. The loss and the logps stay exact; the gradient is no longer bitwise invariant to batching.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 
@@ -221,9 +231,13 @@ def linear_grpo_loss(
         target_ids, target_ids, advantages, config, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
+    if grad_filter is not None:
+        number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
     wanted = ops.wants_gradient(hidden, lm_head_weight, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    results = ops.call(ops.linear_grpo, flat, lm_head_weight, bias, chosen, wanted, backend, validate, *tokens)
+    results = ops.call(
+        ops.linear_grpo, flat, lm_head_weight, bias, chosen, grad_filter, wanted, backend, validate, *tokens
+    )
     return _output(results, target_ids, config, tokens, config.needs_entropy)
 
 
@@ -290,11 +304,12 @@ def _shaped(logps: Tensor, entropy: Tensor, target_ids: Tensor, return_entropy: 
 def _output(
     results: tuple[Tensor, ...], like: Tensor, config: LossConfig, tokens: tuple, has_entropy: bool
 ) -> LossOutput:
-    loss, logps, entropy = results[:3]
+    loss, logps, entropy, *filtered = results
+    kept = filtered[0] if filtered and filtered[0].numel() else None
     entropy = entropy.detach().reshape(like.shape) if has_entropy else None
     # Copies: the caller may reuse its buffers before the metrics are read. They do not depend on the targets.
     inputs = [None, *[x.detach().clone() if isinstance(x, Tensor) else x for x in tokens[1:]]]
-    return LossOutput(loss, logps.detach().reshape(like.shape), entropy, config, inputs)
+    return LossOutput(loss, logps.detach().reshape(like.shape), entropy, config, inputs, kept)
 
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "linear_logps", "logits_grpo_loss", "logits_logps"]

@@ -28,8 +28,9 @@ LOSS = "Tensor loss, Tensor logps, Tensor entropy"
 
 library = torch.library.Library("grpo_fast", "DEF")
 library.define(
-    "linear_grpo(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, bool[] wanted, str backend, "
-    f"str validate, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
+    "linear_grpo(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, float? grad_filter, "
+    f"bool[] wanted, str backend, str validate, {TOKEN_ARGS})"
+    f" -> ({LOSS}, Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor filtered)"
 )
 library.define(
     f"logits_grpo(Tensor logits, bool wanted, str backend, str validate, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_logits)"
@@ -38,11 +39,13 @@ library.define(f"logps_grpo(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> ({LO
 library.define(f"metrics(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> Tensor")
 
 
-def linear_grpo(hidden, weight, bias, hidden_rows, wanted, backend, validate, *token_args):
+def linear_grpo(hidden, weight, bias, hidden_rows, grad_filter, wanted, backend, validate, *token_args):
     inputs, config = TokenInputs(*token_args[:-1]), LossConfig.from_key(token_args[-1])
     with kernel_precision(hidden.device):
-        result = linear_loss(hidden, weight, bias, hidden_rows, inputs, config, backend, validate, Wanted(*wanted))
-    return flat(result)
+        result = linear_loss(
+            hidden, weight, bias, hidden_rows, inputs, config, backend, validate, Wanted(*wanted), grad_filter
+        )
+    return (*flat(result), result.loss.new_empty(0) if result.filtered is None else result.filtered)
 
 
 def logits_grpo(logits, wanted, backend, validate, *token_args):
@@ -82,11 +85,12 @@ def fake_loss(like: Tensor, num_rows: Any, has_entropy: bool) -> tuple[Tensor, .
     return fp32(), fp32(num_rows), fp32(num_rows if has_entropy else 0)
 
 
-def linear_grpo_fake(hidden, weight, bias, hidden_rows, wanted, backend, validate, *token_args):
+def linear_grpo_fake(hidden, weight, bias, hidden_rows, grad_filter, wanted, backend, validate, *token_args):
     has_entropy = LossConfig.from_key(token_args[-1]).needs_entropy
     results = fake_loss(hidden, token_args[0].shape[0], has_entropy)
     tensors = zip((hidden, weight, weight if bias is None else bias), wanted, strict=True)
-    return (*results, *(fake_gradient(x, is_wanted) for x, is_wanted in tensors))
+    filtered = hidden.new_empty(0 if grad_filter is None else 2, dtype=torch.float32)
+    return (*results, *(fake_gradient(x, is_wanted) for x, is_wanted in tensors), filtered)
 
 
 def logits_grpo_fake(logits, wanted, backend, validate, *token_args):
@@ -120,7 +124,7 @@ def remember(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def gradients_of(inputs: tuple, output: tuple) -> list[Tensor | None]:
     """The gradients that an operator formed; None for those nobody wanted (they have not their input's shape)."""
-    pairs = zip(inputs, output[3:], strict=False)
+    pairs = zip(inputs[:3], output[3:6], strict=False)
     return [x.detach() if like is not None and x.shape == like.shape else None for like, x in pairs]
 
 
@@ -157,18 +161,20 @@ class Eager(torch.autograd.Function):
         output = operator(*inputs)
         remember(ctx, inputs, output)
         ctx.operator = operator
-        ctx.mark_non_differentiable(*output[1:3])
-        return output[:3]
+        results = (*output[:3], *output[6:])
+        ctx.mark_non_differentiable(*results[1:])
+        return results
 
     @staticmethod
     def backward(ctx, grad_loss, *unused):
         return (None, *hand_over(ctx, grad_loss, ctx.needs_input_grad[1:], ctx.operator))
 
 
-def call(operator: Callable, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy) of a loss operator, with autograd; under torch.compile as one node of the graph."""
+def call(operator: Callable, *inputs: Any) -> tuple[Tensor, ...]:
+    """What a loss operator returns beside gradients, with autograd; under torch.compile as one node of the graph."""
     if torch.compiler.is_compiling():
-        return getattr(torch.ops.grpo_fast, operator.__name__)(*inputs)[:3]
+        output = getattr(torch.ops.grpo_fast, operator.__name__)(*inputs)
+        return (*output[:3], *output[6:])
     return Eager.apply(operator, *inputs)
 
 

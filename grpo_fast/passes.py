@@ -30,6 +30,7 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,)
     entropy: Tensor  # (N,)
     gradients: tuple[Tensor, ...]
+    filtered: Tensor | None = None  # (2,) what grad_filter left out (kernels/grad_filter.py)
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -64,6 +65,7 @@ def linear_loss(
     backend: str,
     validate: str,
     wanted: Wanted,
+    grad_filter: float | None,
 ) -> LossResult:
     """hidden → loss; gradients are (dH, dW, db)."""
     assert inputs.target_ids is not None
@@ -74,8 +76,13 @@ def linear_loss(
         index = checked_rows(tokens.active(hidden_rows), hidden.shape[0], validate)
     head = LinearHead(
         hidden, weight, bias, tokens.target_ids, tokens.rule, index, pick_backend(backend, hidden),
-        rows_repeat=rows_repeat,
+        rows_repeat=rows_repeat, grad_filter=grad_filter,
     )  # fmt: skip
+    result = _head_loss(head, tokens, config, validate, wanted)
+    return result if head.filtered is None else result._replace(filtered=head.filtered.shares())
+
+
+def _head_loss(head: LinearHead, tokens: ActiveTokens, config: LossConfig, validate: str, wanted: Wanted) -> LossResult:
     fused = fused_inputs(tokens.batch, config)
     if any(wanted) and fused is not None and head.num_rows:
         rows, gradients = head.loss_gradients(fused, config, wanted)
@@ -91,7 +98,7 @@ def summed(rows: RowLoss, grad_entropy: Tensor | None, validate: str) -> Tensor:
     """0-d fp32: the loss of all rows, summed in fp64; refuses a logp of -inf."""
     if rows.sums is not None:
         check_least_logp(rows.sums.least_logp)
-        return torch.tensor(rows.sums.loss, dtype=torch.float32)
+        return rows.logps.new_full((), rows.sums.loss)
     check_logps(rows.logps, validate)
     loss = rows.losses.sum(dtype=torch.float64)
     if grad_entropy is not None and rows.entropy is not None:

@@ -42,7 +42,7 @@ SIGNATURES = {
     ),
 }  # fmt: skip
 # Keywords that came after the pinned ones: optional, so that no pinned call changes.
-ADDED = {"linear_logps": dict(hidden_rows=None), "linear_grpo_loss": dict(hidden_rows=None)}
+ADDED = {"linear_logps": dict(hidden_rows=None), "linear_grpo_loss": dict(hidden_rows=None, grad_filter=None)}
 NAMES = {*SIGNATURES, "LossConfig", "LossOutput", "group_advantages"}
 CONFIG = dict(
     loss_type="dapo", epsilon_low=0.2, delta=None, beta=0.0, kl_estimator="k3", kl_times_ratio=False, temperature=1.0,

@@ -60,12 +60,12 @@ def test_self_check_finds_attention_that_ignores_the_layout(monkeypatch):
     from grpo_fast.attention import PackedLayout, dispatch
 
     policy = make_policy("llama")
-    whole = dispatch.segment_attention
+    whole = dispatch.packed_rows_attention
 
     def contaminated(q, k, v, layout, **options):
         return whole(q, k, v, PackedLayout.of([layout.total]), **options)
 
-    monkeypatch.setattr("grpo_fast.attention.packed.segment_attention", contaminated)
+    monkeypatch.setattr("grpo_fast.attention.packed.packed_rows_attention", contaminated)
     with pytest.raises(ValueError, match="differs from its own logits"):
         policy.self_check()
 

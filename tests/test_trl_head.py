@@ -101,6 +101,22 @@ def fused_model(**options: Any) -> Any:
     return model
 
 
+def test_operands_have_the_dtype_trl_projects_in():
+    for dtype, cast, autocast, expected in (
+        (torch.float32, False, False, torch.float32),
+        (torch.bfloat16, False, False, torch.bfloat16),
+        (torch.bfloat16, True, False, torch.float32),
+        (torch.float32, False, True, torch.bfloat16),
+        (torch.bfloat16, True, True, torch.float32),
+    ):
+        model = fused_model(cast_lm_head_to_fp32=cast).to(dtype)
+        known = head.fused_head(model)
+        assert (known.backbone, known.temperature, known.softcap, known.logit_scale) == ("base_model", 1.0, None, 1.0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            operands = known.operands(model, torch.zeros(2, 16, dtype=dtype))
+        assert [x.dtype for x in operands if x is not None] == [expected, expected]
+
+
 def labelled() -> dict[str, Any]:
     ids = torch.arange(24).view(2, 12) % 50 + 2
     labels = ids.clone()
@@ -119,6 +135,7 @@ def test_one_model_and_no_other(monkeypatch):
     assert utils._ChunkedLogProbFunction is kernel and not calls
     model(**labelled())
     assert len(calls) == 1
+    assert calls[0][0].shape[0] == 8 + 5, "only labelled positions are scored"
     handle.undo()
     again = model(**labelled())
     assert len(calls) == 1 and torch.equal(again.log_probs, theirs.log_probs)

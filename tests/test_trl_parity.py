@@ -252,3 +252,43 @@ def test_router_loss_stays_with_trl(tmp_path):
     options = {"loss_type": "dapo", "router_aux_loss_coef": 0.1, "max_steps": 2}
     log = compare_runs(path, tmp_path, loss="TRL's: router", forward="TRL's: router", **options)
     assert reached(log, "aux_loss") > 0
+
+
+# ------------------------------------------------------------------------------------------- keep_groups
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_groups_kept_together_give_the_same_weights(model_path, tmp_path, loss_type, monkeypatch):
+    """Two prompts of four completions, two micro-batches of four: shuffled they mix, grouped each holds one prompt."""
+    results, rows = [], []
+    pack = fast.pack_padded
+    monkeypatch.setattr(fast, "pack_padded", lambda *a: rows.append(pack(*a)) or rows[-1])
+    options = {**MOVING, "loss_type": loss_type, "num_iterations": 1}
+    for keep in (False, True):
+        rows.clear()
+        trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, **options)
+        trainer.keep_groups = keep
+        trainer.train()
+        tokens = sum(row.inputs["input_ids"].shape[1] for row in rows)
+        results.append((trainer.model.state_dict(), trainer.state.log_history, tokens))
+    (plain, log, many), (grouped, grouped_log, few) = results
+    assert few < 0.75 * many
+    for name, tensor in plain.items():
+        torch.testing.assert_close(grouped[name], tensor, rtol=0, atol=1e-5)
+    for a, b in zip(log, grouped_log, strict=True):
+        for key in {"loss", "grad_norm", "reward"} & a.keys():
+            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss_type": "bnpo"}, "bnpo"),
+        ({"entropy_coef": 0.1}, "entropy_coef"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "steps_per_generation"),
+    ],
+)
+def test_groups_are_not_kept_where_the_gradient_would_change(model_path, tmp_path, options, reason):
+    trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, **options)
+    with pytest.raises(ValueError, match=f"keep_groups: .*{reason}"):
+        trainer.keep_groups = True
+    assert not trainer.keep_groups

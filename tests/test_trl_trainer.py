@@ -239,6 +239,7 @@ def test_generation_runs_with_the_attention_the_model_had(model_path, tmp_path):
 def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     """Callbacks, evaluation and a saved checkpoint use the model without a layout."""
     trainer = build(model_path, tmp_path)
+    assert trainer.fast_path["forward"] == "packed"
     plain = build(model_path, tmp_path, trl.GRPOTrainer)
     batch = {
         "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]),

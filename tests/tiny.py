@@ -40,7 +40,7 @@ def tiny_model(family: str = "qwen2", *, vocab_size: int = 61, seed: int = 0, **
 
     torch.manual_seed(seed)
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    fields = {**special, **SIZES, **FAMILIES[family], "vocab_size": vocab_size, **changes}
+    fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
     for parameter in model.parameters():  # the default start is so small that wrong attention would hardly show
         if parameter.dim() > 1:

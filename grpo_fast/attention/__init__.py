@@ -1,11 +1,14 @@
-"""Attention of packed sequences: layout on the host, one function registered with transformers, kernels by dispatch."""
+"""Packed rows for transformers models: every prompt once, each completion seeing its prompt and itself.
 
+Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen lines.
+"""
+
+from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.packed import (
     NAME,
     check_supported,
     disable_dropout,
-    packed_attention,
     register,
     shared_prompt_supported,
 )
@@ -19,7 +22,7 @@ __all__ = [
     "check_supported",
     "disable_dropout",
     "pack_groups",
-    "packed_attention",
+    "packed_rows_attention",
     "plan_packs",
     "register",
     "shared_prompt_supported",

@@ -1,24 +1,76 @@
-"""Which kernel computes the attention of packed rows; probed once, logged once for each kind of input."""
+"""Which kernel computes the attention of packed rows: probed, tested and logged once for each kind of input.
+
+| kernel      | when                                                                 | window | softcap |
+|-------------|----------------------------------------------------------------------|--------|---------|
+| fa4         | CUDA from sm90, 16 bit, D ≤ 128, distribution `flash-attn-4`         | yes    | no      |
+| fa3         | CUDA sm90, 16 bit, module `flash_attn_interface`                     | yes    | yes     |
+| fa2         | CUDA from sm80, 16 bit, distribution `flash-attn` ≥ 2.8              | yes    | yes     |
+| flash_aten  | CUDA from sm80, 16 bit: FlashAttention 2 inside torch                | yes    | no      |
+| flex        | other CUDA: flex_attention, compiled                                 | yes    | yes     |
+| flash_cpu   | CPU: torch's FlashAttention for CPUs, similar lengths in one call    | no     | no      |
+| explicit    | any device: explicit scores in chunks of queries                     | yes    | yes     |
+
+The first whose conditions hold and whose output and gradients agree with the dense reference on a tiny packed row is
+taken; one that fails is passed over with a line in the log. 16 bit kernels need a head size divisible by 8, up to 256.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib import metadata, util
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from grpo_fast.attention import kernels_cpu, kernels_explicit
+from grpo_fast.attention import flex, kernels_cpu, kernels_explicit, reference
+from grpo_fast.attention import kernels_cuda as cuda
 from grpo_fast.attention.kernel import Kernel
 from grpo_fast.attention.layout import PackedLayout
-from grpo_fast.attention.shared_prefix import PackedAttention
+from grpo_fast.attention.shared_prefix import attend
 from grpo_fast.attention.spans import Rule
 
 log = logging.getLogger(__name__)
 
-CPU = Kernel("flash_cpu", kernels_cpu.forward, kernels_cpu.backward)
-EXPLICIT = Kernel("explicit", kernels_explicit.forward, kernels_explicit.backward)
+# (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule) → (T, H, D), differentiable.
+Attention = Callable[..., Tensor]
+
+# Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times its rounding.
+SELF_TEST_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def segment_attention(
+class Kind(NamedTuple):
+    """What the choice depends on."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    has_window: bool = False
+    has_softcap: bool = False
+
+    def __str__(self) -> str:
+        extras = (name for name, has in (("window", self.has_window), ("softcap", self.has_softcap)) if has)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ", ".join([f"{self.device} {dtype}", f"head_dim {self.head_dim}", *extras])
+
+
+class Provider(NamedTuple):
+    """One kernel.
+
+    Attributes:
+        name: for the log.
+        why_not: why it cannot take a kind of input, or None if it can.
+        attend: computes it.
+    """
+
+    name: str
+    why_not: Callable[[Kind], str | None]
+    attend: Attention
+
+
+def packed_rows_attention(
     q: Tensor,  # (T, H, D)
     k: Tensor,  # (T, H_kv, D), H_kv divides H
     v: Tensor,  # (T, H_kv, D)
@@ -28,9 +80,125 @@ def segment_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # (T, H, D)
-    """Causal attention of each segment on itself and on its shared prompt: softmax(mask(softcap(scale·q·kᵀ)))·v."""
+    """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself, completions on their shared prompt, too.
+
+    `window`: the most keys that a query sees, its own included. Raises RuntimeError for a double backward.
+    """
     # A window that no query reaches is no window; the plain kernels are faster.
     window = window if window and window < layout.longest_context else None
-    rule = Rule(scale, window, softcap)
-    kernel = EXPLICIT if q.device.type != "cpu" or window or softcap else CPU
-    return PackedAttention.apply(q, k, v, layout, rule, kernel, window is not None)
+    kind = Kind(q.device.type, q.dtype, q.shape[-1], window is not None, softcap is not None)
+    return choose(kind).attend(q, k, v, layout, Rule(scale, window, softcap))
+
+
+@cache
+def choose(kind: Kind) -> Provider:
+    """The first provider that can and that passes its self-test."""
+    for provider in candidates(kind):
+        try:
+            error = self_test(provider.attend, kind)
+        except Exception as problem:  # a foreign kernel may fail in any way; there is always another one
+            log.warning("attention kernel %s failed on %s: %s; trying the next", provider.name, kind, problem)
+            continue
+        if error <= SELF_TEST_TOLERANCE[kind.dtype]:
+            log.info("packed attention on %s: %s (%.1g from the dense reference)", kind, provider.name, error)
+            return provider
+        log.warning("attention kernel %s is wrong on %s: %.2g from the reference; next", provider.name, kind, error)
+    raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
+
+
+def candidates(kind: Kind) -> Iterator[Provider]:
+    """The providers that say they can take this kind of input, best first."""
+    return (provider for provider in PROVIDERS if provider.why_not(kind) is None)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def self_test(attention: Attention, kind: Kind) -> float:
+    """Largest relative L2 error of output and gradients against the dense reference on a row of 41 tokens.
+
+    Two prompts, one shared by ragged completions down to a single token, and a plain segment; two query heads for each
+    key head.
+    """
+    lengths, sharing = (9, 4, 5, 1, 3, 2, 7, 10), (3, 2)
+    rule = Rule(kind.head_dim**-0.5, 4 if kind.has_window else None, 3.0 if kind.has_softcap else None)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
+    *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
+    results = []
+    runs: list[tuple[Attention, str, torch.dtype]] = [
+        (attention, kind.device, kind.dtype),
+        (reference.attend, "cpu", torch.float64),
+    ]
+    for function, device, dtype in runs:
+        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = function(*leaves, PackedLayout.of(lengths, device, sharing=sharing), rule)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])
+    return max(float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(*results, strict=True))
+
+
+def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | None:
+    """Why FlashAttention on CUDA cannot take it."""
+    if kind.device != "cuda":
+        return "needs CUDA"
+    if kind.dtype not in (torch.float16, torch.bfloat16):
+        return "needs 16 bits"
+    if kind.head_dim % 8 or kind.head_dim > most_head_dim:
+        return f"needs a head size divisible by 8, at most {most_head_dim}"
+    return None if _compute_capability() >= least_sm else f"needs sm{least_sm}"
+
+
+@cache
+def _compute_capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+@cache
+def _has_distribution(name: str) -> bool:
+    """FA2 and FA4 both ship a module `flash_attn`; the names of their distributions tell them apart."""
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _no_fa4(kind: Kind) -> str | None:
+    if not _has_distribution("flash-attn-4"):
+        return "flash-attn-4 is not installed"
+    return "its backward has no softcap" if kind.has_softcap else _flash_cuda(kind, 90, 128)
+
+
+def _no_fa3(kind: Kind) -> str | None:
+    if util.find_spec("flash_attn_interface") is None:
+        return "flash_attn_interface is not installed"
+    reason = _flash_cuda(kind, 90)
+    return reason or (None if _compute_capability() < 100 else "needs sm90")
+
+
+def _no_fa2(kind: Kind) -> str | None:
+    return _flash_cuda(kind, 80) if _has_distribution("flash-attn") else "flash-attn is not installed"
+
+
+def _no_flash_aten(kind: Kind) -> str | None:
+    return "has no softcap" if kind.has_softcap else _flash_cuda(kind, 80)
+
+
+def _no_flash_cpu(kind: Kind) -> str | None:
+    if kind.device != "cpu" or kind.dtype == torch.float16:
+        return "needs a CPU and fp32, fp64 or bf16"
+    return "has neither window nor softcap" if kind.has_window or kind.has_softcap else None
+
+
+def _partial(name: str, why_not: Callable[[Kind], str | None], forward: Callable, backward: Callable) -> Provider:
+    return Provider(name, why_not, partial(attend, kernel=Kernel(name, forward, backward)))
+
+
+PROVIDERS = (
+    _partial("fa4", _no_fa4, cuda.fa4_forward, cuda.fa4_backward),
+    _partial("fa3", _no_fa3, cuda.fa3_forward, cuda.fa3_backward),
+    _partial("fa2", _no_fa2, cuda.fa2_forward, cuda.fa2_backward),
+    _partial("flash_aten", _no_flash_aten, cuda.aten_forward, cuda.aten_backward),
+    Provider("flex", lambda kind: None if kind.device == "cuda" else "needs CUDA", flex.attend),
+    _partial("flash_cpu", _no_flash_cpu, kernels_cpu.forward, kernels_cpu.backward),
+    _partial("explicit", lambda kind: None, kernels_explicit.forward, kernels_explicit.backward),
+)

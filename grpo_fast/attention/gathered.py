@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,36 +22,31 @@ class Gathered:
     copies: Tensor  # (C, most) int64: where their copies stand among the Tk; Tk where there is none left
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], sharing: Sequence[int], prefixes: Sequence[int], tail: int, device: torch.device
-    ) -> Gathered:
-        """Gather the last `tail` rows of the prompt (or all, if it has fewer) for every completion."""
-        starts = [0, *accumulate(lengths)]
-        prompt_of = [prompt for prompt, count in enumerate(sharing) for _ in range(count)]
+    def of(cls, starts: Sequence[int], prompt_of: Sequence[int], tail: int, device: torch.device) -> Gathered:
+        """Gather the last `tail` rows of the prompt (or all, if it has fewer) for every completion.
+
+        Args:
+            starts: first row of each segment, and T.
+            prompt_of: the segment of the prompt of each segment, −1 for none.
+        """
+        ranges = [(starts[s], starts[s + 1]) for s in range(len(prompt_of))]
         rows, own, keys = [], [], []
-        copies: dict[int, list[int]] = {}  # prompt → first places of its copies
+        copies: dict[int, list[int]] = {}  # prompt → first place of each copy
         place = 0
-        for segment, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
-            copied = min(prefix, tail)
-            if copied:
-                prompt = prompt_of[segment - len(sharing)]
-                rows.append(torch.arange(starts[prompt + 1] - copied, starts[prompt + 1]))
+        for (start, end), prompt in zip(ranges, prompt_of, strict=True):
+            before = 0
+            if prompt >= 0:
+                low = max(ranges[prompt][0], ranges[prompt][1] - tail)
+                before = ranges[prompt][1] - low
+                rows.append(torch.arange(low, ranges[prompt][1]))
                 copies.setdefault(prompt, []).append(place)
-            rows.append(torch.arange(starts[segment], starts[segment] + length))
-            own.append(torch.arange(place + copied, place + copied + length))
-            keys.append(copied + length)
-            place += copied + length
-        most = max(map(len, copies.values()), default=0)
-        copied_rows = [torch.empty(0, dtype=torch.int64)]
-        places = [torch.empty(0, most, dtype=torch.int64)]
-        for prompt, firsts in copies.items():
-            copied = min(lengths[prompt], tail)
-            copied_rows.append(torch.arange(starts[prompt + 1] - copied, starts[prompt + 1]))
-            table = torch.full((copied, most), place)
-            table[:, : len(firsts)] = torch.tensor(firsts) + torch.arange(copied)[:, None]
-            places.append(table)
-        tensors = (torch.cat(x).to(device) for x in (rows, own, copied_rows, places))
-        return cls(Spans.of(lengths, keys, device, causal=True), *tensors)
+            rows.append(torch.arange(start, end))
+            own.append(torch.arange(place + before, place + before + end - start))
+            keys.append(before + end - start)
+            place += keys[-1]
+        copied, places = _places(copies, ranges, tail, place)
+        spans = Spans.of([end - start for start, end in ranges], keys, device, causal=True)
+        return cls(spans, *(x.to(device) for x in (torch.cat(rows), torch.cat(own), copied, places)))
 
     def put_back(self, grad: Tensor) -> Tensor:
         """(Tk, …) gradients of the copies → (T, …), summed in a fixed order (index_add_ on a GPU has none)."""
@@ -63,3 +57,17 @@ class Gathered:
             summed = padded[self.copies].sum(1, dtype=wide) + out[self.copied]
             out.index_copy_(0, self.copied, summed.to(out.dtype))
         return out
+
+
+def _places(
+    copies: dict[int, list[int]], ranges: Sequence[tuple[int, int]], tail: int, nowhere: int
+) -> tuple[Tensor, Tensor]:
+    """The rows that were copied, and a table of where their copies stand, filled up with `nowhere`."""
+    most = max(map(len, copies.values()), default=0)
+    rows, tables = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, most, dtype=torch.int64)]
+    for prompt, firsts in copies.items():
+        low = max(ranges[prompt][0], ranges[prompt][1] - tail)
+        rows.append(torch.arange(low, ranges[prompt][1]))
+        tables.append(torch.full((len(rows[-1]), most), nowhere))
+        tables[-1][:, : len(firsts)] = torch.tensor(firsts) + torch.arange(len(rows[-1]))[:, None]
+    return torch.cat(rows), torch.cat(tables)

@@ -1,8 +1,8 @@
 """torch's CPU FlashAttention over spans: one call for each block of spans of similar length, fp32, fp64 and bf16.
 
-`_scaled_dot_product_flash_attention_for_cpu` takes (N, H, L, D) and skips the keys above the diagonal. Where every query
-sees every key (completions on their prompt), the query heads that share a key head are laid one after the other as more
-queries of that head: no copy of the keys, and longer matrix products.
+`_scaled_dot_product_flash_attention_for_cpu` takes (N, H, L, D) and skips the keys above the diagonal. Where every
+query sees every key (completions on their prompt), the query heads that share a key head are laid one after the other
+as more queries of that head: no copy of the keys, and longer matrix products.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _ops = torch.ops.aten
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
     """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq) in fp32 or better."""
+    if spans.causal and spans.queries != spans.keys:
+        raise ValueError("spans: expected as many keys as queries in a causal span, this kernel aligns them at the top")
     out, lse = torch.empty_like(q), None
     for block in spans.blocks:
         part, part_lse = _ops._scaled_dot_product_flash_attention_for_cpu(
@@ -53,7 +55,7 @@ def backward(
 
 
 def _stack(block: Block, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q as (N, H, L, D) beside repeated k and v when causal; else as (N, H_kv, L·H/H_kv, D) beside k and v as they are."""
+    """Causal: q as (N, H, L, D), k and v repeated to H heads. Else: q as (N, H_kv, L·H/H_kv, D), k and v unchanged."""
     groups = q.shape[1] // k.shape[1]
     qs, ks, vs = block.queries.stack(q), block.keys.stack(k), block.keys.stack(v)
     if causal and groups > 1:

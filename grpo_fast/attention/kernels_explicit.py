@@ -6,13 +6,16 @@ memory is bounded by `CHUNK_SCORES`. Products are taken in fp32 or better.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_fast.attention.spans import Block, Rule, Spans
+
+Result = TypeVar("Result")
 
 # Scores of one chunk (N·H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
@@ -28,6 +31,18 @@ class Chunk(NamedTuple):
     visible: Tensor | None  # (queries, keys) bool, None for all
 
 
+def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Autocast would take the fp32 products in 16 bits."""
+
+    @wraps(function)
+    def wrapped(q: Tensor, *rest: Any) -> Result:
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *rest)
+
+    return wrapped
+
+
+@without_autocast
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
     """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq) in fp32 or better."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -46,6 +61,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
     return out, lse.t()
 
 
+@without_autocast
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Spans, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:

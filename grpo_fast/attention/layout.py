@@ -5,24 +5,27 @@ A row of T tokens is cut into S segments, each attending causally to itself:
     [P1 .. Pn][c11 .. c1G][c21 .. c2G] ..  [s1][s2] ..
      prompts   their completions            plain segments
 
-The first `len(sharing)` segments are prompts that several completions share; the completions follow, prompt after prompt,
-and attend to their prompt as well as to themselves, at positions that go on where the prompt ends. What remains are plain
-segments. `sharing=()` is the plain packed layout. Prompts stand first, so that the prompts' keys and the completions'
-queries are views of the row.
+The first `len(sharing)` segments are prompts that several completions share; the completions follow, prompt after
+prompt, and attend to their prompt as well as to themselves, at positions that go on where the prompt ends. What remains
+are plain segments. `sharing=()` is the plain packed layout. Prompts stand first, so that the prompts' keys and the
+completions' queries are views of the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_fast.attention.gathered import Gathered
 from grpo_fast.attention.spans import Spans
+
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ class PackedLayout:
         ends = [0, *accumulate(lengths)]
         return cls(torch.tensor(ends, dtype=torch.int32, device=device), tuple(lengths), tuple(sharing))
 
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First row of each segment, and T."""
+        return (0, *accumulate(self.lengths))
+
     @property
     def total(self) -> int:
         """T, the tokens of the packed row."""
@@ -65,9 +73,7 @@ class PackedLayout:
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
         """For each segment the tokens of the shared prompt before it: |P| for a completion, else 0."""
-        prompts = len(self.sharing)
-        before = [n for n, count in zip(self.lengths, self.sharing, strict=False) for _ in range(count)]
-        return (*[0] * prompts, *before, *[0] * (len(self.lengths) - prompts - len(before)))
+        return tuple(0 if prompt < 0 else self.lengths[prompt] for prompt in self.prompt_of)
 
     @cached_property
     def longest_context(self) -> int:
@@ -78,8 +84,25 @@ class PackedLayout:
     def position_ids(self) -> Tensor:
         """(1, T) int64: from 0 in every segment, from |P| in a completion."""
         pairs = zip(self.lengths, self.prefixes, strict=True)
-        positions = torch.cat([torch.arange(before, before + n) for n, before in pairs])
-        return positions[None].to(self.cu_seqlens.device)
+        return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(self.cu_seqlens.device)
+
+    @cached_property
+    def prompt_of(self) -> tuple[int, ...]:
+        """For each segment the segment of the shared prompt before it; −1 where there is none."""
+        prompts = len(self.sharing)
+        of = [prompt for prompt, count in enumerate(self.sharing) for _ in range(count)]
+        return (*[-1] * prompts, *of, *[-1] * (len(self.lengths) - prompts - len(of)))
+
+    @cached_property
+    def mask_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row its segment, the segment of its shared prompt (or −1) and its position: (T,) int64 each.
+
+        A row sees another if the other's segment is its own or its prompt's and the other's position is not after its.
+        """
+        device = self.cu_seqlens.device
+        counts = torch.tensor(self.lengths, device=device)
+        segment = torch.arange(len(self.lengths), device=device).repeat_interleave(counts)
+        return segment, torch.tensor(self.prompt_of, device=device)[segment], self.position_ids[0]
 
     @cached_property
     def on_itself(self) -> Spans:
@@ -109,10 +132,17 @@ class PackedLayout:
     def gathered(self, window: int | None) -> Gathered:
         """Keys with a copy of each completion's prompt, or of the part of it that a sliding window reaches."""
         tail = max(self.lengths) if window is None else window - 1
-        if tail not in self._gathered:
-            self._gathered[tail] = Gathered.of(self.lengths, self.sharing, self.prefixes, tail, self.cu_seqlens.device)
-        return self._gathered[tail]
+        return self.cached(
+            ("gathered", tail),
+            lambda: Gathered.of(self.starts, self.prompt_of, tail, self.cu_seqlens.device),
+        )
+
+    def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
+        """What a kernel derives from the layout: built once, for all layers."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
 
     @cached_property
-    def _gathered(self) -> dict[int, Gathered]:
+    def _cache(self) -> dict[Hashable, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""Packed self-attention for any transformers model: one registered function that keeps the segments of a row apart.
+"""Attention of packed rows for any transformers model: one registered function for plain and shared-prompt layouts.
 
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo_fast.attention.dispatch import segment_attention
+from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
 
 # transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has none of them.
@@ -47,7 +48,9 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each segment of `packed_layout`; output (1, T, H, D), as transformers expects it.
+    """Each segment of `packed_layout` causally on itself, completions on their shared prompt, too.
+
+    Output (1, T, H, D), as transformers expects it.
 
     Raises ValueError for whatever would be computed wrongly: no layout, a mask, a batch of more than one row, a cache,
     dropout, attention sinks, a position bias, a bidirectional layer.
@@ -72,8 +75,11 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    out = segment_attention(q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap)
-    return out[None], None
+    # Latent attention (DeepSeek) has shorter values than keys; zeros behind them change nothing and are cut off again.
+    if value.shape[-1] < key.shape[-1]:
+        v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
+    out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap)
+    return out[None, ..., : value.shape[-1]], None
 
 
 def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
@@ -103,7 +109,11 @@ def check_supported(model: nn.Module) -> None:
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:
-    """Why completions of this model cannot share their prompt's row, or None if they can."""
+    """Why completions of this model cannot share their prompt's rows, or None if they can.
+
+    Whatever else than attention carries information from token to token (a recurrent state, a convolution) would carry
+    it from one completion into the next.
+    """
     try:
         check_supported(model)
     except ValueError as error:

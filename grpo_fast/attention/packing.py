@@ -76,7 +76,7 @@ def pack_groups(groups: Sequence[Group], *, shared: bool = True, device: torch.d
     units: list[Group] = list(groups) if shared else [(p, [c]) for p, cs in groups for c in cs]
     pieces, layout, starts = _lay_out(units, device)
     rows, targets, lengths = [], [], []
-    for unit, (prompt, completions) in enumerate(units):
+    for unit, (_, completions) in enumerate(units):
         for index, ids in enumerate(completions):
             last_of_prompt, trunk = starts[unit][index]
             rows += [torch.tensor([last_of_prompt]), torch.arange(trunk, trunk + len(ids) - 1)]
@@ -157,7 +157,7 @@ def plan_packs(lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, sha
         budget: trunk tokens (T) of a pack.
 
     Returns:
-        Packs, in order of their first group; each holds shares in order of groups.
+        Packs, in order of their first group; each holds one share of a group, in order of groups.
 
     Raises:
         ValueError: budget < 1, a group without completions, an empty prompt or completion.
@@ -173,7 +173,15 @@ def plan_packs(lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, sha
             cost = trunk_tokens(prompt, [completions[i] for i in part], shared=shared)
             shares.append((cost, Share(group, tuple(part))))
     packs = _best_fit([cost for cost, _ in shares], budget)
-    return sorted(sorted(shares[i][1] for i in pack) for pack in packs)
+    return sorted(_joined(sorted(shares[i][1] for i in pack)) for pack in packs)
+
+
+def _joined(shares: Sequence[Share]) -> list[Share]:
+    """One share for each group of a pack."""
+    groups: dict[int, tuple[int, ...]] = {}
+    for group, completions in shares:
+        groups[group] = groups.get(group, ()) + completions
+    return [Share(group, completions) for group, completions in groups.items()]
 
 
 def _parts(prompt: int, completions: Sequence[int], budget: int) -> list[list[int]]:

@@ -24,17 +24,31 @@ from grpo_fast.attention.kernel import Kernel
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.spans import Rule
 
+# Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice their memory.
+MERGE_NUMBERS = 2**25
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, *, kernel: Kernel, gather: bool | None = None
+) -> Tensor:
+    """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
+
+    `gather`: copy the prompts' keys instead of merging two calls; None does so where a window needs it.
+    """
+    if gather is None:
+        gather = bool(layout.sharing) and rule.window is not None
+    return PackedAttention.apply(q, k, v, layout, rule, kernel, gather)
+
 
 class PackedAttention(torch.autograd.Function):
-    """(q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule, kernel) → (T, H, D)."""
+    """The forward pass keeps q, k, v, the merged output and its log-sum-exp."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, kernel: Kernel, gather: bool
     ) -> Tensor:
-        out, lse = (
-            _forward_gathered(q, k, v, layout, rule, kernel) if gather else _forward(q, k, v, layout, rule, kernel)
-        )
+        function = _forward_gathered if gather else _forward
+        out, lse = function(q, k, v, layout, rule, kernel)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = layout, rule, kernel, gather
         return out
@@ -75,7 +89,9 @@ def _backward(
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge attention over two disjoint sets of keys into the first: out (T, H, D), lse (H, T)."""
     weight = torch.sigmoid(other_lse - lse).t()[..., None]
-    out.copy_(torch.lerp(out.to(weight.dtype), other.to(weight.dtype), weight))
+    rows = max(1, MERGE_NUMBERS // out[0].numel())
+    for one, two, share in zip(out.split(rows), other.split(rows), weight.split(rows), strict=True):
+        one.copy_(torch.lerp(one.to(share.dtype), two.to(share.dtype), share))
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 
@@ -83,7 +99,8 @@ def _forward_gathered(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     gathered = layout.gathered(rule.window)
-    return kernel.forward(q, k[gathered.rows], v[gathered.rows], gathered.spans, rule)
+    keys, values = (x.index_select(0, gathered.rows) for x in (k, v))
+    return kernel.forward(q, keys, values, gathered.spans, rule)
 
 
 def _backward_gathered(
@@ -91,6 +108,6 @@ def _backward_gathered(
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gathered = layout.gathered(rule.window)
-    keys, values = k[gathered.rows], v[gathered.rows]
+    keys, values = (x.index_select(0, gathered.rows) for x in (k, v))
     dq, dk, dv = kernel.backward(grad, q, keys, values, out, lse, gathered.spans, rule)
     return dq, gathered.put_back(dk), gathered.put_back(dv)

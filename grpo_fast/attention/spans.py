@@ -68,7 +68,7 @@ class Spans:
     def _fits(self, span: int, longest: int) -> bool:
         """Padding stands at the end of both queries and keys, where only causal order keeps it out of sight."""
         if not self.causal:
-            return False
+            return (self.queries[span], self.keys[span]) == (self.queries[longest], self.keys[longest])
         offsets = {self.keys[s] - self.queries[s] for s in (span, longest)}
         return len(offsets) == 1 and self.queries[span] >= BLOCK_FILL * self.queries[longest]
 

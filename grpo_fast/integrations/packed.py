@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import pack_groups, packed_attention
+from grpo_fast.attention import pack_groups, register
 
 # Masks are made before the layers run and do not see the layout.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
@@ -58,6 +58,8 @@ def _register_over(original: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    packed_attention = ALL_ATTENTION_FUNCTIONS[register()]
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any

@@ -28,6 +28,7 @@ from trl import GRPOTrainer
 
 from grpo_fast import linear_grpo_loss, linear_logps
 from grpo_fast.integrations.packed import Pack, own_attention, pack_padded, packing, take_packed_rows
+from grpo_fast.integrations.trl_groups import regroup, window_of
 from grpo_fast.integrations.trl_head import FusedHead, base_model, fused_head, use_fast_head
 from grpo_fast.integrations.trl_options import SinglePass, forward_reason, probe, single_pass, single_pass_reason
 
@@ -42,7 +43,7 @@ class PackedCall:
     """What travels to the model's forward as `packed=` and asks for logps or, with `loss`, for loss and gradient."""
 
     pack: Pack
-    head: FusedHead
+    head: FusedHead  # the rules of logits that TRL read from the policy's config
     entropy: bool
     loss: SinglePass | None = None
 
@@ -59,21 +60,36 @@ class FastGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         self._given: tuple[Tensor, Tensor] | None = None  # finished logps and entropies, for TRL's metrics
         self._probed = False
+        self._group_window: int | None = None
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         lm = base_model(self.accelerator.unwrap_model(self.model))
         reason = forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
             use_fast_head(self)
+            log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
         elif (reason := single_pass_reason(self)) is not None:
             self.fast_path["loss"] = f"TRL's on our logps: {reason}"
-        log.info("FastGRPOTrainer: %s", self.fast_path)
+        log.info("FastGRPOTrainer: forward %(forward)s, loss %(loss)s", self.fast_path)
+
+    @property
+    def keep_groups(self) -> bool:
+        """Whether completions of one prompt change places within an optimizer step so that they can share it.
+
+        Off by default: gradients stay the same, but the metrics of a step, which TRL averages over its micro-batches,
+        come from other micro-batches than TRL's. Setting it raises ValueError where the gradient would change.
+        """
+        return self._group_window is not None
+
+    @keep_groups.setter
+    def keep_groups(self, value: bool) -> None:
+        self._group_window = window_of(self) if value else None
 
     # ---------------------------------------------------------------------------------------------- set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
         """Let policy and reference take packed rows; the reason why not, when they compute something else then."""
-        self._own_attention = take_packed_rows(lm)
+        self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
         _take_packed_calls(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         reason = None if sharded else self._self_check(lm)
@@ -91,23 +107,23 @@ class FastGRPOTrainer(GRPOTrainer):
 
         Finds what no table can know: attention sinks, positions that are not RoPE's, a head with an unknown rule.
         """
-        head = fused_head(lm)
         device = lm.get_output_embeddings().weight.device
         vocabulary = lm.get_output_embeddings().weight.shape[0]
         ids = (torch.arange(12, device=device) * 7 + torch.tensor([[3], [3]], device=device)) % vocabulary
         ids[1, 7:] = (ids[1, 7:] + 5) % vocabulary
         real = torch.ones_like(ids)
         real[:, :2] = real[1, 10:] = 0
-        training = lm.training
+        modes = [(module, module.training) for module in lm.modules()]
         lm.eval()
         try:
             theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
             pack = pack_padded(ids, real, real[:, -5:])
-            ours = pack.padded(self._run(lm, PackedCall(pack, head, False))["logps"])
+            ours = pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
         except (ValueError, TypeError) as error:
             return str(error)
         finally:
-            lm.train(training)
+            for module, training in modes:
+                module.training = training
         difference = float((ours - theirs).abs().max())
         dtype = lm.get_output_embeddings().weight.dtype
         if self.accelerator.mixed_precision in ("bf16", "fp16"):
@@ -121,9 +137,6 @@ class FastGRPOTrainer(GRPOTrainer):
     def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
         with self.accelerator.autocast():
             return model(input_ids=call.pack.inputs["input_ids"], packed=call)
-
-    def _head(self, model: Any) -> FusedHead:
-        return fused_head(base_model(self.accelerator.unwrap_model(model)))
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
@@ -140,10 +153,19 @@ class FastGRPOTrainer(GRPOTrainer):
             pack = pack_padded(input_ids[rows], attention_mask[rows], attention_mask[rows, -logits_to_keep:])
             if pack is None:  # a completion without a prompt: nothing in a packed row predicts its first token
                 return theirs(input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs)
-            result = self._run(model, PackedCall(pack, self._head(model), compute_entropy))
+            result = self._run(model, PackedCall(pack, self._head, compute_entropy))
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch):
+        """TRL's micro-batch; with `keep_groups` the rows of a new generation batch change places first."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._group_window is None or not self.model.training or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = regroup(self._buffered_inputs, self._group_window)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
         """TRL's, with the attention the model came with."""
@@ -172,12 +194,10 @@ class FastGRPOTrainer(GRPOTrainer):
         pack = pack_padded(input_ids, attention_mask, mask)
         if pack is None:
             return super()._compute_loss(model, inputs)
-        head = self._head(model)
-        rule = {"temperature": head.temperature, "softcap": head.softcap, "logit_scale": head.logit_scale}
-        job = single_pass(self, inputs, pack.target_ids.shape[0], **rule)
+        job = single_pass(self, inputs, pack.target_ids.shape[0], **self._head.rule)
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             return super()._compute_loss(model, inputs)  # (R,) per token would read as (B,) per completion
-        result = self._run(model, PackedCall(pack, head, True, job))
+        result = self._run(model, PackedCall(pack, self._head, True, job))
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor
@@ -214,10 +234,9 @@ def _packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
 
 
 def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall) -> dict[str, Tensor]:
-    head, pack = call.head, call.pack
     result = linear_logps(
-        hidden, weight, pack.target_ids, hidden_rows=pack.predicting, bias=bias, temperature=head.temperature,
-        softcap=head.softcap, logit_scale=head.logit_scale, return_entropy=call.entropy,
+        hidden, weight, call.pack.target_ids, hidden_rows=call.pack.predicting, bias=bias, return_entropy=call.entropy,
+        **call.head.rule,
     )  # fmt: skip
     return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
 

@@ -45,6 +45,11 @@ class FusedHead(NamedTuple):
     logit_scale: float
     cast_to_fp32: bool
 
+    @property
+    def rule(self) -> dict[str, Any]:
+        """As keywords of `linear_logps` and of `LossConfig`."""
+        return {"temperature": self.temperature, "softcap": self.softcap, "logit_scale": self.logit_scale}
+
     def operands(self, lm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else that of hidden."""
         layer: Any = lm.get_output_embeddings()  # type: ignore[operator]

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.attention import check_supported
 
-# How TRL normalises each loss type: over this call and then over the accumulation, or over the generation batch.
+# What TRL divides each loss type by: completions or tokens of the micro-batch, and then the accumulation steps; or the
+# tokens of the generation batch.
 NORMALISERS = {
-    "grpo": "accumulation",
-    "sapo": "accumulation",
-    "bnpo": "accumulation",
-    "dr_grpo": "accumulation",
-    "luspo": "accumulation",
+    "grpo": "completions",
+    "sapo": "completions",
+    "bnpo": "tokens",
+    "dr_grpo": "completions",
+    "luspo": "completions",
     "dapo": "items",
     "cispo": "items",
     "vespo": "items",
@@ -85,7 +86,7 @@ def single_pass_reason(trainer: Any) -> str | None:
         return "router_aux_loss_coef"
     try:
         config = loss_config(trainer)
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         return f"loss_type {trainer.loss_type!r}: {error}"
     if not config.is_token_local:
         return f"loss_type {trainer.loss_type!r} with these options needs whole completions before its gradient"
@@ -94,7 +95,7 @@ def single_pass_reason(trainer: Any) -> str | None:
 
 def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
     """The config that equals TRL's attributes and arguments, `head` (temperature, softcap, logit_scale) beside them."""
-    if trainer.loss_type not in NORMALISERS:
+    if NORMALISERS.get(trainer.loss_type) is None:
         raise ValueError(f"expected one of {list(NORMALISERS)}")
     args = trainer.args
     return LossConfig(

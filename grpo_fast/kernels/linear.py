@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
+from grpo_fast.kernels.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
 from grpo_fast.kernels.memory import on_huge_pages, workspace_bytes
 from grpo_fast.kernels.products import accumulate_outer, matmul_narrow, matmul_wide
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums, row_coefficients
@@ -58,10 +59,12 @@ class LinearHead:
         backend: Backend,
         *,
         rows_repeat: bool = False,  # a row of hidden may predict several targets: its gradients are summed
+        grad_filter: float | None = None,  # share of Σ|d-logits| that the gradient GEMMs may leave out
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.target_ids, self.rule, self.index, self.backend = target_ids, rule, index, backend
-        self.rows_repeat = rows_repeat
+        self.rows_repeat, self.grad_filter = rows_repeat, grad_filter
+        self.filtered = Filtered.none(hidden) if grad_filter is not None else None
         self.num_rows = target_ids.shape[0]
         self.vocab_size = weight.shape[0]
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -76,6 +79,18 @@ class LinearHead:
         chunks = -(-self.num_rows // most) or 1
         even = -(-self.num_rows // chunks)
         return max(padded(even), ROW_MULTIPLE)
+
+    def heavy_columns(self, d: Tensor) -> Tensor | None:
+        """The columns of (C, V) d-logits that `grad_filter` leaves for the gradient GEMMs; None for all of them."""
+        if self.grad_filter is None or self.filtered is None:
+            return None
+        columns, dropped, total = heavy_columns(column_masses(d), self.grad_filter)
+        rows, kept = d.shape[0], columns.shape[0]
+        if kept >= WORTH_BELOW * self.vocab_size:
+            self.filtered = self.filtered.add(0.0, total, rows, self.vocab_size, self.vocab_size)
+            return None
+        self.filtered = self.filtered.add(dropped, total, rows, kept, self.vocab_size)
+        return columns
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the active rows, in order."""
@@ -237,9 +252,12 @@ class GradientSums:
         self._multiply(d, h, count, index)
 
     def _multiply(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
-        hidden = self.head.hidden
+        hidden, weight = self.head.hidden, self.head.weight
+        columns = self.head.heavy_columns(d[:count])
+        if columns is not None:
+            d, weight = d.index_select(1, columns), weight.index_select(0, columns)
         if self.wanted.hidden:
-            dh = matmul_narrow(d, self.head.weight)[:count]
+            dh = matmul_narrow(d, weight)[:count]
             if self.head.rows_repeat:
                 assert isinstance(index, Tensor)
                 if self.d_hidden is None:
@@ -252,10 +270,25 @@ class GradientSums:
                 if self.d_hidden is None:
                     self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
                 self.d_hidden[index] = dh.to(hidden.dtype)
+        if columns is not None:
+            self._add_columns(columns, d, h)
+            return
         if self.wanted.weight:
-            self.d_weight = accumulate_outer(self.d_weight, d, h, self.head.weight, is_only=self.head.is_single_chunk)
+            self.d_weight = accumulate_outer(self.d_weight, d, h, weight, is_only=self.head.is_single_chunk)
         if self.wanted.bias:
             self.d_bias = d.sum(0) if self.d_bias is None else self.d_bias + d.sum(0)
+
+    def _add_columns(self, columns: Tensor, d: Tensor, h: Tensor) -> None:
+        """dW and db of the columns that `grad_filter` leaves; every column occurs once, so no order is in question."""
+        vocab, dtype = self.head.vocab_size, self.head.compute_dtype
+        if self.wanted.weight:
+            if self.d_weight is None:
+                self.d_weight = d.new_zeros((vocab, h.shape[1]), dtype=dtype)
+            own = h.new_empty((columns.shape[0], h.shape[1]), dtype=dtype)
+            self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True))
+        if self.wanted.bias:
+            self.d_bias = d.new_zeros(vocab, dtype=dtype) if self.d_bias is None else self.d_bias
+            self.d_bias.index_add_(0, columns, d.sum(0, dtype=dtype))
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db) in the dtypes of hidden, weight and bias; empty where none was wanted."""
@@ -271,7 +304,7 @@ class GradientSums:
             elif sum_ is None:
                 results.append(torch.zeros_like(like, memory_format=torch.contiguous_format))
             else:
-                results.append(sum_.to(like.dtype))
+                results.append(sum_ if sum_.dtype == like.dtype else sum_.to(like.dtype))
         return results[0], results[1], results[2]
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PREPARE, ROWS, LINEAR, PRODUCTS, LOGITS, OPS, OPS_LOGPS, PASSES = (
+PREPARE, ROWS, LINEAR, PRODUCTS, FILTER, LOGITS, OPS, OPS_LOGPS, PASSES = (
     f"grpo_fast/{x}.py"
     for x in (
         "prepare",
         "kernels/rows_torch",
         "kernels/linear",
         "kernels/products",
+        "kernels/grad_filter",
         "logits",
         "ops",
         "ops_logps",
@@ -111,6 +112,12 @@ MUTANTS = [
            "rows with an entropy gradient alone never reach dH and dW", "gradient"),
     Mutant("linear-bias-forgotten", LINEAR,
            "out.add_(self.bias)", "pass", "the bias is not in the logits", "fused"),
+    Mutant("grad-filter-drops-more", FILTER,
+           "(summed <= tolerance * total)", "(summed <= 2 * tolerance * total)",
+           "more than the tolerance is left out", "grad_filter"),
+    Mutant("grad-filter-without-coefficients", FILTER,
+           "block = block * scale[start : start + ROWS, None].abs()", "pass",
+           "the masses do not hold the rows' coefficients", "grad_filter"),
     Mutant("linear-repeated-rows-overwrite", LINEAR,
            "dh.to(self.d_hidden.dtype), accumulate=True)", "dh.to(self.d_hidden.dtype), accumulate=False)",
            "a row that predicts several targets keeps the gradient of one", "hidden_rows"),

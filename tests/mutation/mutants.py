@@ -27,6 +27,7 @@ SUITES: dict[str, list[str]] = {
     "refusals": ["tests/test_refusals.py"],
     "splits": ["tests/test_splits.py"],
     "autograd": ["tests/test_loss_autograd.py"],
+    "grad_filter": ["tests/test_grad_filter.py", "-k", "masses or one_chunk or chunk"],
     "hidden_rows": ["tests/test_hidden_rows.py"],
     "survivors": ["tests/test_mutation_survivors.py"],
     "csrc": [

@@ -1,0 +1,228 @@
+"""Shared prompts against plain packing: attention alone, and a whole model without its head, forward + backward.
+
+    python benchmarks/bench_attention.py [--quick] [--cases 2000,64,8 ...] [--json PATH]
+
+Cases are P,C,G: tokens of the prompt, tokens of each completion, completions. Both layouts compute the same, which is
+verified (outputs, all gradients) before anything is timed; they are timed in one process in interleaved rounds, so that
+the ratio can be trusted where the milliseconds cannot. On a GPU every FlashAttention that is installed gets a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402  (the path above makes the script runnable without installation)
+from torch import Tensor  # noqa: E402
+
+from benchmarks import measure  # noqa: E402
+from grpo_fast.attention import PackedGroups, dispatch, pack_groups, register  # noqa: E402
+from grpo_fast.attention.dispatch import Attention, Kind  # noqa: E402
+from grpo_fast.attention.spans import Rule  # noqa: E402
+
+Step = Callable[[], Any]  # to a tuple of the output and the gradients
+CPU_CASES = [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)]
+GPU_CASES = [(8192, 512, 16), (1500, 250, 16), (150, 200, 8)]
+
+
+class Heads(NamedTuple):
+    """The attention and the layers around it, named after the model they come from."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    layers: int  # of the whole model that is timed: two are enough, the ratio does not depend on it
+
+
+CPU_MODELS = [Heads("gsm8k-tiny", 6, 3, 32, 512, 4)]
+GPU_MODELS = [Heads("Qwen2.5-0.5B", 14, 2, 64, 4864, 4), Heads("Qwen2.5-7B", 28, 4, 128, 18944, 2)]
+
+
+def main() -> None:
+    """Times every case, prints a table, writes the JSON."""
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    for case in options.cases:
+        for model in CPU_MODELS if options.device == "cpu" else GPU_MODELS:
+            rows += time_attention(case, model, options)
+            rows += time_model(case, model, options)
+    if options.json:
+        report = {
+            "benchmark": "attention and trunk, shared against packed, forward + backward",
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": measure.commit(),
+            "hardware": measure.hardware(options.device),
+            "versions": versions(),
+            "threads": options.threads,
+            "settings": {"budget_s": options.budget, "rounds": options.rounds, "dtype": str(options.dtype)},
+            "cases": rows,
+        }
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--cases", nargs="+", type=case_argument, metavar="P,C,G")
+    parser.add_argument("--quick", action="store_true", help="the small case, a fraction of the time")
+    parser.add_argument("--window", type=int, help="sliding window of the attention alone")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of timing for each row")
+    parser.add_argument("--rounds", type=int, default=15, help="at most this many rounds")
+    parser.add_argument("--json", help="where the JSON goes")
+    options = parser.parse_args()
+    if options.quick:
+        options.cases, options.budget = options.cases or [(64, 8, 4)], min(options.budget, 0.2)
+    options.cases = options.cases or (CPU_CASES if options.device == "cpu" else GPU_CASES)
+    options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    return options
+
+
+def case_argument(text: str) -> tuple[int, int, int]:
+    prompt, completion, group = (int(part) for part in text.split(","))
+    return prompt, completion, group
+
+
+def packs(case: tuple[int, int, int], device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
+    """One group, shared and packed, and the row of the shared layout that stands behind each row of the packed one."""
+    prompt, completion, group = case
+    numbers = torch.arange(prompt + completion * group)
+    groups = [(numbers[:prompt], list(numbers[prompt:].split(completion)))]
+    shared, packed = (pack_groups(groups, shared=flag, device=device) for flag in (True, False))
+    row_of = torch.empty_like(numbers).to(device)
+    row_of[shared.input_ids[0]] = torch.arange(shared.layout.total, device=device)
+    return shared, packed, row_of[packed.input_ids[0]]
+
+
+# ----------------------------------------------------------------------------------------------------- attention alone
+def time_attention(case: tuple[int, int, int], model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each kernel that can: packed, shared, and shared with copied keys."""
+    shared, packed, origin = packs(case, options.device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(shared.layout.total, n, model.head_dim) for n in (model.heads, *[model.kv_heads] * 2, model.heads)]
+    tensors = [torch.randn(s, generator=generator).to(options.device, options.dtype) for s in shapes]
+    first = torch.zeros(len(origin), dtype=torch.bool, device=origin.device)
+    first[torch.tensor([int((origin == row).nonzero()[0]) for row in range(shared.layout.total)])] = True
+    copies = [x[origin] for x in tensors]
+    copies[3] = copies[3] * first[:, None, None]  # the gradient of a prompt's row flows once
+    rule = Rule(model.head_dim**-0.5, options.window)
+    kind = Kind(options.device, options.dtype, model.head_dim, options.window is not None)
+    rows = []
+    for provider in dispatch.candidates(kind):
+        if provider.name == "explicit" and kind.device == "cuda":
+            continue  # T² work in plain torch: a fallback, no contestant
+        steps = {
+            "packed": attention_step(provider.attend, copies, packed, rule),
+            "shared": attention_step(provider.attend, tensors, shared, rule),
+        }
+        error = attention_error(steps["shared"](), steps["packed"](), origin, first)
+        rows.append(row_of_times("attention", case, model.name, provider.name, steps, error, options))
+    return rows
+
+
+def attention_step(attention: Attention, tensors: list[Tensor], pack: PackedGroups, rule: Rule) -> Step:
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(*leaves, pack.layout, rule)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    return step
+
+
+def attention_error(shared: tuple[Tensor, ...], packed: tuple[Tensor, ...], origin: Tensor, first: Tensor) -> float:
+    """Largest relative L2 difference of output and gradients; a row's gradient is the sum of its copies'."""
+    wide = [x.double() for x in packed]
+    sums = [
+        torch.zeros_like(x, dtype=torch.float64).index_add_(0, origin, y) for x, y in zip(shared, wide, strict=True)
+    ]
+    sums[0] = torch.zeros_like(sums[0]).index_copy_(0, origin[first], wide[0][first])
+    return max(measure.relative_l2(x, y) for x, y in zip(shared, sums, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------------- whole model
+def time_model(case: tuple[int, int, int], model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The trunk of a random model: token ids to the gradients of all weights, through the rows that predict."""
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = Qwen2Config(
+        vocab_size=max(2, sum((case[0], case[1] * case[2]))), hidden_size=model.heads * model.head_dim,
+        intermediate_size=model.intermediate, num_hidden_layers=model.layers, num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads, max_position_embeddings=case[0] + case[1],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trunk = Qwen2Model(config).to(options.device, options.dtype)
+    trunk.set_attn_implementation(register())
+    shared, packed, _ = packs(case, options.device)
+    grad = torch.randn(len(shared.predicting), config.hidden_size).to(options.device, options.dtype)
+    steps = {name: model_step(trunk, pack, grad) for name, pack in (("packed", packed), ("shared", shared))}
+    pairs = zip(steps["shared"](), steps["packed"](), strict=True)
+    error = max(measure.relative_l2(x, y) for x, y in pairs if y.abs().max() > 0)
+    kernel = dispatch.choose(Kind(options.device, options.dtype, model.head_dim)).name
+    return [row_of_times("trunk", case, f"{model.name}, {model.layers} layers", kernel, steps, error, options)]
+
+
+def model_step(trunk: Any, pack: PackedGroups, grad: Tensor) -> Step:
+    parameters = [p for name, p in trunk.named_parameters() if "k_proj.bias" not in name]  # its gradient is exactly 0
+
+    def step() -> tuple[Tensor, ...]:
+        hidden = trunk(**pack.model_inputs).last_hidden_state[0].index_select(0, pack.predicting)
+        return hidden.detach(), *torch.autograd.grad(hidden, parameters, grad)
+
+    return step
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+def row_of_times(
+    what: str, case: tuple[int, int, int], model: str, kernel: str, steps: dict[str, Step], error: float,
+    options: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """Time the steps, unless they disagree; print and return the row."""
+    prompt, completion, group = case
+    row: dict[str, Any] = {"what": what, "prompt": prompt, "completion": completion, "group": group, "model": model}
+    row |= {"kernel": kernel, "difference": error}
+    row["tokens_ratio"] = group * (prompt + completion - 1) / (prompt + group * (completion - 1))
+    label = f"{what:<10} P={prompt:<6} C={completion:<4} G={group:<3} {model:<24} {kernel:<10}"
+    if not error <= measure.TOLERANCE[options.dtype]:
+        print(f"{label} WRONG: the layouts differ by {error:.2g}; not timed", flush=True)
+        return row | {"wrong": True}
+    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    row["times"] = {name: measure.spread(samples) for name, samples in times.items()}
+    row["memory"] = {name: measure.peak_memory(step, options.device) for name, step in steps.items()}
+    ms = {name: time["median_ms"] for name, time in row["times"].items()}
+    row["ratio"] = ms["packed"] / ms["shared"]
+    print(
+        f"{label} packed {ms['packed']:9.2f} ms  shared {ms['shared']:9.2f} ms  ratio {row['ratio']:5.2f} "
+        f"(tokens {row['tokens_ratio']:.2f})  difference {error:.1g}",
+        flush=True,
+    )
+    return row
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on; a package that is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits (a softcap, fp32, odd head sizes).
+
+The mask of blocks is computed from the layout on the host: `create_block_mask` would evaluate T² entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.spans import Rule
+
+BLOCK = 128
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule) -> Tensor:
+    """(T, H, D), (T, H_kv, D) twice → (T, H, D); differentiable."""
+    q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
+    mask = layout.cached(("flex", rule.window), lambda: _block_mask(layout, rule.window))
+    # Compiled for the tensors' sake: without a compiler flex_attention stores all T² scores, which a CPU test may.
+    function = _compiled() if q.is_cuda else _function()
+    out = function(
+        q4, k4, v4, score_mod=_score_mod(rule.softcap), block_mask=mask, scale=rule.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out[0].transpose(0, 1)
+
+
+@cache
+def _function() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_function(), dynamic=True)
+
+
+@cache
+def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
+    if softcap is None:
+        return None
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+def _block_mask(layout: PackedLayout, window: int | None) -> Any:
+    """The BlockMask of a layout: which blocks of keys hold a visible key, which need no mask, and the mask itself."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    segment, prompt, position = layout.mask_rows
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = position[query] - position[key]
+        related = (segment[query] == segment[key]) | (prompt[query] == segment[key])
+        return related & (distance >= 0) & (distance < (window or layout.total + 1))
+
+    some, full = block_map(layout, window)
+    partial_blocks, full_blocks = (_indices(x, position.device) for x in (some & ~full, full))
+    return BlockMask.from_kv_blocks(
+        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(layout.total, layout.total)
+    )
+
+
+def _indices(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(Q, K) bool → numbers (1, 1, Q) and indices (1, 1, Q, K) of the blocks of keys, the listed ones first; int32."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(device)
+
+
+def block_map(layout: PackedLayout, window: int | None) -> tuple[Tensor, Tensor]:
+    """(Q, K) bool on the host, twice: blocks where some query sees some key; where every query sees every key."""
+    number = -(-layout.total // BLOCK)
+    some, full = (torch.zeros(number, number, dtype=torch.bool) for _ in range(2))
+    starts, reach = layout.starts, window or layout.total + 1
+    for first, end, prompt in zip(starts, starts[1:], layout.prompt_of, strict=False):
+        for block in range(first // BLOCK, -(-end // BLOCK)):
+            top, bottom = max(first, block * BLOCK), min(end, (block + 1) * BLOCK)
+            alone = bottom - top == BLOCK
+            _mark(some[block], full[block], max(first, top - reach + 1), bottom, max(first, bottom - reach), top, alone)
+            if prompt >= 0:  # as if the completion stood right behind its prompt
+                begin, stop = starts[prompt], starts[prompt + 1]
+                low, high = (max(begin, row + stop - first - reach) for row in (top + 1, bottom))
+                _mark(some[block], full[block], low, stop, high, stop, alone)
+    return some, full
+
+
+def _mark(some: Tensor, full: Tensor, low: int, high: int, full_low: int, full_high: int, alone: bool) -> None:
+    """Mark blocks that touch keys [low, high) and, for queries of one segment, those inside [full_low, full_high)."""
+    if low < high:
+        some[low // BLOCK : -(-high // BLOCK)] = True
+    if alone and full_low < full_high:
+        full[-(-full_low // BLOCK) : full_high // BLOCK] = True

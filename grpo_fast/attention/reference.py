@@ -1,0 +1,29 @@
+"""Dense attention of a packed row, straight from the definition: what every kernel is compared with. Memory is T²."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.spans import Rule
+
+
+def visible(layout: PackedLayout, window: int | None = None) -> Tensor:
+    """(T, T) bool on the layout's device: which keys (columns) each query (row) sees."""
+    segment, prompt, position = layout.mask_rows
+    related = (segment[:, None] == segment[None]) | (prompt[:, None] == segment[None])
+    distance = position[:, None] - position[None]
+    return related & (distance >= 0) & (distance < (window or layout.total + 1))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule) -> Tensor:
+    """(T, H, D), (T, H_kv, D) twice → (T, H, D), in fp32 or better, differentiable by autograd."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.to(wide), keys) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    weights = scores.masked_fill(~visible(layout, rule.window), -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

@@ -260,6 +260,23 @@ def test_head_equals_verls(shape, temperature):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_head_under_autocast_projects_in_bf16_as_verls():
+    functional = importlib.import_module("verl.utils.experimental.torch_functional")
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(9, 32, generator=random), torch.randn(67, 32, generator=random) * 0.4
+    ids, results = torch.randint(0, 67, (9,), generator=random), []
+    for build in (functional.FusedLinearForPPO, head.FastLinearForPPO):
+        leaf = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            log_probs, entropy = build()(leaf, weight, ids)
+        log_probs.sum().backward()
+        results.append((log_probs.detach(), entropy.detach().float(), leaf.grad))
+    exact = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    assert 1e-4 < (results[1][0] - exact).abs().max() < 0.1
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.05)
+
+
 @pytest.fixture
 def patched_model():
     """A tiny model whose class verl's `use_fused_kernels` has patched; given back afterwards."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,18 +228,32 @@ def test_in_verls_worker_loss(name):
         assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
 
 
-def test_plugin_registers_in_a_worker(monkeypatch):
+WORKER = """
+from tests import trainer_packages
+core = trainer_packages.load_verl("verl.trainer.ppo.core_algos")
+functional = trainer_packages.load_verl("verl.utils.experimental.torch_functional")
+print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearForPPO.__module__)
+"""
+
+
+def test_plugin_in_a_worker_process():
+    """verl imports the plugin in the middle of its own import, as in a Ray worker."""
+    env = {"VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl_plugin", "GRPO_FAST_VERL_HEAD": "1"}
+    root = Path(__file__).parent.parent
+    result = subprocess.run(
+        [sys.executable, "-c", WORKER], env=os.environ | env, capture_output=True, text=True, cwd=root, timeout=120
+    )
+    assert result.stdout.split() == [ours.__name__, head.__name__], result.stderr[-2000:]
+
+
+def test_the_head_of_the_process_is_given_back():
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
-    monkeypatch.setenv("GRPO_FAST_VERL_HEAD", "1")
     theirs = functional.FusedLinearForPPO
-    plugin = importlib.import_module("grpo_fast.integrations.verl_plugin")
-    try:
-        assert "fast_vanilla" in core.POLICY_LOSS_REGISTRY
+    with head.use_fast_head_everywhere() as handle:
         assert functional.FusedLinearForPPO is head.FastLinearForPPO
-    finally:
-        plugin.losses.undo()
-        plugin.head.undo()
-    assert functional.FusedLinearForPPO is theirs and "fast_vanilla" not in core.POLICY_LOSS_REGISTRY
+        handle.undo()
+        assert functional.FusedLinearForPPO is theirs
+    assert functional.FusedLinearForPPO is theirs
 
 
 # ------------------------------------------------------------------------------------------------ head

@@ -5,7 +5,7 @@
 #            WORKERS=2              pytest processes
 #            TRITON36=1             run the Triton tests on triton 3.6, too (some minutes more)
 #            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
-#            BENCH_ARGS=--quick     options of benchmarks/bench_linear_loss.py
+#            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
 
@@ -34,12 +34,12 @@ TRL_ENV := $(VENV)/trl-$(VERSION)
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-trl format bench bench-small mutation clean
+.PHONY: help setup csrc demo test lint types unit test-trl format bench bench-gate bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
-	@echo 'make bench     the loss against its peers: a table, and JSON in benchmarks/results/'
+	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make format    let ruff fix and format the tree'
@@ -122,11 +122,21 @@ test-trl: $(SETUP) csrc
 # ---- measurements ----
 
 bench: $(PEERS) csrc
-	@$(STEP) 'linear loss, forward + backward, against its peers'
-	@$(PY) benchmarks/bench_linear_loss.py $(BENCH_ARGS)
+	@$(STEP) 'the loss, its parts and its peers'
+	@$(PY) -m benchmarks $(BENCH_ARGS)
+	@$(MAKE) bench-gate
+
+# Fails when a ratio to the limit is more than 15% worse than the one stored for this kind of CPU.
+bench-gate: $(SETUP) csrc
+	@$(STEP) 'regression gate of the CPU path'
+	@$(PY) -m benchmarks.gate
 
 bench-small: $(PEERS) csrc
-	@$(BIN)/pytest -q benchmarks/test_bench_loss.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
+	@$(BIN)/pytest -q benchmarks/test_bench.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
+
+# What the tables and the picture of the README are made of. On a quiet machine; about a quarter of an hour.
+bench-readme: $(PEERS) csrc
+	@$(PY) -m benchmarks.readme
 
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'

@@ -10,19 +10,17 @@ import resource
 import statistics
 import subprocess
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.problem import Truth
+# What the scripts of the other operations verify with, too.
+from benchmarks.exact import TOLERANCE as TOLERANCE
+from benchmarks.exact import relative_l2 as relative_l2
 from benchmarks.providers import Step
 
-# Relative L2 error against fp64 beyond which a result is wrong, and is not timed. fp32: rounding is 1e-6, so 1e-4 is a
-# bug or a lower precision. 16 bits: logits rounded to bf16 move probabilities by about 1%, which a user may accept; the
-# error is printed.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 MIB = 2**20
 SLOW = 5.0  # seconds
 
@@ -35,44 +33,27 @@ FAIR_ALLOCATOR = {
 }
 
 
-class Errors(NamedTuple):
-    """Relative to fp64: loss (by the mean absolute loss of a token), gradients (L2)."""
-
-    loss: float
-    grad_hidden: float
-    grad_weight: float
-
-    def acceptable(self, dtype: torch.dtype) -> bool:
-        return all(error <= TOLERANCE[dtype] for error in self)  # NaN is not
-
-
-def errors(result: tuple[Tensor, Tensor, Tensor], truth: Truth) -> Errors:
-    """How far a result is from the fp64 answer."""
-    loss, grad_hidden, grad_weight = result
-    return Errors(
-        abs(float(loss) - float(truth.loss)) / truth.loss_scale,
-        relative_l2(grad_hidden, truth.grad_hidden),
-        relative_l2(grad_weight, truth.grad_weight),
-    )
-
-
-def relative_l2(value: Tensor, exact: Tensor) -> float:
-    """‖value − exact‖ / ‖exact‖ in fp64, a block of rows at a time; inf for a wrong shape."""
-    if value.shape != exact.shape:
-        return float("inf")
-    pairs = zip(value.split(4096), exact.split(4096), strict=True)
-    squared = sum(float((block.double() - truth).square().sum()) for block, truth in pairs)
-    return (squared / float(exact.square().sum())) ** 0.5
-
-
-def seconds(step: Step, calls: int, device: str) -> float:
-    """Wall time of one call, averaged over `calls` back to back."""
-    synchronize(device)
-    start = time.perf_counter()
+def seconds(step: Step | Callable[[], Any], calls: int, device: str) -> float:
+    """Time of one call, averaged over `calls`: wall time on the CPU, the device's own clock on a GPU."""
+    step = as_step(step)
+    if device == "cuda":
+        return _seconds_on_gpu(step, calls)
+    if step.reset is None:
+        start = time.perf_counter()
+        for _ in range(calls):
+            step.run()
+        return (time.perf_counter() - start) / calls
+    total = 0.0
     for _ in range(calls):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / calls
+        step.reset()
+        start = time.perf_counter()
+        step.run()
+        total += time.perf_counter() - start
+    return total / calls
+
+
+def as_step(step: Step | Callable[[], Any]) -> Step:
+    return step if isinstance(step, Step) else Step(step)
 
 
 def synchronize(device: str) -> None:
@@ -80,8 +61,24 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def _seconds_on_gpu(step: Step, calls: int) -> float:
+    """Between events around each call, so that resets stay out and the queue never runs dry between calls."""
+    torch.cuda.synchronize()
+    pairs = []
+    for _ in range(calls):
+        if step.reset is not None:
+            step.reset()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step.run()
+        stop.record()
+        pairs.append((start, stop))
+    torch.cuda.synchronize()
+    return sum(start.elapsed_time(stop) for start, stop in pairs) / calls / 1e3
+
+
 def interleaved(
-    steps: dict[str, Step], device: str, budget: float, rounds: int, minimum: int = 2
+    steps: Mapping[str, Step | Callable[[], Any]], device: str, budget: float, rounds: int, minimum: int = 2
 ) -> dict[str, list[float]]:
     """Times of every step, in rounds that all take part in, so that a slow minute of the machine hits all alike.
 
@@ -117,26 +114,36 @@ def spread(samples: list[float]) -> dict[str, float]:
     return {"median_ms": statistics.median(ordered) * 1e3, "spread_ms": half * 1e3, "min_ms": ordered[0] * 1e3}
 
 
-def peak_memory(step: Step, device: str) -> dict[str, float]:
-    """Peak memory of one warm call beyond what was there before it and the two gradients it returns, in MiB.
+def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
+    """Peak memory of one warm call beyond what was there before it and the gradients it returns, in MiB.
 
     On the CPU: free pages go back to the kernel (malloc_trim), the high-water mark of the resident set is reset (5 into
     /proc/self/clear_refs), the step runs, and VmHWM minus the resident set before is read. Buffers that a library keeps
     between calls count as already there. `page_faults` are those of this call. On a GPU: torch's allocator statistics.
     """
+    step = as_step(step)
     gc.collect()
+    if step.reset is not None:
+        step.reset()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gradients = sum(grad.nbytes for grad in step()[1:])
+        gradients = gradient_bytes(step.run()) - step.owned_bytes
         return {"workspace_mib": (torch.cuda.max_memory_allocated() - before - gradients) / MIB}
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before, faults = resident("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    gradients = sum(grad.nbytes for grad in step()[1:])
+    gradients = gradient_bytes(step.run()) - step.owned_bytes
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     return {"workspace_mib": (resident("VmHWM") - before - gradients) / MIB, "page_faults": float(faults)}
+
+
+def gradient_bytes(result: Any) -> int:
+    """Of a `Result`, or of a tuple (loss, gradient, ...)."""
+    if isinstance(result, dict):
+        return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
+    return 0 if result is None else sum(value.nbytes for value in result[1:])
 
 
 def resident(field: str) -> int:

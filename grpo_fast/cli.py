@@ -1,4 +1,4 @@
-"""The command line: `grpo-fast train`, `grpo-fast eval`, `grpo-fast plot`.
+"""The command line: `grpo-fast train`, `eval`, `plan`, `plot`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -100,6 +100,31 @@ def evaluate(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A recipe, a hub id, a model's folder or config.json, or qwen2.5-7b, …")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="gpu=141 (GB) prompt=8192 completion=512 group=16 optim.states=8bit …"
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Predict what fits on a GPU: tokens per micro-batch under each option, without loading any weights."""
+    try:
+        from rich.console import Console
+
+        from grpo_fast.train.plan import plan as predict
+        from grpo_fast.train.plan import render
+
+        console = Console()
+        for shown in render(predict(model, settings or [])):
+            console.print(shown)
+    except ValueError as error:
+        _refuse(error, debug, USAGE_ERROR)
+
+
+@app.command()
 def plot(
     runs: Annotated[list[str], typer.Argument(help="Folders of runs, or their metrics.jsonl.")],
     out: Annotated[str, typer.Option("-o", "--out", help="The picture to write (.png, .svg, .pdf).")] = "curves.png",
@@ -112,6 +137,22 @@ def plot(
         typer.echo(str(plot_runs(runs, out)))
     except (ValueError, OSError, ImportError) as error:
         _refuse(error, debug, USAGE_ERROR)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure kernels, rollouts and steps against their peers and limits (from a checkout; --help lists the options).
+
+    The benchmarks are no part of the package: they call the peers, read the commit and write into benchmarks/results/.
+    """
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "benchmarks" / "command.py").is_file():
+        error = f"bench: expected a checkout (benchmarks/ beside grpo_fast/), found an installed package in {checkout}"
+        _refuse(ValueError(error), False, USAGE_ERROR)
+    sys.path.insert(0, str(checkout))
+    from benchmarks.command import main as run_benchmarks
+
+    sys.exit(run_benchmarks(context.args))
 
 
 def expand_data(settings: list[str]) -> list[str]:

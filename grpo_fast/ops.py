@@ -7,6 +7,7 @@ computes them again. A double backward is refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config import LossConfig
+from grpo_fast.kernels.backends import unavailable
 from grpo_fast.kernels.linear import Wanted
 from grpo_fast.kernels.metrics import metric_names
 from grpo_fast.passes import LossResult, kernel_precision, linear_loss, logits_loss, logps_loss, logps_metrics
@@ -147,10 +149,19 @@ def hand_over(
 
 
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """gradient · upstream in place; nothing to do for an upstream of 1, where that can be seen without a sync."""
+    """gradient · upstream in place; an upstream of 1 costs nothing, and no sync."""
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
+    if gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64 and _has_triton():
+        from grpo_fast.kernels import scale_triton
+
+        return scale_triton.scale_(gradient, upstream)
     return gradient.mul_(upstream)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return unavailable("triton", "cuda") is None
 
 
 class Eager(torch.autograd.Function):

@@ -83,3 +83,10 @@ def test_weights_changed_before_the_backward_are_refused():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logps.sum().backward()
+
+
+def test_no_rows_give_zero_gradients():
+    hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    logps, entropy = linear_logps(hidden, weight, torch.zeros(0, dtype=torch.long), return_entropy=True)
+    dh, dw = torch.autograd.grad(logps.sum() + entropy.sum(), (hidden, weight))
+    assert dh.shape == (0, H) and torch.equal(dw, torch.zeros(V, H))

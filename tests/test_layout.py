@@ -85,6 +85,9 @@ def test_best_fit_by_hand():
     groups = [(1, [10]), (1, [5]), (1, [9]), (1, [4]), (1, [2])]
     plan = plan_packs(groups, 14)
     assert [[share.group for share in shares] for shares in plan] == [[0, 3], [1, 2], [4]]
+    # Into the fullest pack, not the first: costs 12, 10, 9, 1 under 20
+    plan = plan_packs([(1, [12]), (1, [10]), (1, [9]), (1, [1])], 20)
+    assert [[share.group for share in shares] for shares in plan] == [[0], [1, 2, 3]]
     # A group of 5 + 3·4 = 17 tokens over 14: two completions beside one copy of the prompt, one beside the other.
     assert plan_packs([(5, [5, 5, 5])], 14) == [[Share(0, (0, 1))], [Share(0, (2,))]]
     # The rest of a split group still shares its pack with another group.

@@ -63,8 +63,9 @@ def test_temperature_enters_the_logps():
 def test_sampling_logps_are_the_policys(policy, temperature):
     """Left-padded generation with a cache and one packed forward pass see the same distribution."""
     rollout = generate(policy, PROMPTS, options(temperature=temperature), seed=1)
-    batch = MicroBatch.pack(rollout, torch.zeros(12), range(12), "cpu")
-    logps = policy.logps(batch, temperature)
+    groups = [range(first, first + 4) for first in range(0, 12, 4)]
+    batch = MicroBatch.pack(rollout, torch.zeros(12), groups, "cpu")
+    logps = policy.logps(batch.packed, temperature)
     torch.testing.assert_close(logps, batch.sampling_logps, rtol=0, atol=2e-5)
 
 

@@ -36,7 +36,7 @@ def test_the_tutorials_settings():
     config = load_recipe("gsm8k-smollm2-1.7b")
     rollout, optim, loss = config.rollout, config.optim, config.loss_config()
     assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens) == (0.9, 0.9, 50, 300)
-    assert (rollout.group_size, rollout.prompts_per_step, config.accumulation, config.steps) == (8, 4, 4, 200)
+    assert (rollout.group_size, rollout.prompts_per_step, config.minibatches, config.steps) == (8, 4, 1, 200)
     assert (optim.lr, optim.schedule, optim.warmup, optim.max_grad_norm) == (5e-5, "linear", 0, 1.0)
     assert (loss.beta, loss.epsilon_low, loss.temperature, config.inner_iterations) == (0.04, 0.2, 0.9, 1)
     assert (config.eval.samples, config.eval.temperature) == (8, 0.7)
@@ -59,7 +59,10 @@ def test_the_tutorials_settings():
         ("steps.more=2", "holds a value, not a section"),
         ("steps", "expected key=value"),
         ("loss.beta=0.1", "reference.kind: loss.beta is not 0"),
-        ("micro_batch_tokens=100 accumulation=2", "accumulation: give either"),
+        ("accumulation=2", "accumulation: unknown key"),
+        ("tokens_per_microbatch=0", "tokens_per_microbatch: "),
+        ("model.checkpoint_offload=true", "model.gradient_checkpointing: "),
+        ("data.shots_tokens=100", "data.shots_tokens: "),
         ("minibatches=7", "must divide"),
         ("loss.temperature=-1", "temperature: expected"),
         ("model.path=x", "exactly one of path"),

@@ -8,10 +8,13 @@ import math
 import pytest
 import torch
 
+from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.rewards import RewardResult
 from grpo_fast.train import loop
 from grpo_fast.train.config import load_recipe
 from grpo_fast.train.metrics import LossMetrics, is_timing, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
+from grpo_fast.train.update import policy_gradient
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
@@ -80,8 +83,8 @@ def test_another_seed_gives_another_run(tmp_path):
 def test_accumulation_changes_nothing(tmp_path, loss_type):
     options = [f"loss.loss_type={loss_type}", "loss.compute_entropy=true", "loss.beta=0.05", "reference.kind=frozen"]
     whole = sort(tmp_path / "whole", *options)
-    close(whole, sort(tmp_path / "four", *options, "accumulation=4"))
-    close(whole, sort(tmp_path / "tokens", *options, "micro_batch_tokens=30"))
+    close(whole, sort(tmp_path / "tokens", *options, "tokens_per_microbatch=30"))
+    close(whole, sort(tmp_path / "packed", *options, "tokens_per_microbatch=30", "shared_prompt=false"))
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):
@@ -119,7 +122,7 @@ def test_references(tmp_path):
     [
         ("gsm8k-smollm2-1.7b", ["model.dtype=float32", "rollout.prompts_per_step=4", "eval.samples=2", "eval.k=[1,2]"]),
         ("gsm8k-smollm2-1.7b", ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"]),
-        ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "micro_batch_tokens=600"]),
+        ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "tokens_per_microbatch=600"]),
         ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"]),
     ],
 )
@@ -156,6 +159,45 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     warm = [line["warm_start/loss"] for line in lines if "warm_start/loss" in line]
     assert len(warm) == 3 and warm[-1] < warm[0]
+
+
+def test_the_policy_terms_gradient(tmp_path, capsys):
+    """Alone it is the loss's; beside a KL term and an entropy bonus its norm over the tokens is reported."""
+    rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
+    assert all(abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"] for row in rows)
+    assert capsys.readouterr().out.count(loop.LOSS_IS_ZERO) == 1
+    kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
+    for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
+        rows = sort(tmp_path / folder, *kl, *options)
+        assert all("policy_grad_norm" not in row for row in rows)
+        # On policy and token-averaged the gradient of a token is −A/N; lengths are 1 to 4, so bounds must do.
+        assert all(0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5 for row in rows)
+        if folder == "kl":
+            whole = rows
+    close(whole, rows, names=("policy_logp_grad_norm",))
+    assert loop.LOSS_IS_ZERO not in capsys.readouterr().out
+
+
+def test_the_policy_terms_gradient_with_respect_to_logps():
+    logps = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    output = grpo_loss(
+        logps, torch.tensor([3.0, -4.0]), LossConfig(loss_type="dapo"), cu_seqlens=torch.tensor([0, 1, 3])
+    )
+    config = LossConfig(loss_type="dapo", beta=0.7, entropy_coef=2.0)
+    per_token = {"cu_seqlens": torch.tensor([0, 1, 3]), "ref_logps": torch.zeros(3), "num_items_in_batch": 3}
+    norm = policy_gradient(output, torch.tensor([3.0, -4.0]), config, per_token)
+    assert norm.item() == pytest.approx((9 + 16 + 16) ** 0.5 / 3, rel=1e-6)
+
+
+def test_lost_rewards_are_counted(tmp_path):
+    rows = sort(
+        tmp_path / "a", "rewards=[{name: sort_positions}, {name: 'tests.test_train_loop:often_nan', weight: 0}]"
+    )
+    assert all(row["rewards/often_nan/failed"] == 4 and row["rewards/sort_positions/failed"] == 0 for row in rows)
+
+
+def often_nan(prompts, completions, answers):
+    return [math.nan if i % 4 == 0 else 1.0 for i in range(len(completions))]
 
 
 def test_truncated_completions_can_be_left_out(tmp_path):
@@ -213,6 +255,7 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
 
 def test_reward_metrics_leave_failed_samples_out():
     total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
-    metrics = reward_metrics(total, {"f": total}, 2)
+    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": 1}), 2)
+    assert metrics["rewards/f/failed"] == 1
     assert metrics["reward"] == pytest.approx(2.6) and metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3) and metrics["rewards/f/mean"] == pytest.approx(2.6)

@@ -10,7 +10,7 @@ from torch import nn
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
-from grpo_fast.train.batch import MicroBatch, split
+from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.head import head_of
 from grpo_fast.train.policy import Policy, load_policy
@@ -32,7 +32,7 @@ def a_batch(policy, seed=0):
         prompt_ids=ids[:3], completion_ids=ids[3:], sampling_logps=[torch.zeros(len(c)) for c in ids[3:]],
         truncated=[False, True, False],
     )  # fmt: skip
-    return rollout, MicroBatch.pack(rollout, torch.tensor([1.0, 2.0, 3.0]), range(3), policy.device)
+    return rollout, MicroBatch.pack(rollout, torch.tensor([1.0, 2.0, 3.0]), [[0], [1], [2]], policy.device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,7 +40,7 @@ def test_self_check_passes_and_logps_are_the_models_own(family):
     policy = make_policy(family)
     assert policy.self_check() < 1e-4
     rollout, batch = a_batch(policy)
-    got = policy.logps(batch).split([4, 6, 1])
+    got = policy.logps(batch.packed).split([4, 6, 1])
     for prompt, completion, logps in zip(rollout.prompt_ids, rollout.completion_ids, got, strict=True):
         with policy.generation():
             logits = policy.lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
@@ -83,7 +83,7 @@ def test_dropout_is_switched_off():
     policy = make_policy("llama", attention_dropout=0.3)
     policy.model.train()
     _, batch = a_batch(policy)
-    assert torch.equal(policy.logps(batch), policy.logps(batch))
+    assert torch.equal(policy.logps(batch.packed), policy.logps(batch.packed))
 
 
 def test_saved_models_come_back(tmp_path):
@@ -92,7 +92,7 @@ def test_saved_models_come_back(tmp_path):
     assert policy.lm.config._attn_implementation == "grpo_packed"
     again = load_policy(ModelConfig(path=str(tmp_path / "model")))
     _, batch = a_batch(policy)
-    assert torch.equal(again.logps(batch), policy.logps(batch))
+    assert torch.equal(again.logps(batch.packed), policy.logps(batch.packed))
     assert again.tokenizer("1 2 =")["input_ids"] == policy.tokenizer("1 2 =")["input_ids"]
 
 
@@ -105,18 +105,18 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
     assert not policy.head.weight.requires_grad
     _, batch = a_batch(policy)
     policy.model.train()
-    (-policy.logps(batch).mean()).backward()
+    (-policy.logps(batch.packed).mean()).backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.trainable())
     with torch.no_grad():
         for p in policy.trainable():
             p.add_(0.1 * torch.ones_like(p))
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
-    torch.testing.assert_close(reference.logps(batch, 1.0), base.logps(batch).detach(), rtol=0, atol=1e-6)
-    assert (policy.logps(batch) - base.logps(batch)).abs().max() > 1e-3
+    torch.testing.assert_close(reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach(), rtol=0, atol=1e-6)
+    assert (policy.logps(batch.packed) - base.logps(batch.packed)).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
-    torch.testing.assert_close(merged.logps(batch), policy.logps(batch), rtol=0, atol=1e-4)
-    policy.logps(batch)  # still usable after the save
+    torch.testing.assert_close(merged.logps(batch.packed), policy.logps(batch.packed), rtol=0, atol=1e-4)
+    policy.logps(batch.packed)  # still usable after the save
     with pytest.raises(ValueError, match="expected a peft model"):
         base.without_adapter()
 
@@ -124,9 +124,9 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
 def test_autocast_keeps_fp32_weights(tmp_path):
     policy = load_policy(ModelConfig(path=tiny_folder(tmp_path, "qwen2"), autocast="bfloat16"))
     _, batch = a_batch(policy)
-    hidden = policy.hidden(batch.input_ids, batch.layout, batch.predicting)
+    hidden = policy.hidden(batch.packed)
     assert hidden.dtype == policy.head.weight.dtype == torch.bfloat16
-    (-policy.logps(batch).mean()).backward()
+    (-policy.logps(batch.packed).mean()).backward()
     weight = policy.lm.get_output_embeddings().weight
     assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
 
@@ -151,18 +151,57 @@ def test_a_policy_without_an_end_is_refused():
 def test_packing():
     policy = make_policy("llama")
     rollout, batch = a_batch(policy)
-    assert batch.layout.lengths == (6, 10, 2)  # prompt + completion − 1
-    assert batch.cu_seqlens.tolist() == [0, 4, 10, 11] and len(batch) == 3
-    assert batch.target_ids.tolist() == sum(rollout.completion_ids, [])
-    full = [p + c for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
-    assert batch.input_ids[0].tolist() == sum((f[:-1] for f in full), [])
-    shifted = sum((f[1:] for f in full), [])  # what each row predicts
-    assert [shifted[r] for r in batch.predicting.tolist()] == batch.target_ids.tolist()
-    masked = MicroBatch.pack(rollout, torch.zeros(3), [1, 2], "cpu", mask_truncated=True)
-    assert masked.completion_mask.tolist() == [False] * 6 + [True] and masked.active_tokens == 1
+    packed = batch.packed
+    assert packed.layout.lengths == (6, 10, 2)  # prompt + completion − 1
+    assert packed.cu_seqlens.tolist() == [0, 4, 10, 11] and len(batch) == 3 and batch.chosen == [0, 1, 2]
+    assert packed.target_ids.tolist() == sum(rollout.completion_ids, [])
+    masked = MicroBatch.pack(rollout, torch.arange(3.0), [[2], [1]], "cpu", mask_truncated=True)
+    assert masked.completion_mask.tolist() == [True] + [False] * 6 and masked.active_tokens == 1
+    assert masked.advantages.tolist() == [2.0, 1.0] and masked.chosen == [2, 1]
 
 
-def test_split():
-    assert list(split([5] * 6, 3, None)) == [[0, 1], [2, 3], [4, 5]]
-    assert list(split([4, 4, 4, 9, 1], 1, 8)) == [[0, 1], [2], [3], [4]]
-    assert list(split([100], 1, 8)) == [[0]]
+def a_step(shared, minibatches=2, budget=40, seed=0):
+    """Four groups of three: (prompt, completions) lengths 9/2,5,3  4/1,1,7  6/6,6,6  3/12,1,1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n):
+        return torch.randint(2, 13, (n,), generator=generator).tolist()
+
+    shapes = [(9, (2, 5, 3)), (4, (1, 1, 7)), (6, (6, 6, 6)), (3, (12, 1, 1))]
+    prompts = [p for n, lengths in shapes for p in [ids(n)] * len(lengths)]
+    completions = [ids(n) for _, lengths in shapes for n in lengths]
+    rollout = Rollout(prompt_ids=prompts, completion_ids=completions, truncated=[False] * 12,
+                      sampling_logps=[torch.full((len(c),), float(i)) for i, c in enumerate(completions)])  # fmt: skip
+    return StepBatch(rollout, torch.arange(12.0), group_size=3, minibatches=minibatches, budget=budget, device="cpu",
+                     shared=shared)  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("budget", [1, 13, 20, 40, 10**6])
+@pytest.mark.parametrize("minibatches", [1, 2, 3, 4, 12])  # 3 and 12 cut groups
+def test_a_step_in_micro_batches(shared, budget, minibatches):
+    step = a_step(shared, minibatches, budget)
+    assert len(step.minibatches) == minibatches
+    for part, minibatch in zip(step.parts, step.minibatches, strict=True):
+        assert sorted(i for batch in minibatch for i in batch.chosen) == list(part)
+    for batch in step.micro_batches:
+        assert batch.trunk_tokens <= budget or len(batch) == 1
+        assert batch.advantages.tolist() == [float(i) for i in batch.chosen]
+        for i, targets, logps in zip(
+            batch.chosen, batch.packed.split(batch.packed.target_ids), batch.packed.split(batch.sampling_logps),
+            strict=True,
+        ):  # fmt: skip
+            assert targets.tolist() == step.rollout.completion_ids[i] and (logps == i).all()
+    assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
+
+
+def test_packing_again_hands_the_fixed_logps_on():
+    step = a_step(True, minibatches=2, budget=10**6)
+    for batch in step.micro_batches:
+        batch.old_logps, step.has_fixed_logps = batch.sampling_logps + 0.5, True
+    step.pack(14, keep_logps=True)
+    assert step.has_fixed_logps and len(step.micro_batches) > 4
+    for batch in step.micro_batches:
+        assert torch.equal(batch.old_logps, batch.sampling_logps + 0.5) and batch.ref_logps is None
+    step.pack(20)
+    assert not step.has_fixed_logps and all(batch.old_logps is None for batch in step.micro_batches)

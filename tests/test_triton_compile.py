@@ -26,7 +26,8 @@ def check(arch: str, other_triton: str | None = None) -> None:
         run_python(str(TOOLS / "report.py"), arch, "--json", interpret=False, other_triton=other_triton)
     )
     kernels = {e["kernel"] for e in entries}
-    assert kernels == {"slice_kernel", "join_kernel", "row_logps_kernel", "row_grad_kernel", "row_loss_kernel"}
+    rows = {"row_logps_kernel", "row_grad_kernel", "row_loss_kernel"}
+    assert kernels == {"slice_kernel", "join_kernel", "scale_kernel"} | rows
     for e in entries:
         where = f"{arch} {e['name']} {e['kernel']}: {e}"
         assert e["spills"] == 0, where

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib import metadata, util
 from typing import NamedTuple
@@ -95,7 +96,10 @@ def choose(kind: Kind) -> Provider:
     """The first provider that can and that passes its self-test."""
     for provider in candidates(kind):
         try:
-            error = self_test(provider.attend, kind)
+            # In a thread of its own: the first call may come from a checkpointed layer, whose hooks on saved tensors
+            # (they belong to the thread) would run the layer again in the middle of the test.
+            with ThreadPoolExecutor(1) as thread:
+                error = thread.submit(self_test, provider.attend, kind).result()
         except Exception as problem:  # a foreign kernel may fail in any way; there is always another one
             log.warning("attention kernel %s failed on %s: %s; trying the next", provider.name, kind, problem)
             continue

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt
 from grpo_fast.data.files import load_file_examples
@@ -16,17 +16,21 @@ __all__ = ["DataSource", "DatasetError", "Example", "Prompt", "TASKS", "load_exa
 TASKS = ("sort", "arithmetic", "gsm8k", "jsonl")
 
 
-def load_examples(data: DataSource, *, split: str, seed: int) -> Sequence[Example]:
+def load_examples(
+    data: DataSource, *, split: str, seed: int, count_tokens: Callable[[str], int] | None = None
+) -> Sequence[Example]:
     """The examples of one split, in an order fixed by `seed`.
 
     Args:
         data: a config with `task`, and per task
             sort / arithmetic: `digits` (length), `symbols` (how many different ones), `n_train`, `n_test`;
             gsm8k / jsonl: `path` (a .jsonl file, or a folder with train.jsonl and test.jsonl) or `name` (hub id),
-            `prompt_template`, `system_prompt`, `chat`, `shots`, `n_train`, `n_test` (None: all).
+            `prompt_template`, `system_prompt`, `chat`, `shots`, `n_train`, `n_test` (None: all), `shots_tokens` (as
+            many worked examples as this many tokens hold, drawn from train for each question by itself).
             Attributes a source does not need may be absent.
         split: "train" or "test". No test prompt ever occurs in train.
         seed: shuffles train. The test split is the same for every seed, so that runs can be compared.
+        count_tokens: tokens of a text; needed by `shots_tokens` only.
 
     Raises:
         DatasetError (a ValueError): an unknown task or split, a missing file or package, a bad line (`file:line: why`).
@@ -39,7 +43,7 @@ def load_examples(data: DataSource, *, split: str, seed: int) -> Sequence[Exampl
     if task == "arithmetic":
         return _generated(ArithmeticTask, data, split, seed)
     if task in ("gsm8k", "jsonl"):
-        return load_file_examples(data, gsm8k=task == "gsm8k", split=split, seed=seed)
+        return load_file_examples(data, gsm8k=task == "gsm8k", split=split, seed=seed, count_tokens=count_tokens)
     raise DatasetError(f"data.task: expected one of {', '.join(TASKS)}, got {task!r}")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_fast.data.example import DatasetError, Example, Prompt
 from grpo_fast.data.gsm8k import gold_answer, strip_calculator
+from grpo_fast.data.shots import ShotPrompts
 
 SPLIT_SEED = "grpo_fast held-out lines"
 PROMPT_FIELDS = ("prompt", "question", "messages")
@@ -27,21 +28,40 @@ class Row(NamedTuple):
     fields: Any
 
 
-def load_file_examples(data: Any, *, gsm8k: bool, split: str, seed: int) -> list[Example]:
+def load_file_examples(
+    data: Any, *, gsm8k: bool, split: str, seed: int, count_tokens: Callable[[str], int] | None = None
+) -> Sequence[Example]:
     """Train or test examples of a local file, folder or hub dataset; see `grpo_fast.data.load_examples`."""
     template = resolve_template(getattr(data, "prompt_template", None))
     system, chat = getattr(data, "system_prompt", None), bool(getattr(data, "chat", False))
-    shots = int(getattr(data, "shots", 0) or 0)
+    shots, budget = int(getattr(data, "shots", 0) or 0), getattr(data, "shots_tokens", None)
     n_train, n_test = getattr(data, "n_train", None), getattr(data, "n_test", None)
-    train, test = _both_splits(data, gsm8k, n_test, need_train=split == "train" or shots > 0)
+    train, test = _both_splits(data, gsm8k, n_test, need_train=split == "train" or shots > 0 or budget is not None)
     if shots > len(train):
         raise DatasetError(f"data.shots: expected at most the {len(train)} training examples, got {shots}")
-    prefix = "".join(f"{fill(template, str(e.prompt))} {e.solution or e.answer}\n\n" for e in train[:shots])
     if split == "test":
-        return [_dress(e, template, prefix, system, chat) for e in test[:n_test]]
-    chosen = train[shots:][:n_train]
-    random.Random(f"{seed}/order").shuffle(chosen)
-    return [_dress(e, template, prefix, system, chat) for e in chosen]
+        chosen = test[:n_test]
+    else:
+        chosen = train[shots:][:n_train]
+        random.Random(f"{seed}/order").shuffle(chosen)
+
+    def dress(example: Example, prefix: str) -> Example:
+        return _dress(example, template, prefix, system, chat)
+
+    if budget is None:
+        prefix = "".join(_shot(e, template) for e in train[:shots])
+        return [dress(e, prefix) for e in chosen]
+    if count_tokens is None:
+        raise DatasetError("count_tokens: data.shots_tokens needs a function that counts tokens, got None")
+    return ShotPrompts(
+        chosen, [e for e in train if isinstance(e.prompt, str)], budget=budget, count_tokens=count_tokens,
+        shot=lambda e: _shot(e, template), dress=dress, seed=seed if split == "train" else "test",
+    )  # fmt: skip
+
+
+def _shot(example: Example, template: str) -> str:
+    """A worked example: the prompt as the question has it, and its solution."""
+    return f"{fill(template, str(example.prompt))} {example.solution or example.answer}\n\n"
 
 
 def read_examples(

@@ -327,9 +327,9 @@ def joined(parts: list, like: Tensor) -> Any:
     """Concatenate the fields of the chunks' statistics (and add up their sums); a field that is None stays None."""
     if len(parts) == 1:
         return parts[0]
-    empty = like.new_empty(0, dtype=torch.float32)
     if not parts:
-        return empty, empty, empty
+        lse, logps, entropy = (like.new_empty(0, dtype=torch.float32) for _ in range(3))
+        return lse, logps, entropy
     fields = [None if x[0] is None else join(x) for x in zip(*parts, strict=True)]
     return type(parts[0])(*fields) if hasattr(parts[0], "_fields") else tuple(fields)
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import PackedLayout
+from grpo_fast.attention import PackedGroups, pack_groups, plan_packs
 from grpo_fast.rollout import Rollout
 
 
 @dataclass
 class MicroBatch:
-    """B completions packed in one row. The trunk sees T tokens, the head the R rows that predict a completion token.
+    """B completions packed in one row: the trunk sees T tokens, the head the R rows that predict a completion token."""
 
-    A segment is prompt + completion without its last token, which predicts nothing.
-    """
-
-    input_ids: Tensor  # (1, T) int64
-    layout: PackedLayout  # of the B segments
-    predicting: Tensor  # (R,) int64: rows of T whose prediction is a completion token
-    target_ids: Tensor  # (R,) int64: what they predict; row r holds the prediction of target_ids[r]
-    cu_seqlens: Tensor  # (B+1,) int32: completions in R
+    packed: PackedGroups
+    chosen: list[int]  # which completions of the step, in the order of B and R
     completion_mask: Tensor  # (R,) bool: the token counts
     advantages: Tensor  # (B,) fp32
     sampling_logps: Tensor  # (R,) fp32
@@ -35,31 +29,25 @@ class MicroBatch:
     def pack(
         cls,
         rollout: Rollout,
-        advantages: Tensor,
-        chosen: Sequence[int],
+        advantages: Tensor,  # (N·G,)
+        groups: Sequence[Sequence[int]],
         device: torch.device | str,
+        *,
+        shared: bool = True,
         mask_truncated: bool = False,
     ) -> MicroBatch:
-        """Pack the completions `chosen` of a rollout."""
-        prompts = [rollout.prompt_ids[i] for i in chosen]
-        completions = [rollout.completion_ids[i] for i in chosen]
-        layout = PackedLayout.of([len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True)], device)
-        starts = [0, *accumulate(layout.lengths)]
-        rows = [
-            torch.arange(s + len(p) - 1, s + len(p) - 1 + len(c))
-            for s, p, c in zip(starts, prompts, completions, strict=False)
-        ]
-        segments = sum(((p + c)[:-1] for p, c in zip(prompts, completions, strict=True)), [])
-        counts = [not (mask_truncated and rollout.truncated[i]) for i in chosen]
-        lengths = torch.tensor([len(c) for c in completions])
+        """Pack completions of a rollout: each of `groups` lists completions of one prompt, which they share."""
+        chosen = [i for group in groups for i in group]
+        packed = pack_groups(
+            [(rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group]) for group in groups],
+            shared=shared, device=device,
+        )  # fmt: skip
+        counts = torch.tensor([not (mask_truncated and rollout.truncated[i]) for i in chosen])
         return cls(
-            input_ids=torch.tensor([segments], device=device),
-            layout=layout,
-            predicting=torch.cat(rows).to(device),
-            target_ids=torch.tensor(sum(completions, []), device=device),
-            cu_seqlens=torch.tensor([0, *accumulate(map(len, completions))], dtype=torch.int32, device=device),
-            completion_mask=torch.tensor(counts).repeat_interleave(lengths).to(device),
-            advantages=advantages[list(chosen)].float().to(device),
+            packed=packed,
+            chosen=chosen,
+            completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
+            advantages=advantages[chosen].float().to(device),
             sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
         )
 
@@ -67,26 +55,94 @@ class MicroBatch:
     def active_tokens(self) -> int:
         return int(self.completion_mask.sum())
 
+    @property
+    def trunk_tokens(self) -> int:
+        """T."""
+        return self.packed.layout.total
+
     def __len__(self) -> int:
-        return self.advantages.numel()
+        return len(self.chosen)
 
 
-def split(costs: Sequence[int], pieces: int, budget: int | None) -> Iterator[list[int]]:
-    """Cut completions 0…n−1, in order, into micro-batches: `pieces` of equal number, or under a token `budget`.
+class StepBatch:
+    """The completions of one step in micro-batches of at most `budget` trunk tokens.
 
-    A completion larger than the budget gets a micro-batch of its own.
+    `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the budget gets one of its
+    own. `pack` with another budget starts again, and keeps what was computed about each completion where asked to.
+
+    Args:
+        rollout: N·G completions, the G of a prompt side by side.
+        advantages: (N·G,).
+        group_size: G.
+        minibatches: optimizer steps per pass; it divides N·G.
+        shared: the completions of a group share one copy of their prompt.
     """
-    if budget is None:
-        size = len(costs) // pieces
-        yield from (list(range(i, i + size)) for i in range(0, len(costs), size))
-        return
-    current: list[int] = []
-    total = 0
-    for index, cost in enumerate(costs):
-        if current and total + cost > budget:
-            yield current
-            current, total = [], 0
-        current.append(index)
-        total += cost
-    if current:
-        yield current
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        group_size: int,
+        minibatches: int,
+        budget: int,
+        device: torch.device | str,
+        shared: bool = True,
+        mask_truncated: bool = False,
+    ) -> None:
+        self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
+        self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
+        size = len(rollout.completion_ids) // minibatches
+        self.parts = [range(first, first + size) for first in range(0, len(rollout.completion_ids), size)]
+        self.minibatches: list[list[MicroBatch]] = []
+        self.has_fixed_logps = False
+        self.pack(budget)
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return [batch for minibatch in self.minibatches for batch in minibatch]
+
+    @property
+    def trunk_tokens(self) -> int:
+        """Tokens that one pass over the batch sends through the trunk."""
+        return sum(batch.trunk_tokens for batch in self.micro_batches)
+
+    @property
+    def largest(self) -> int:
+        """Trunk tokens of the largest micro-batch."""
+        return max(batch.trunk_tokens for batch in self.micro_batches)
+
+    def pack(self, budget: int, keep_logps: bool = False) -> None:
+        """Distribute the completions over micro-batches of at most `budget` trunk tokens.
+
+        keep_logps: hand the fixed logps on, completion by completion; otherwise they have to be computed again.
+        """
+        known = self._fixed_logps() if keep_logps else {}
+        self.minibatches = [self._pack_part(part, budget) for part in self.parts]
+        self.has_fixed_logps = self.has_fixed_logps and keep_logps
+        for name, values in known.items():
+            for batch in self.micro_batches:
+                setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
+
+    def _pack_part(self, part: range, budget: int) -> list[MicroBatch]:
+        groups = [list(members) for _, members in groupby(part, key=lambda i: i // self.group_size)]
+        prompts, completions = self.rollout.prompt_ids, self.rollout.completion_ids
+        lengths = [(len(prompts[group[0]]), [len(completions[i]) for i in group]) for group in groups]
+        plan = plan_packs(lengths, budget, shared=self.shared)
+        return [
+            MicroBatch.pack(
+                self.rollout, self.advantages, [[groups[s.group][i] for i in s.completions] for s in shares],
+                self.device, shared=self.shared, mask_truncated=self.mask_truncated,
+            )
+            for shares in plan
+        ]  # fmt: skip
+
+    def _fixed_logps(self) -> dict[str, dict[int, Tensor]]:
+        """old_logps and ref_logps by completion."""
+        known: dict[str, dict[int, Tensor]] = {}
+        for name in ("old_logps", "ref_logps"):
+            for batch in self.micro_batches:
+                values = getattr(batch, name)
+                if values is not None:
+                    known.setdefault(name, {}).update(zip(batch.chosen, batch.packed.split(values), strict=True))
+        return known

@@ -56,7 +56,11 @@ class ModelConfig(Section):
     attn: str = "auto"  # attention used by the rollout; training always uses the packed attention
     device: str = "auto"
     lora: LoraConfig | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # recompute each layer in the backward pass
+    checkpoint_every: int = Field(1, ge=1)  # only every n-th layer; the others keep their activations
+    checkpoint_offload: bool = False  # what checkpointed layers keep lies in host memory
+    tiled_mlp: int | None = Field(None, ge=1)  # MLPs run this many rows at a time, for example 2048
+    frozen: list[str] = Field(default_factory=list)  # parameters not trained: patterns such as "*embed_tokens*"
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
@@ -67,6 +71,10 @@ class ModelConfig(Section):
             raise ValueError("model.config: model_type is missing, for example model_type: llama")
         if self.config is not None and self.tokenizer is None:
             raise ValueError("model.tokenizer: a model made from a config needs tokenizer: bpe or symbols")
+        if not self.gradient_checkpointing and (self.checkpoint_offload or self.checkpoint_every != 1):
+            raise ValueError(
+                "model.gradient_checkpointing: checkpoint_every and checkpoint_offload need it, came false"
+            )
         return self
 
 
@@ -79,7 +87,8 @@ class DataConfig(Section):
     prompt_template: str | None = None  # text with {question}, or a name of data.files.PROMPT_TEMPLATES
     system_prompt: str | None = None
     chat: bool = False  # send the prompt through the tokenizer's chat template
-    shots: int = Field(0, ge=0)  # worked examples before the question
+    shots: int = Field(0, ge=0)  # worked examples before the question, the same ones for all
+    shots_tokens: int | None = Field(None, ge=1)  # instead: as many as this many tokens hold, others for each question
     n_train: int | None = Field(None, ge=1)  # None: all
     n_test: int | None = Field(None, ge=1)
     digits: int = Field(5, ge=1)  # generated tasks: length of a prompt
@@ -89,6 +98,8 @@ class DataConfig(Section):
     def _one_source(self) -> DataConfig:
         if self.task in ("gsm8k", "jsonl") and (self.path is None) == (self.name is None):
             raise ValueError(f"data: task {self.task} needs exactly one of path and name")
+        if self.shots_tokens is not None and (self.shots or self.task not in ("gsm8k", "jsonl")):
+            raise ValueError("data.shots_tokens: expected task gsm8k or jsonl and no data.shots beside it")
         return self
 
 
@@ -130,6 +141,7 @@ class OptimConfig(Section):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    states: Literal["full", "8bit", "offload"] = "full"  # Adam's moments: the weights' dtype, 8 bits, on the host
 
 
 class ReferenceConfig(Section):
@@ -188,8 +200,8 @@ class RunConfig(Section):
     steps: int = Field(100, ge=0)
     inner_iterations: int = Field(1, ge=1)  # μ: passes over one batch of completions
     minibatches: int = Field(1, ge=1)  # optimizer steps per pass
-    accumulation: int = Field(1, ge=1)  # micro-batches per optimizer step, of equal numbers of completions
-    micro_batch_tokens: int | None = Field(None, ge=1)  # instead of accumulation: as many as the token budget needs
+    tokens_per_microbatch: int | None = Field(None, ge=1)  # None: what the memory model finds room for
+    shared_prompt: bool = True  # the completions of a group share one copy of their prompt
     max_approx_kl: float | None = Field(None, gt=0)  # ends the inner passes of a batch early
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     warm_start: WarmStartConfig | None = None
@@ -203,14 +215,9 @@ class RunConfig(Section):
             raise ValueError("reference.kind: loss.beta is not 0, so it must be frozen or synced, came none")
         if self.reference.kind == "synced" and self.model.lora is not None:
             raise ValueError("reference.kind: with model.lora use frozen (the adapter switched off), came synced")
-        if self.micro_batch_tokens is not None and self.accumulation != 1:
-            raise ValueError("accumulation: give either accumulation or micro_batch_tokens, came both")
         completions = self.rollout.prompts_per_step * self.rollout.group_size
-        if completions % (self.minibatches * self.accumulation):
-            raise ValueError(
-                f"minibatches·accumulation = {self.minibatches}·{self.accumulation} must divide the "
-                f"{completions} completions of a step"
-            )
+        if completions % self.minibatches:
+            raise ValueError(f"minibatches: {self.minibatches} must divide the {completions} completions of a step")
         return self
 
     def loss_config(self) -> LossConfig:
@@ -236,7 +243,7 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> RunCon
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"override: expected key=value, came {override!r}")
-        _set(settings, key.split("."), yaml.safe_load(value), override)
+        set_key(settings, key.split("."), yaml.safe_load(value), override)
     return parse_config(settings)
 
 
@@ -271,7 +278,8 @@ def _recipe_text(name_or_path: str) -> str:
     )
 
 
-def _set(node: Any, keys: list[str], value: Any, override: str) -> None:
+def set_key(node: Any, keys: list[str], value: Any, override: str) -> None:
+    """Set a dotted key in nested mappings and lists; ValueError, quoting `override`, where it leads nowhere."""
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(node, list):

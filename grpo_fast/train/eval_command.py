@@ -17,6 +17,7 @@ from grpo_fast.data.files import read_examples
 from grpo_fast.rewards import build_rewards, scorer_for
 from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe
 from grpo_fast.train.evaluate import evaluate, policy_generate
+from grpo_fast.train.setup import token_counter
 
 DEFAULT_REWARDS = {
     "gsm8k": ("gsm8k_correct", "gsm8k_format"),
@@ -76,11 +77,12 @@ def run_eval(model: str, settings: EvalSettings) -> dict[str, dict[str, float]]:
     """
     run = _run_config(model)
     data = _data_config(settings, run)
-    examples = _examples(data, settings)
+    path = str(Path(model) / "model") if run else model
+    examples = _examples(data, settings, path)
     names = [RewardConfig(name=name) for name in DEFAULT_REWARDS[data.task]]
     rewards = build_rewards(run.rewards if run else names)
     scorer = scorer_for(data.task, [example.answer for example in examples])
-    policy = _load(str(Path(model) / "model") if run else model, settings)
+    policy = _load(path, settings)
     length = settings.max_new_tokens or (run.rollout.max_new_tokens if run else 256)
     generate = policy_generate(
         policy, max_new_tokens=length, top_p=settings.top_p, top_k=settings.top_k, batch_size=settings.batch_size
@@ -131,15 +133,22 @@ def _data_config(settings: EvalSettings, run: RunConfig | None) -> DataConfig:
     return DataConfig.model_validate(fields)
 
 
-def _examples(data: DataConfig, settings: EvalSettings) -> Sequence[Example]:
+def _examples(data: DataConfig, settings: EvalSettings, model: str) -> Sequence[Example]:
     if settings.data is not None and data.path and Path(data.path).is_file():  # a file given by name is asked in full
         template = data.prompt_template
         examples: Sequence[Example] = read_examples(
             data.path, gsm8k=data.task == "gsm8k", prompt_template=template, chat=data.chat, system=data.system_prompt
         )
     else:
-        examples = load_examples(data, split="test", seed=settings.seed)
+        count_tokens = None if data.shots_tokens is None else token_counter(_tokenizer(model))
+        examples = load_examples(data, split="test", seed=settings.seed, count_tokens=count_tokens)
     return examples[: settings.n]
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
 
 
 def _load(path: str, settings: EvalSettings) -> Any:

@@ -8,17 +8,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from grpo_fast.rewards.reward_set import RewardResult
 from grpo_fast.rollout import Rollout
 
 SUMS = {"active_tokens", "skipped_rows", "kl_guarded"}  # counts
 PARTIAL = {"loss", "policy_loss"}  # already weighted by the step's normalisers: the pieces add up
+NORMS = {"policy_logp_grad_norm"}  # of the pieces of one vector: their squares add up
 
 
 class LossMetrics:
     """Merges what the loss returned for the micro-batches of one or more optimizer steps; one device sync, at the end.
 
     Means weigh each micro-batch by its tokens, minima and maxima are over all of it, counts add up; `loss` and
-    `policy_loss` add up inside an optimizer step and are averaged over optimizer steps.
+    `policy_loss` add up inside an optimizer step and are averaged over optimizer steps (norms: in the square mean).
     """
 
     def __init__(self) -> None:
@@ -31,6 +33,11 @@ class LossMetrics:
         for name in PARTIAL & part.keys():
             part[name] = part[name] * share
         self.parts.append((part, tokens))
+
+    def extend(self, other: LossMetrics) -> None:
+        """Take over the parts of another optimizer step."""
+        self.parts += other.parts
+        self.optimizer_steps += other.optimizer_steps
 
     def last(self, name: str) -> float:
         """A metric of the latest micro-batch (one sync)."""
@@ -49,6 +56,8 @@ class LossMetrics:
     def _merge(self, name: str, values: Tensor) -> Tensor:
         if name in PARTIAL:
             return values.sum() / max(self.optimizer_steps, 1)
+        if name in NORMS:
+            return (values.square().sum() / max(self.optimizer_steps, 1)).sqrt()
         if name in SUMS:
             return values.sum()
         if name.endswith("min"):
@@ -59,8 +68,12 @@ class LossMetrics:
         return (values * weights).sum() / weights.sum().clamp(min=1)
 
 
-def reward_metrics(total: Tensor, per_function: Mapping[str, Tensor], group_size: int) -> dict[str, float]:
-    """`reward`, `reward_std` (mean over groups), `frac_reward_zero_std`, `rewards/<fn>/…`; NaN rewards are left out."""
+def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
+    """`reward`, `reward_std` (mean over groups), `frac_reward_zero_std`, `rewards/<fn>/{mean,std,failed}`.
+
+    NaN rewards are left out; `failed` counts a function's samples that have none.
+    """
+    total = scores.total
     groups = total.double().view(-1, group_size)
     spread = torch.stack([_std(group) for group in groups])
     metrics = {
@@ -68,8 +81,9 @@ def reward_metrics(total: Tensor, per_function: Mapping[str, Tensor], group_size
         "reward_std": float(spread.mean()),
         "frac_reward_zero_std": float((spread == 0).double().mean()),
     }
-    for name, values in per_function.items():
+    for name, values in scores.per_fn.items():
         metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(values), float(_std(values.double()))
+        metrics[f"rewards/{name}/failed"] = float(scores.failures[name])
     return metrics
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +29,7 @@ class Optimizer:
         if not parameters:
             raise ValueError("parameters: expected at least one that is trained, came none")
         self.parameters, self.config, self.total_steps = parameters, config, total_steps
-        self.adam = torch.optim.AdamW(
-            parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-        )
+        self.adam = build_adam(parameters, config)
         self.steps = self.skipped = self._skipped_in_a_row = 0
 
     @property
@@ -40,8 +41,7 @@ class Optimizer:
         """Apply the gradients and clear them; returns their norm before clipping (inf or NaN: the step was skipped)."""
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if math.isfinite(norm):
-            for group in self.adam.param_groups:
-                group["lr"] = self.learning_rate
+            self._set_rate(self.learning_rate)
             self.adam.step()
             self._skipped_in_a_row = 0
         else:
@@ -49,10 +49,57 @@ class Optimizer:
             self._skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
         self.steps += 1
-        self.adam.zero_grad(set_to_none=True)
+        self.zero_grad()
         if self._skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise NonFiniteGradient(f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite (the last norm: {norm})")
         return norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradients gathered so far."""
+        self.adam.zero_grad(set_to_none=True)
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.adam.param_groups:
+            if isinstance(group["lr"], torch.Tensor):  # torchao keeps it in a tensor and refuses another object
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
+    """AdamW with its moments kept as `config.states` says.
+
+    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, block-wise scales, about 2 bytes
+    per weight. offload: torchao's, weights and moments in host memory where the step is taken (needs an accelerator).
+
+    Raises:
+        ValueError: the package is not installed (with the line that installs it), or there is no accelerator.
+    """
+    options: dict[str, Any] = dict(
+        lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )  # fmt: skip
+    if config.states == "full":
+        return torch.optim.AdamW(parameters, fused=True, **options)
+    if config.states == "offload":
+        offloaded = optional("torchao.optim", "CPUOffloadOptimizer")
+        if offloaded is None:
+            raise ValueError("optim.states: offload needs torchao (pip install torchao)")
+        if not torch.accelerator.is_available():
+            raise ValueError("optim.states: offload moves states from an accelerator to the host, here is none")
+        return offloaded(parameters, torch.optim.AdamW, fused=True, **options)
+    adam = optional("torchao.optim", "AdamW8bit") or optional("bitsandbytes.optim", "AdamW8bit")
+    if adam is None:
+        raise ValueError("optim.states: 8bit needs torchao or bitsandbytes (pip install torchao)")
+    return adam(parameters, **options)
+
+
+@cache
+def optional(module: str, name: str) -> Any:
+    """A name of an optional package, or None where it cannot be imported."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:

@@ -17,10 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import linear_logps
-from grpo_fast.attention import NAME, PackedLayout, check_supported, disable_dropout, register
-from grpo_fast.train.batch import MicroBatch
+from grpo_fast.attention import (
+    NAME,
+    PackedGroups,
+    check_supported,
+    disable_dropout,
+    pack_groups,
+    register,
+    shared_prompt_supported,
+)
 from grpo_fast.train.config import LoraConfig, ModelConfig
 from grpo_fast.train.head import Head, head_of
+from grpo_fast.train.long_context import apply_options
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +53,7 @@ class Policy:
         self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         check_supported(self.lm)
+        self.unshared = shared_prompt_supported(self.lm)  # why completions cannot share their prompt; None: they can
         disable_dropout(self.lm)
         self.generation_attn = _generation_attention(self.lm) if attn == "auto" else attn
         self.lm.set_attn_implementation(register())
@@ -63,22 +72,18 @@ class Policy:
         bias = None if head.bias is None else head.bias.to(self.autocast)
         return head._replace(weight=head.weight.to(self.autocast), bias=bias)
 
-    def hidden(self, input_ids: Tensor, layout: PackedLayout, predicting: Tensor) -> Tensor:
-        """Final hidden states of the rows `predicting`: (1, T) ids → (R, H)."""
+    def hidden(self, packed: PackedGroups) -> Tensor:
+        """Final hidden states of a packed row, (T, H); `packed.predicting` says which row predicts what."""
         with self._autocast():
-            output = self.lm.base_model(
-                input_ids=input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout
-            )
-        states = output.last_hidden_state[0].index_select(0, predicting)
+            states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
         return states if self.autocast is None else states.to(self.autocast)
 
-    def logps(self, batch: MicroBatch, temperature: float = 1.0) -> Tensor:
+    def logps(self, packed: PackedGroups, temperature: float = 1.0) -> Tensor:
         """(R,) fp32 log-probabilities of the completion tokens; the logits are never stored under no_grad."""
         head = self.head
-        hidden = self.hidden(batch.input_ids, batch.layout, batch.predicting)
         return linear_logps(
-            hidden, head.weight, batch.target_ids, bias=head.bias, temperature=temperature, softcap=head.softcap,
-            logit_scale=head.logit_scale,
+            self.hidden(packed), head.weight, packed.target_ids, hidden_rows=packed.predicting, bias=head.bias,
+            temperature=temperature, softcap=head.softcap, logit_scale=head.logit_scale,
         )  # fmt: skip
 
     @contextmanager
@@ -118,27 +123,18 @@ class Policy:
 
     @torch.no_grad()
     def self_check(self) -> float:
-        """Compare packed hidden states + `linear_logps` with the model's own logits on two short sequences of ids.
+        """Compare packed hidden states + `linear_logps` with the model's own logits on a prompt with two completions.
 
         Finds what no table can know: a head with an unknown rule, attention that ignores the layout, positions that are
         not RoPE's. Returns the largest difference in nats; raises ValueError beyond the dtype's tolerance.
         """
         vocabulary = self.head.weight.shape[0]
-        sequences = [[(7 * i + 11 * j + 3) % vocabulary for i in range(n)] for j, n in enumerate((5, 9))]
-        layout = PackedLayout.of([len(s) for s in sequences], self.device)
-        rows = [0, 1, 2, 3, *range(5, 13)]
-        targets = torch.tensor(sequences[0][1:] + sequences[1][1:], device=self.device)
-        head = self.head
-        hidden = self.hidden(
-            torch.tensor([sum(sequences, [])], device=self.device), layout, torch.tensor(rows, device=self.device)
-        )
-        ours = linear_logps(
-            hidden, head.weight, targets, bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale
-        )
+        prompt, *completions = ([(7 * i + 11 * j + 3) % vocabulary for i in range(n)] for j, n in enumerate((4, 5, 3)))
+        ours = self.logps(pack_groups([(prompt, completions)], shared=self.unshared is None, device=self.device))
         with self.generation():
-            theirs = torch.cat([self._own_logps(s) for s in sequences])
+            theirs = torch.cat([self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions])
         difference = float((ours - theirs).abs().max())
-        dtype = self.autocast or head.weight.dtype
+        dtype = self.autocast or self.head.weight.dtype
         if not difference <= CHECK_TOLERANCE[dtype]:
             raise ValueError(
                 f"model_type {self.lm.config.model_type}: packed attention with the fused head differs from its "
@@ -184,20 +180,13 @@ def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
     else:
         model = _from_config(dict(config.config or {}), tokenizer).to(dtype)
     model.to(_device(config.device))
-    if config.gradient_checkpointing:
-        enable_checkpointing(model)
+    apply_options(model, config)
     if config.lora is not None:
         model = _with_adapter(model, config.lora, config.gradient_checkpointing)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
     log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
     return policy
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Recompute each layer's activations in the backward pass (transformers 5.2x renamed the method)."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.train.batch import MicroBatch
+from grpo_fast.attention import PackedGroups
 from grpo_fast.train.config import ReferenceConfig
 from grpo_fast.train.policy import Policy
 
@@ -24,12 +24,12 @@ class Reference:
         self.copy = None if self.by_adapter or config.kind == "none" else policy.frozen_copy()
 
     @torch.no_grad()
-    def logps(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """(R,) fp32 log-probabilities of the batch's completion tokens, in the layout the policy is trained in."""
+    def logps(self, packed: PackedGroups, temperature: float) -> Tensor:
+        """(R,) fp32 log-probabilities of the completion tokens, in the layout the policy is trained in."""
         if self.copy is not None:
-            return self.copy.logps(batch, temperature)
+            return self.copy.logps(packed, temperature)
         with self.policy.without_adapter():
-            return self.policy.logps(batch, temperature)
+            return self.policy.logps(packed, temperature)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
     from grpo_fast.train.config import RunConfig
 
-__all__ = ["OutputFolderError", "RunReport", "escape_control", "final_line", "plot_runs", "read_metrics", "run_folder"]
+__all__ = [
+    "OutputFolderError",
+    "RunReport",
+    "escape_control",
+    "final_line",
+    "memory_line",
+    "plot_runs",
+    "read_metrics",
+    "run_folder",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +157,15 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     if parts and "eval_n" in after:
         parts[-1] += f" (n={after['eval_n']:.0f}, ± one standard error)"
     return " · ".join(parts)
+
+
+def memory_line(summary: Mapping[str, Any]) -> str:
+    """`peak memory: 1.24 GiB predicted for micro-batches of 4096 tokens, 1.31 GiB measured`."""
+    predicted, largest = summary["predicted_memory"], summary["largest_microbatch"]
+    said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
+    return (
+        f"peak memory: {said} for micro-batches of {largest} tokens, {summary['peak_memory'] / 2**30:.2f} GiB measured"
+    )
 
 
 def escape_control(text: str) -> str:

@@ -9,27 +9,42 @@ from typing import Any
 from grpo_fast.data import Example, load_examples, task_symbols
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.rewards import RewardSet, scorer_for
-from grpo_fast.train.config import DataConfig, ModelConfig, RunConfig
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluate import EvalResult, evaluate, policy_generate
 from grpo_fast.train.policy import Policy, load_policy
 
 BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
 
 
-def build_policy(model: ModelConfig, data: DataConfig, train_set: Sequence[Example]) -> Policy:
+def build_policy(config: RunConfig) -> Policy:
     """The policy, with a tokenizer built from the data where the configuration asks for one."""
     tokenizer: Any = None
-    if model.tokenizer == "symbols":
-        tokenizer = build_symbol_tokenizer(task_symbols(data))
-    elif model.tokenizer == "bpe":
-        texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(train_set, BPE_TEXTS)]
-        tokenizer = build_bpe_tokenizer(texts, model.vocab_size)
-    return load_policy(model, tokenizer)
+    if config.model.tokenizer == "symbols":
+        tokenizer = build_symbol_tokenizer(task_symbols(config.data))
+    elif config.model.tokenizer == "bpe":
+        texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(plain_examples(config), BPE_TEXTS)]
+        tokenizer = build_bpe_tokenizer(texts, config.model.vocab_size)
+    return load_policy(config.model, tokenizer)
+
+
+def plain_examples(config: RunConfig) -> Sequence[Example]:
+    """The training set without worked examples of a token budget."""
+    return load_examples(config.data.model_copy(update={"shots_tokens": None}), split="train", seed=config.seed)
+
+
+def examples_for(config: RunConfig, policy: Policy, split: str) -> Sequence[Example]:
+    """The examples of a split as the policy sees them."""
+    return load_examples(config.data, split=split, seed=config.seed, count_tokens=token_counter(policy.tokenizer))
+
+
+def token_counter(tokenizer: Any) -> Callable[[str], int]:
+    """A function that counts the tokens of a text, special ones apart."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def build_evaluation(config: RunConfig, policy: Policy, rewards: RewardSet) -> Callable[[], EvalResult]:
     """A function that evaluates the policy as it is on the held-out prompts: the same prompts and seed each time."""
-    test_set = load_examples(config.data, split="test", seed=config.seed)
+    test_set = examples_for(config, policy, "test")
     examples = [test_set[i] for i in range(min(len(test_set), config.eval.n or len(test_set)))]
     scorer = scorer_for(config.data.task, [e.answer for e in examples])
     answer = policy_generate(

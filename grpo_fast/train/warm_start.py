@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from grpo_fast.rollout import Rollout
+from grpo_fast.attention import PackedGroups, pack_groups
 from grpo_fast.rollout.hf import encode_prompts
-from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.config import OptimConfig, WarmStartConfig
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.policy import Policy
@@ -39,22 +38,17 @@ def warm_start(
     policy.model.train()
     loss = torch.zeros(())
     for step in range(1, config.steps + 1):
-        batch = pack_solutions(policy, rng.sample(usable, min(config.batch_size, len(usable))))
-        loss = -policy.logps(batch).mean()
+        packed = pack_solutions(policy, rng.sample(usable, min(config.batch_size, len(usable))))
+        loss = -policy.logps(packed).mean()
         loss.backward()
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
     return loss.item()
 
 
-def pack_solutions(policy: Policy, examples: Sequence) -> MicroBatch:
-    """Prompts with their gold solutions in place of sampled completions."""
+def pack_solutions(policy: Policy, examples: Sequence) -> PackedGroups:
+    """Prompts with their gold solutions, each ended by EOS, in place of sampled completions."""
     _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
     solutions = [policy.tokenizer(e.solution, add_special_tokens=False)["input_ids"] for e in examples]
     eos = policy.tokenizer.eos_token_id
-    completions = [ids + [eos] for ids in solutions]
-    rollout = Rollout(
-        prompt_ids=prompt_ids, completion_ids=completions, sampling_logps=[torch.zeros(len(c)) for c in completions],
-        truncated=[False] * len(completions),
-    )  # fmt: skip
-    return MicroBatch.pack(rollout, torch.zeros(len(examples)), range(len(examples)), policy.device)
+    return pack_groups([(p, [ids + [eos]]) for p, ids in zip(prompt_ids, solutions, strict=True)], device=policy.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from grpo_fast.config import LossConfig
-from grpo_fast.kernels import linear_triton, rows_triton
+from grpo_fast.kernels import linear_triton, rows_triton, scale_triton
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES
@@ -56,6 +56,10 @@ def rows(dtype: torch.dtype, vocab: int) -> Callable[[], object]:
     return call
 
 
+def scaled(dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: scale_triton.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
+
+
 def loss(config: LossConfig) -> Callable[[], object]:
     def call() -> None:
         logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
@@ -81,6 +85,8 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         (torch.float32, 32001),
     ):
         yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield f"scale {str(dtype)[6:]}", scaled(dtype)
     if arch == "sm_90":  # the leaves have no architecture of their own (and there are fewer estimators than losses)
         token = {o.leaf: name for name, o in OBJECTIVES.items() if o.window == "ratio" and "token" in o.levels}
         for name, estimator in zip(token.values(), itertools.cycle(KL_ESTIMATORS), strict=False):

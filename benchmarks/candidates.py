@@ -1,0 +1,148 @@
+"""Kernel configurations worth trying: compiled for a GPU's architecture without one, kept when nothing spills.
+
+    python -m benchmarks.tune --compile sm_90       writes benchmarks/results/candidates-sm_90.json
+
+Used by tune.py, which times the survivors on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from grpo_fast.kernels.configs import LinearConfig, RowConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = 64
+TILES = [
+    (128, 128, 64), (128, 256, 64), (256, 128, 64), (64, 256, 64), (128, 128, 128), (256, 64, 64), (64, 128, 128)
+]  # fmt: skip
+HAS_WEIGHTS = importlib.util.find_spec("grpo_fast.kernels.weights_triton") is not None
+KINDS = ("linear", "linear store", *(("weights",) if HAS_WEIGHTS else ()))
+
+
+class Candidate(NamedTuple):
+    """One configuration of one kernel at one dtype.
+
+    Attributes:
+        kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (fp32 logits stored, too) or "weights"
+            (16-bit weights stored, where this checkout has that kernel).
+        config: the fields of RowConfig or LinearConfig.
+    """
+
+    kind: str
+    dtype: str
+    config: tuple
+
+    @property
+    def line(self) -> str:
+        """As it stands in the table of kernels/configs.py."""
+        return f"{'RowConfig' if self.kind == 'rows' else 'LinearConfig'}{tuple(self.config)}"
+
+    def make(self) -> RowConfig | LinearConfig:
+        """As the kernels take it."""
+        return RowConfig(*self.config) if self.kind == "rows" else LinearConfig(*self.config)
+
+
+def candidates() -> list[Candidate]:
+    """What may be worth a try on sm_90: columns per thread are bounded by registers, stages by shared memory."""
+    found = [
+        Candidate("rows", dtype, (block_v, warps))
+        for dtype in ("float32", "bfloat16")
+        for block_v, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16))
+        if 4 <= block_v // (32 * warps) <= 32
+    ]
+    for kind in KINDS:
+        for (block_t, block_v, block_h), warps, stages in itertools.product(TILES, (4, 8), (3, 4)):
+            shared = (block_t + block_v) * block_h * 2 * stages
+            if shared <= 228 * 1024 and block_t * block_v // (32 * warps) <= 256:
+                found += [Candidate(kind, "bfloat16", tile) for tile in tiles(block_t, block_v, block_h, warps, stages)]
+    return found
+
+
+def tiles(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int) -> list[tuple]:
+    """The fields of LinearConfig with TMA; where its epilogue works in pieces, once for each width of a piece."""
+    fields: dict[str, Any] = {
+        "block_t": block_t, "block_v": block_v, "block_h": block_h, "num_warps": num_warps, "num_stages": num_stages,
+        "use_tma": True,
+    }  # fmt: skip
+    pieces: list[dict[str, Any]] = (
+        [{"piece": piece} for piece in (64, 128)] if "piece" in LinearConfig._fields else [{}]
+    )
+    return [tuple(LinearConfig(**fields, **piece)) for piece in pieces]
+
+
+@contextlib.contextmanager
+def using(candidate: Candidate) -> Iterator[None]:
+    """Inside, the doors of the kernels take this configuration."""
+    from grpo_fast.kernels import linear_triton, rows_triton
+
+    before = rows_triton.row_config, linear_triton.linear_config
+    config = candidate.make()
+    rows_triton.row_config = lambda *args, **options: config  # type: ignore[assignment, return-value]
+    linear_triton.linear_config = lambda *args, **options: config  # type: ignore[assignment, return-value]
+    try:
+        yield
+    finally:
+        rows_triton.row_config, linear_triton.linear_config = before
+
+
+def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: str) -> Callable[[], object]:
+    """A call of the kernel as the engine makes it: on a device, or (on "cpu") for the compiler alone."""
+    from grpo_fast.config import LossConfig
+    from grpo_fast.kernels import linear_triton, rows_triton
+    from grpo_fast.kernels.rows_torch import LogitRule
+
+    dtype, rule = getattr(torch, candidate.dtype), LogitRule(1.0, None, 1.0)
+    targets = torch.randint(vocab, (rows,), device=device)
+    if candidate.kind == "rows":
+        logits, v = torch.randn(rows, vocab, device=device).to(dtype), torch.ones(rows, device=device)
+        d_logits = torch.empty_like(logits)
+        config = LossConfig(loss_type="dapo")
+        arguments = (targets, v, v, None, v, None, None, config, rule)
+        return lambda: rows_triton.row_loss_(logits, d_logits, *arguments, return_entropy=False)
+    states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
+    if candidate.kind == "weights":
+        from grpo_fast.kernels.weights_triton import linear_weights
+
+        weights = states.new_empty(rows, vocab)
+        return lambda: linear_weights(states, weight, None, targets, rule, weights, return_entropy=False)[0]
+    out = torch.empty(rows, vocab, device=device) if candidate.kind == "linear store" else None
+    return lambda: linear_triton.linear_logps(states, weight, None, targets, rule, return_entropy=False, logits_out=out)
+
+
+def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
+    """Registers, spills and shared memory of every candidate on `arch`; no GPU is needed. Minutes."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from triton_tools.fake_driver import compile_launches
+    from triton_tools.resources import SHARED_LIMIT, resources
+
+    found = []
+    for candidate in chosen:
+        entry: dict[str, Any] = {**candidate._asdict(), "starts": False}
+        try:
+            with using(candidate), compile_launches(arch) as compiled:
+                call_of(candidate, ROWS, 896, 32000, "cpu")()
+            costs = [resources(kernel) for name, kernel in compiled if name != "join_kernel"]
+            entry |= {"registers": max(c.registers for c in costs), "spills": max(c.spills for c in costs)}
+            entry |= {"shared": max(c.shared for c in costs), "wgmma": max(c.counts["HGMMA"] for c in costs)}
+            entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
+        except Exception as error:  # the compiler refuses a tile in many ways; it is listed and left out
+            entry["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+        found.append(entry)
+        print(f"{arch} {entry['kind']:12} {entry['dtype']:8} {candidate.line:42} {verdict(entry)}", flush=True)
+    return found
+
+
+def verdict(entry: dict[str, Any]) -> str:
+    if "reason" in entry:
+        return f"does not compile: {entry['reason']}"
+    numbers = f"registers {entry['registers']}, spills {entry['spills']}, shared {entry['shared']}"
+    return ("starts: " if entry["starts"] else "dropped: ") + numbers

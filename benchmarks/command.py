@@ -1,0 +1,218 @@
+"""The command: which operations, shapes and providers; a table on the terminal, JSON under benchmarks/results/.
+
+Every result is verified against fp64 before it is timed (a wrong one is listed, not timed). All candidates of a case
+are timed in one process on the same tensors, in interleaved rounds. On the CPU each case runs in two processes: under
+glibc's default allocator, and under one that keeps its pages ("fair", see benchmarks/measure.py).
+
+    grpo-fast bench --quick
+    grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2 --softmax peaked
+    grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
+    grpo-fast bench step rollout
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import shapes as shape_table
+from benchmarks.operations import OPERATIONS, SCRIPTS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; the exit code is 0, 1 when something asked for did not run, 2 for a usage error."""
+    options = parse_arguments(arguments)
+    measured = [name for name in options.operations if name in OPERATIONS]
+    status = 0
+    if measured:
+        from benchmarks.runner import Plan
+
+        try:
+            plan = Plan(**plan_fields(options, measured))
+        except ValueError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 2
+        if options.dry:
+            print(described(plan))
+        else:
+            status = measure_all(plan, options)
+    for name in options.operations:
+        if name in SCRIPTS:
+            status = max(status, run_script(name, options))
+    return status
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="grpo-fast bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*OPERATIONS, *SCRIPTS]
+    parser.add_argument(
+        "operations", nargs="*", metavar="OPERATION", help=f"{', '.join(names)} (default: linear_grpo_loss)"
+    )
+    where = parser.add_argument_group("problems")
+    where.add_argument("--quick", action="store_true", help="two small shapes; under three minutes for all operations")
+    where.add_argument("--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary")
+    where.add_argument("--model", nargs="+", metavar="NAME", help=f"heads by name: {', '.join(shape_table.MODELS)}")
+    where.add_argument("--tokens", nargs="+", type=int, metavar="N", help="rows for --model (multiples of 8)")
+    where.add_argument("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help="default: fp32 (CPU), bf16 (GPU)")
+    where.add_argument("--active", nargs="+", type=float, default=[1.0], help="fraction of rows that have a gradient")
+    where.add_argument("--inactive", default="masked", choices=("masked", "zero-advantage", "clipped"))
+    where.add_argument("--softmax", nargs="+", default=["flat"], choices=("flat", "peaked"))
+    where.add_argument("--mask", nargs="+", default=["full"], choices=("full", "ragged"))
+    who = parser.add_argument_group("candidates")
+    who.add_argument("--backend", nargs="+", default=[], choices=("auto", "torch", "cpu", "triton"), help="ours")
+    who.add_argument(
+        "--providers", nargs="+", default=[], metavar="PART", help="those whose name contains one of these"
+    )
+    how = parser.add_argument_group("measurement")
+    how.add_argument("--device", choices=("cpu", "cuda"))
+    how.add_argument("--allocator", nargs="+", choices=("default", "fair"), help="of the CPU; default: both")
+    how.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    how.add_argument("--budget", type=float, help="seconds of timing for each provider and case")
+    how.add_argument("--rounds", type=int, help="at most this many rounds; at least 2 are run")
+    how.add_argument("--verify-only", action="store_true", help="check the results, time nothing")
+    how.add_argument("--dry", action="store_true", help="say what would be run, and which providers cannot")
+    how.add_argument("--out", help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    options.operations = list(dict.fromkeys(options.operations)) or ["linear_grpo_loss"]
+    unknown = [name for name in options.operations if name not in names]
+    if unknown:
+        parser.error(f"OPERATION: expected some of {', '.join(names)}, got {unknown[0]!r}")
+    return options
+
+
+def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str, Any]:
+    """The fields of a `Plan`.
+
+    Raises:
+        ValueError: an option out of range, with what was expected.
+    """
+    import torch
+
+    from benchmarks.problem import Variant
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not (torch.cuda.is_available() or options.dry):
+        raise ValueError("device: expected cpu (torch sees no GPU), got cuda")
+    for fraction in options.active:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"active: expected fractions in (0, 1], got {fraction:g}")
+    variants = [
+        Variant(active, options.inactive, softmax, mask)
+        for active, softmax, mask in itertools.product(options.active, options.softmax, options.mask)
+    ]
+    quick = options.quick
+    return {
+        "operations": operations,
+        "shapes": chosen_shapes(options, device),
+        "dtypes": options.dtype or ["bf16" if device == "cuda" else "fp32"],
+        "variants": variants,
+        "device": device,
+        "allocators": options.allocator or (["default"] if quick else ["default", "fair"]),
+        "backends": options.backend,
+        "providers": options.providers,
+        "threads": options.threads or os.cpu_count() or 1,
+        "budget": options.budget or (1.0 if quick else 3.0 if device == "cuda" else 20.0),
+        "rounds": options.rounds or (9 if quick else 25),
+        "verify_only": options.verify_only,
+    }
+
+
+def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.Shape]:
+    if options.tokens and not options.model:
+        raise ValueError("tokens: expected together with --model (with --shapes, N is part of the shape)")
+    chosen = [shape_table.shape_of(text) for text in options.shapes or []]
+    if options.model:
+        chosen += shape_table.model_shapes(options.model, options.tokens or [8192 if device == "cuda" else 512])
+    if chosen:
+        return chosen
+    return shape_table.QUICK if options.quick else shape_table.GPU if device == "cuda" else shape_table.CPU
+
+
+def described(plan: Any) -> str:
+    """What a plan would run, and why some of it would not."""
+    from benchmarks.runner import DTYPES
+
+    lines = [f"device {plan.device}, allocators {plan.allocators}, {plan.threads} threads"]
+    for operation in plan.operations:
+        cases = [
+            f"{','.join(map(str, s))} {d} {tuple(v)}" for d in plan.dtypes for s in plan.shapes for v in plan.variants
+        ]
+        lines.append(f"{operation}: {len(cases)} cases: {'; '.join(cases)}")
+        for provider in plan.candidates(operation):
+            reasons = {provider.missing(plan.device, DTYPES[dtype]) for dtype in plan.dtypes}
+            lines.append(f"    {provider.name:32} {'; '.join(sorted(r for r in reasons if r)) or 'would run'}")
+    return "\n".join(lines)
+
+
+def measure_all(plan: Any, options: argparse.Namespace) -> int:
+    from benchmarks import measure
+    from benchmarks.providers import versions
+    from benchmarks.runner import run, write
+    from benchmarks.tables import verdict
+
+    started = datetime.datetime.now(datetime.UTC)
+    report: dict[str, Any] = {
+        "benchmark": "grpo-fast bench",
+        "created": started.isoformat(timespec="seconds"),
+        "commit": measure.commit(),
+        "hardware": measure.hardware(plan.device),
+        "versions": {"python": platform.python_version(), **versions()},
+        "settings": json.loads(plan.to_json()),
+        "method": {"memory": " ".join((measure.peak_memory.__doc__ or "").split())},
+    }
+    path = Path(options.out) if options.out else default_path(plan, report["commit"], options.quick)
+    cases = run(plan, lambda found: write(path, report | {"cases": found}))
+    if not plan.verify_only:
+        print(verdict(cases))
+    print(f"written: {os.path.relpath(path)}")
+    wanted = len(plan.operations) * len(plan.shapes) * len(plan.dtypes) * len(plan.variants)
+    return 0 if len(cases) == wanted * (1 if plan.device == "cuda" else len(plan.allocators)) else 1
+
+
+def default_path(plan: Any, commit: str, quick: bool) -> Path:
+    import torch
+
+    device = torch.cuda.get_device_name().replace(" ", "-") if plan.device == "cuda" else "cpu"
+    what = plan.operations[0] if len(plan.operations) == 1 else "operations"
+    day = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
+    return RESULTS / f"{'quick-' if quick else ''}{what}-{device}-{day}-{commit}.json"
+
+
+def run_script(name: str, options: argparse.Namespace) -> int:
+    """A benchmark with a script of its own, where this checkout has it; it gets the options that its --help lists."""
+    script = ROOT / "benchmarks" / SCRIPTS[name].file
+    if not script.is_file():
+        print(f"{name}: not in this checkout (benchmarks/{script.name} is missing)")
+        return 1
+    environment = {**os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(script)]
+    usage = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, check=False)
+    if usage.returncode:
+        print(f"{name}: benchmarks/{script.name} does not start: {(usage.stderr.splitlines() or ['?'])[-1]}")
+        return 1
+    path = Path(options.out or RESULTS / f"quick-{name}.json")
+    wanted = {"--quick": options.quick, "--device": options.device, "--threads": options.threads}
+    wanted["--json"] = str(path.with_name(f"{path.stem}-{name}{path.suffix}")) if options.out or options.quick else None
+    if options.device == "cuda":
+        command += SCRIPTS[name].gpu.split()
+    for option, value in wanted.items():
+        if value and f"{option} " in usage.stdout.replace("]", " "):
+            command += [option] if value is True else [option, str(value)]
+    if options.dry:
+        print(f"{name}: would run {' '.join(command[1:])}")
+        return 0
+    return 1 if subprocess.run(command, env=environment, check=False).returncode else 0

@@ -1,0 +1,203 @@
+"""Times kernel configurations on a GPU and prints the lines for the table in grpo_fast/kernels/configs.py.
+
+    python -m benchmarks.tune --compile sm_90     without a GPU: which candidates start (minutes; committed as JSON)
+    python -m benchmarks.tune                     on the GPU: times those, by V, H and dtype; verified before timed
+    python -m benchmarks.tune --dry               what would be timed
+
+The package itself never tunes: timing inside a training run makes it irreproducible. What is printed here goes into the
+table by hand, with its time in the comment, in a commit of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import measure
+from benchmarks.candidates import KINDS, ROOT, Candidate, call_of, candidates, compile_all, using
+from benchmarks.providers import Step, versions
+from benchmarks.runner import write
+
+RESULTS = ROOT / "benchmarks" / "results"
+ROW_VOCABS = (32000, 128256, 151936, 262144)
+LINEAR_HEADS = ((896, 151936), (2048, 151936), (4096, 151936), (4096, 128256))  # (H, V)
+ROWS = 2048
+WORKSPACES_MIB = (256, 512, 1024, 2048, 4096)
+# fp32 sums in another order: logps of two configurations differ by rounding alone.
+AGREEMENT = 2e-4
+
+
+class Setting(NamedTuple):
+    """What is timed: the kernel and the sizes it works on."""
+
+    kind: str
+    dtype: str
+    hidden: int
+    vocab: int
+
+
+def settings() -> Iterator[Setting]:
+    for dtype in ("float32", "bfloat16"):
+        for vocab in ROW_VOCABS:
+            yield Setting("rows", dtype, 64, vocab)
+    for kind in KINDS:
+        for hidden, vocab in LINEAR_HEADS:
+            yield Setting(kind, "bfloat16", hidden, vocab)
+
+
+def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
+    """The candidates that start on `arch`, by the committed report; all of them where there is none."""
+    from benchmarks.reports import load
+
+    file, every = RESULTS / f"candidates-{arch}.json", candidates()
+    if file.is_file():
+        entries = [entry for report in load(file) for entry in report["cases"] if entry["starts"]]
+        known = [Candidate(entry["kind"], entry["dtype"], tuple(entry["config"])) for entry in entries]
+        every = [candidate for candidate in every if candidate in known] or every  # a report of other fields is stale
+    return [candidate for candidate in every if (candidate.kind, candidate.dtype) == (kind, dtype)]
+
+
+def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
+    """Times of every candidate that agrees with the shipped configuration, fastest first."""
+    torch.manual_seed(0)
+    shipped = Candidate(setting.kind, setting.dtype, ())
+    call = call_of(shipped, ROWS, setting.hidden, setting.vocab, "cuda")
+    expected = logps_of(call())
+    steps = {"shipped": Step(lambda: {"logps": logps_of(call())})}
+    failures = {}
+    for candidate in chosen:
+        try:
+            with using(candidate):
+                found = logps_of(call())
+                torch.cuda.synchronize()
+        except Exception as error:  # a configuration may be refused at launch; the others go on
+            failures[candidate.line] = f"{type(error).__name__}: {str(error)[:120]}"
+            continue
+        if not float((found - expected).abs().max()) <= AGREEMENT:
+            failures[candidate.line] = "wrong: not timed"
+            continue
+        steps[candidate.line] = Step(timed(candidate, call))
+    samples = measure.interleaved(steps, "cuda", budget=0.15, rounds=9)
+    rows = {name: measure.spread(times) for name, times in samples.items()}
+    order = sorted(rows, key=lambda name: rows[name]["median_ms"])
+    return {"setting": setting._asdict(), "rows": {name: rows[name] for name in order}, "failures": failures}
+
+
+def timed(candidate: Candidate, call: Any) -> Any:
+    def run() -> dict[str, torch.Tensor]:
+        with using(candidate):
+            return {"logps": logps_of(call())}
+
+    return run
+
+
+def logps_of(result: Any) -> torch.Tensor:
+    return result.logps if hasattr(result, "logps") else result[1]
+
+
+def tune_workspace() -> dict[str, Any]:
+    """linear_grpo_loss at the shapes of the bars, by the workspace that bounds its chunks."""
+    from benchmarks.problem import make_problem
+    from benchmarks.providers.ours import loss
+    from benchmarks.shapes import Shape
+
+    rows: dict[str, Any] = {}
+    for hidden in (896, 4096):
+        problem = make_problem(Shape(8192, hidden, 151936), torch.bfloat16, "cuda")
+        base = loss("triton")(problem)
+        steps = {f"{mib} MiB": Step(with_workspace(mib, base)) for mib in WORKSPACES_MIB}
+        samples = measure.interleaved(steps, "cuda", budget=0.5, rounds=7)
+        rows[f"8192,{hidden},151936"] = {name: measure.spread(times) for name, times in samples.items()}
+        del problem, base, steps
+        torch.cuda.empty_cache()
+    return rows
+
+
+def with_workspace(mib: int, step: Step) -> Any:
+    def run() -> dict[str, torch.Tensor]:
+        os.environ["GRPO_FAST_WORKSPACE_MIB"] = str(mib)
+        try:
+            return step.run()
+        finally:
+            del os.environ["GRPO_FAST_WORKSPACE_MIB"]
+
+    return run
+
+
+def table_line(arch: str, found: dict[str, Any]) -> str:
+    """The fastest configuration, as a line for configs.py, and what it gains over the shipped one."""
+    rows, setting = found["rows"], found["setting"]
+    best = next(iter(rows))
+    gain = rows["shipped"]["median_ms"] / rows[best]["median_ms"]
+    where = f"{setting['kind']} {setting['dtype']} H={setting['hidden']} V={setting['vocab']}, {ROWS} rows, {arch}"
+    return f"{best},  # {where}: {rows[best]['median_ms']:.3f} ms, {gain:.2f}x the shipped one's speed"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
+    parser.add_argument("--compile", metavar="ARCH", help="compile every candidate for ARCH (sm_90), without a GPU")
+    parser.add_argument("--dry", action="store_true", help="list what would be timed")
+    parser.add_argument("--seconds", type=float, default=35, help="stop starting new settings after this long")
+    parser.add_argument("--out", help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    base = {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": measure.commit(),
+        "versions": {"python": platform.python_version(), **versions()},
+    }
+    if options.compile:
+        return compile_report(options.compile, options.out, base)
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
+    plan = [(setting, survivors(arch, setting.kind, setting.dtype)) for setting in settings()]
+    if options.dry:
+        for setting, chosen in plan:
+            print(f"{tuple(setting)}: {len(chosen)} candidates: {', '.join(c.line for c in chosen)}")
+        return 0
+    if not torch.cuda.is_available():
+        print("tune: expected a GPU, torch sees none (--compile ARCH needs none)", file=sys.stderr)
+        return 2
+    return time_all(arch, plan, options, base)
+
+
+def compile_report(arch: str, out: str | None, base: dict[str, Any]) -> int:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        entries = compile_all(arch, candidates())
+    report = {"benchmark": "candidates", **base, "hardware": measure.hardware("cpu"), "arch": arch, "cases": entries}
+    write(Path(out) if out else RESULTS / f"candidates-{arch}.json", report)
+    print(f"{sum(entry['starts'] for entry in entries)} of {len(entries)} candidates start on {arch}")
+    return 0
+
+
+def time_all(arch: str, plan: list, options: argparse.Namespace, base: dict[str, Any]) -> int:
+    started, found, workspaces = time.monotonic(), [], {}
+    report = {"benchmark": "tune", **base, "hardware": measure.hardware("cuda"), "arch": arch, "cases": []}
+    path = Path(options.out) if options.out else RESULTS / f"tune-{arch}.json"
+    for setting, chosen in plan:
+        if time.monotonic() - started > options.seconds:
+            print(f"{tuple(setting)}: no time left, not timed")
+            continue
+        found.append(tune_setting(setting, chosen))
+        torch.cuda.empty_cache()
+        print(table_line(arch, found[-1]), flush=True)
+        write(path, report | {"settings": found})
+    if time.monotonic() - started < options.seconds:
+        workspaces = tune_workspace()
+        for shape, rows in workspaces.items():
+            print(f"workspace at {shape}: " + ", ".join(f"{n} {r['median_ms']:.2f} ms" for n, r in rows.items()))
+    write(path, report | {"settings": found, "workspaces": workspaces})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""What makes room for long contexts and changes no result: checkpointing, its offload, tiled MLPs, frozen weights.
+
+Bytes per trunk token of a 16-bit decoder with L layers, width h and MLP width I (`memory_model` has the details):
+layer checkpointing 2Lh + 27h + 12I; a tiled MLP replaces 12I by 12h; offload takes away 2Lh.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo_fast.train.config import ModelConfig
+
+# Dropout is off everywhere in the trainer, so no random state has to be kept for the second forward pass.
+RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+def apply_options(model: Any, config: ModelConfig) -> None:
+    """Apply `model.gradient_checkpointing` … `model.frozen` to a transformers model, before adapters are added."""
+    if config.gradient_checkpointing:
+        enable_checkpointing(model, config.checkpoint_every, config.checkpoint_offload)
+    if config.tiled_mlp is not None:
+        tile_mlps(model, config.tiled_mlp)
+    if config.frozen:
+        freeze(model, config.frozen)
+
+
+def enable_checkpointing(model: Any, every: int = 1, offload: bool = False) -> None:
+    """Recompute every `every`-th layer in the backward pass; with `offload` its input waits in host memory.
+
+    The host copy is pinned where there is a GPU. transformers' own offload asks for pinned memory everywhere, which a
+    machine without a GPU refuses; this wraps the same checkpoint function.
+    """
+    model.activation_checkpointing_enable(RECOMPUTE, every_n_layers=every)
+    if not offload:
+        return
+    for module in model.modules():
+        recompute = getattr(module, "_gradient_checkpointing_func", None)
+        if recompute is not None:
+            module._gradient_checkpointing_func = functools.partial(_offloaded, recompute)
+
+
+def _offloaded(recompute: Callable, *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return recompute(*args, **kwargs)
+
+
+def tile_mlps(model: nn.Module, rows: int) -> None:
+    """Let every dense MLP see at most `rows` rows at a time, recomputed one by one in the backward pass.
+
+    The result is the same: an MLP treats each row by itself.
+
+    Raises:
+        ValueError: no module named `mlp` or `feed_forward` that consists of linear layers (a mixture of experts, say).
+    """
+    found = [m for name, m in model.named_modules() if name.split(".")[-1] in ("mlp", "feed_forward") and _is_dense(m)]
+    if not found:
+        raise ValueError(f"model.tiled_mlp: {type(model).__name__} has no dense MLP that could be tiled")
+    for module in found:
+        # Bound methods survive a deepcopy with the module's copy as their owner: the reference model is one.
+        module.forward = types.MethodType(functools.partial(_tiled, rows), module)  # type: ignore[method-assign]
+
+
+def _is_dense(module: nn.Module) -> bool:
+    children = list(module.children())
+    linear = [c for c in children if isinstance(c, nn.Linear)]
+    return len(linear) >= 2 and all(isinstance(c, nn.Linear) or not list(c.parameters()) for c in children)
+
+
+def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (…, T, h) → (…, T, h)
+    plain = functools.partial(type(module).forward, module)
+    if x.shape[-2] <= rows:
+        return plain(x)
+    tiles = x.split(rows, dim=-2)
+    if not torch.is_grad_enabled():
+        return torch.cat([plain(tile) for tile in tiles], dim=-2)
+    return torch.cat([checkpoint(plain, tile, **RECOMPUTE) for tile in tiles], dim=-2)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Switch off the gradients of the parameters whose names match a pattern (`*` and `?` as in file names).
+
+    Returns their names. Raises ValueError for a pattern that matches none, and when nothing is left to train.
+    """
+    frozen = []
+    for pattern in patterns:
+        matches = [(name, p) for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(f"model.frozen: no parameter matches {pattern!r}")
+        for name, parameter in matches:
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"model.frozen: {list(patterns)} leave no parameter to train")
+    return frozen

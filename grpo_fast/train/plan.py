@@ -1,0 +1,206 @@
+"""`grpo-fast plan`: what fits on a GPU, by the memory model, without loading any weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from grpo_fast.train.config import ModelConfig, RunConfig, load_recipe, parse_config, recipe_names, set_key
+from grpo_fast.train.known_models import KNOWN_MODELS
+from grpo_fast.train.memory_model import Memory, Shape, predict_run
+
+USABLE = 0.9  # of the GPU's memory, as in training: the rest is for fragmentation and the CUDA context
+CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))  # prompt, completion, group
+OWN_KEYS = {"gpu": float, "prompt": int, "completion": int, "group": int}
+
+CHECKPOINTING = {"model.gradient_checkpointing": True}
+TILED = {**CHECKPOINTING, "model.tiled_mlp": 2048}
+OFFLOADED = {**TILED, "model.checkpoint_offload": True}
+LORA = {"model.lora": {"r": 16}}
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("as configured", {}),
+    ("checkpointing", CHECKPOINTING),
+    ("checkpointing, every 2nd", {**CHECKPOINTING, "model.checkpoint_every": 2}),
+    ("+ tiled MLP", TILED),
+    ("+ tiled MLP, offload", OFFLOADED),
+    ("checkpointing, 8-bit Adam", {**CHECKPOINTING, "optim.states": "8bit"}),
+    ("+ tiled MLP, offload, 8-bit Adam", {**OFFLOADED, "optim.states": "8bit"}),
+    ("checkpointing, LoRA r=16", {**CHECKPOINTING, **LORA}),
+    ("+ tiled MLP, offload, LoRA r=16", {**OFFLOADED, **LORA}),
+)
+
+
+class Case(NamedTuple):
+    """One shape of a group: prompt tokens, completion tokens, completions."""
+
+    prompt: int
+    completion: int
+    group: int
+
+    def tokens(self, shared: bool) -> int:
+        from grpo_fast.attention import trunk_tokens
+
+        return trunk_tokens(self.prompt, [self.completion] * self.group, shared=shared)
+
+
+class Plan(NamedTuple):
+    """What `grpo-fast plan` found."""
+
+    name: str
+    shape: Shape
+    gpu: float  # GB (10⁹ bytes)
+    memory: list[tuple[str, Memory]]  # by options; the first is the configuration as it is
+    cases: list[Case]
+
+    @property
+    def usable(self) -> float:
+        """Bytes."""
+        return USABLE * self.gpu * 1e9
+
+
+def plan(model: str, settings: Sequence[str]) -> Plan:
+    """Predict a model's memory under every set of options.
+
+    Args:
+        model: a recipe's name or file, a name of KNOWN_MODELS, a hub id, a model's folder, or a config.json.
+        settings: gpu=GB, prompt=…, completion=…, group=…, and `key=value` of the run's configuration.
+
+    Raises:
+        ValueError: something that is none of these, an unknown key, or gpu missing where there is no GPU.
+    """
+    own, overrides = _split(settings)
+    run = _run_config(model, overrides)
+    shape = Shape.of(*_config_and_parameters(run, model))
+    rows = []
+    for label, changes in OPTIONS:
+        changed = run.model_dump(mode="json")
+        for key, value in changes.items():
+            set_key(changed, key.split("."), value, key)
+        rows.append((label, predict_run(shape, parse_config(changed), "cuda")))
+    wanted = Case(
+        int(own.get("prompt", 8192)), int(own.get("completion", run.rollout.max_new_tokens)),
+        int(own.get("group", run.rollout.group_size)),
+    )  # fmt: skip
+    return Plan(
+        model, shape, own.get("gpu") or _gpu_here(), rows, [wanted, *(Case(*case) for case in CASES if case != wanted)]
+    )
+
+
+def render(found: Plan) -> list[Any]:
+    """The plan as rich tables."""
+    from rich.table import Table
+
+    wanted = found.cases[0]
+    title = (
+        f"{found.name}: {found.shape.parameters / 1e6:,.0f}M parameters on {found.gpu:g} GB ({USABLE:.0%} planned with)"
+    )
+    options = Table(title=title, caption="T: trunk tokens of one micro-batch = prompt + group · (completion − 1)")
+    for name in ("options", "fixed GB", "kB per token", "largest T"):
+        options.add_column(name, justify="left" if name == "options" else "right")
+    options.add_column(f"largest prompt\n(C = {wanted.completion}, G = {wanted.group})", justify="right")
+    for label, memory in found.memory:
+        most = memory.tokens(found.usable)
+        prompt = most - wanted.tokens(True) + wanted.prompt
+        shown = "—" if prompt < 1 else f"{prompt:,}"
+        options.add_row(
+            label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", f"{most:,}" if most else "—", shown
+        )
+    label, memory = _most_frugal_needed(found)
+    fits = Table(title=f"Groups in one micro-batch · {label}", caption="packed: without sharing the prompt")
+    for name in ("prompt", "completion", "group", "T shared", "T packed", "GB shared", "fits"):
+        fits.add_column(name, justify="right")
+    for case in found.cases:
+        tokens = case.tokens(True)
+        fits.add_row(
+            f"{case.prompt:,}", f"{case.completion:,}", str(case.group), f"{tokens:,}", f"{case.tokens(False):,}",
+            f"{memory.peak(tokens, case.completion * case.group) / 1e9:.3g}",
+            f"{memory.tokens(found.usable) // tokens} groups",
+        )  # fmt: skip
+    return [options, fits]
+
+
+def _most_frugal_needed(found: Plan) -> tuple[str, Memory]:
+    """The first set of options that holds a group of the wanted shape; the last one when none does."""
+    tokens = found.cases[0].tokens(True)
+    return next((row for row in found.memory if row[1].peak(tokens) <= found.usable), found.memory[-1])
+
+
+def _split(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    own: dict[str, Any] = {}
+    overrides = []
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if key not in OWN_KEYS:
+            overrides.append(setting)
+            continue
+        number = yaml.safe_load(value) if equals else None
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or number <= 0:
+            raise ValueError(f"{key}: expected {key}=<a number above 0>, came {setting!r}")
+        own[key] = OWN_KEYS[key](number)
+    return own, overrides
+
+
+def _run_config(model: str, overrides: list[str]) -> RunConfig:
+    if model in recipe_names() or model.endswith((".yaml", ".yml")):
+        return load_recipe(model, overrides)
+    settings: dict[str, Any] = {
+        "model": {"path": model, "dtype": "bfloat16"},
+        "data": {"task": "gsm8k", "name": "openai/gsm8k"},
+        "rewards": [{"name": "gsm8k_correct"}],
+        "rollout": {"group_size": 16, "max_new_tokens": 512},
+    }
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not (key and equals):
+            raise ValueError(f"override: expected key=value, came {override!r}")
+        set_key(settings, key.split("."), yaml.safe_load(value), override)
+    return parse_config(settings)
+
+
+def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
+    """The transformers config and the number of parameters, counted on a model without storage."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _transformers_config(run.model, run, model)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    return config.get_text_config(), sum(p.numel() for p in empty.parameters())
+
+
+def _transformers_config(model: ModelConfig, run: RunConfig, name: str) -> Any:
+    from transformers import AutoConfig
+
+    if model.config is not None:
+        from grpo_fast.data import task_symbols
+
+        special = 2  # pad and end
+        size = len(task_symbols(run.data)) + special if model.tokenizer == "symbols" else model.vocab_size
+        return AutoConfig.for_model(**{"vocab_size": size, **model.config})
+    path = str(model.path)
+    if path.lower() in KNOWN_MODELS:
+        return AutoConfig.for_model(**KNOWN_MODELS[path.lower()])
+    if path.endswith(".json") and Path(path).is_file():
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise ValueError(f"MODEL: expected a model's config.json, {path} has no model_type")
+        return AutoConfig.for_model(**fields)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's folder or its "
+            f"config.json, came {name!r} ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _gpu_here() -> float:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("gpu: expected gpu=<GB of the GPU's memory>, for example gpu=141; there is no GPU here")
+    return torch.cuda.get_device_properties(0).total_memory / 1e9

@@ -1,0 +1,334 @@
+"""The benchmark tool: what it verifies, what it refuses to time, what its scripts compute. Nothing here is a timing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import command, gate, measure, plots, predict, reports, runner, tables
+from benchmarks.operations import OPERATIONS, SCRIPTS, Script
+from benchmarks.problem import STANDARD, Variant, make_problem
+from benchmarks.providers import Provider, Step, providers_of
+from benchmarks.providers.base import differentiate
+from benchmarks.shapes import COMPLETIONS, CPU, GPU, MODELS, QUICK, Shape, checked, model_shapes, shape_of
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens; a vocabulary of no round number
+FP32 = torch.float32
+
+
+def provider(operation: str, name: str) -> Provider:
+    return next(p for p in providers_of(operation) if p.name == name)
+
+
+# ---- what a result is held to ----
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "variant",
+    [STANDARD, Variant(0.5, "masked", "peaked", "ragged"), Variant(0.5, "clipped"), Variant(0.25, "zero-advantage")],
+    ids=lambda v: f"{v.active:g}-{v.inactive}-{v.softmax}-{v.mask}",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ours_and_plain_torch_are_right_on_every_variant(operation, variant, dtype):
+    problem = make_problem(SHAPE, dtype, variant=variant)
+    names = ["grpo_fast (auto)", "grpo_fast (torch)"] + (["plain torch"] if not operation.endswith("inplace") else [])
+    for name in names:
+        row, step = runner.verify(provider(operation, name), operation, problem, dtype, "cpu")
+        assert row["status"] == "ok" and step is not None, (name, row)
+        if name.startswith("grpo_fast"):
+            assert max(row["errors"].values()) < (1e-5 if dtype == FP32 else 1e-2), row
+
+
+def test_the_exact_answer_is_autograds_in_fp64():
+    problem = make_problem(SHAPE, torch.float64)
+    step = provider("linear_grpo_loss", "plain torch").prepare(problem)
+    errors = problem.truth("loss").errors(step())
+    assert max(errors.values()) < 1e-6  # the plain path takes its logits in fp32
+    variant = make_problem(SHAPE, FP32, variant=Variant(0.5, "clipped"))
+    idle = variant.truth("loss").values["grad_hidden"].abs().sum(-1) == 0
+    assert 0.2 < idle.double().mean() < 0.8
+
+
+def test_variants_do_what_they_say():
+    full, ragged = (make_problem(SHAPE, FP32, variant=Variant(mask=mask)) for mask in ("full", "ragged"))
+    assert full.mask_or_none is None and ragged.count < SHAPE.n
+    lengths = ragged.mask.view(COMPLETIONS, -1)
+    assert (lengths[:, :-1] >= lengths[:, 1:]).all(), "padding is on the right"
+    flat, peaked = (make_problem(QUICK[0], FP32, variant=Variant(softmax=word)) for word in ("flat", "peaked"))
+    assert peaked.logps.exp().median() > 0.9 and flat.logps.exp().median() < 0.3
+    zero = make_problem(SHAPE, FP32, variant=Variant(0.25, "zero-advantage"))
+    assert int((zero.advantages != 0).sum()) == 2
+
+
+@pytest.mark.parametrize("wrong", ["loss", "grad_hidden", "grad_weight", "missing", "nan", "shape"])
+def test_a_wrong_result_is_listed_and_not_timed(wrong):
+    problem = make_problem(SHAPE, FP32)
+    right = provider("linear_grpo_loss", "plain torch").prepare(problem)
+
+    def spoil():
+        result = right()
+        if wrong == "missing":
+            del result["grad_weight"]
+        elif wrong == "shape":
+            result["grad_weight"] = result["grad_weight"][:-1]
+        elif wrong == "nan":
+            result["grad_hidden"][0, 0] = float("nan")
+        else:
+            result[wrong] = result[wrong] * 1.01
+        return result
+
+    bad = Provider("bad", "peer", lambda problem: Step(spoil))
+    row, step = runner.verify(bad, "linear_grpo_loss", problem, FP32, "cpu")
+    assert row["status"] == "wrong" and "not timed" in row["reason"] and step is None
+
+
+def test_a_provider_that_fails_or_lacks_memory_is_listed():
+    problem = make_problem(SHAPE, FP32)
+
+    def fail(problem):
+        return differentiate(problem, lambda: torch.zeros(()) + undefined)  # noqa: F821
+
+    row, step = runner.verify(Provider("broken", "peer", fail), "linear_grpo_loss", problem, FP32, "cpu")
+    assert (row["status"], step) == ("failed", None) and "NameError" in row["reason"]
+    huge = Provider("huge", "peer", fail, wide_logits=1e12)
+    row, step = runner.verify(huge, "linear_grpo_loss", problem, FP32, "cpu")
+    assert row["status"] == "missing" and "GiB" in row["reason"]
+    absent = Provider("absent", "peer", fail, needs="no_such_package")
+    assert absent.missing("cpu", FP32) == "no_such_package is not installed"
+
+
+def test_every_peer_is_listed():
+    names = {p.name for operation in OPERATIONS for p in providers_of(operation)}
+    assert {
+        "plain torch",
+        "torch.compile",
+        "TRL",
+        "CCE",
+        "Liger",
+        "Liger SM90",
+        "Liger Triton",
+        "QuACK",
+        "verl",
+    } <= names
+    assert {"F.linear_cross_entropy", "three GEMMs", "one GEMM", "device copy"} <= names
+    assert {f"grpo_fast ({backend})" for backend in ("auto", "torch", "cpu", "triton")} <= names
+
+
+def test_an_in_place_step_gets_its_input_back():
+    problem = make_problem(SHAPE, FP32)
+    step = provider("logits_grpo_loss_inplace", "grpo_fast (auto)").prepare(problem)
+    first, second = step()["grad_logits"].clone(), step()["grad_logits"].clone()
+    assert torch.equal(first, second) and step.owned_bytes == problem.logits.nbytes
+    again = step.run()["grad_logits"]  # without the reset its input is a gradient
+    assert not torch.equal(first, again)
+
+
+# ---- the command ----
+
+
+def bench(*words: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = ("-m", "benchmarks", *words)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    words = "linear_grpo_loss logits_grpo_loss --shapes 16,8,64 32,8,64 --threads 1 --allocator default --budget 0.01"
+    done = bench(*words.split(), "--rounds", "2", "--providers", "grpo_fast", "plain", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert len(report["cases"]) == 4 and {"commit", "hardware", "versions", "settings"} <= set(report)
+    for case in report["cases"]:
+        ours = case["rows"]["grpo_fast (auto)"]
+        assert {"median_ms", "spread_ms", "ratio_to_limit", "rate", "unit", "workspace_mib", "errors"} <= set(ours)
+        assert case["truth"] == "float64" and case["rows"]["grpo_fast (triton)"]["status"] == "missing"
+    assert "hidden -> GRPO loss" in done.stdout and "% of limit" in done.stdout
+    assert plots.main([str(out), "-o", str(tmp_path / "k.png")]) == 0 and (tmp_path / "k.png").stat().st_size > 10000
+    assert "plain torch" in tables.verdict(reports.cases_of([out]))
+    assert predict.main(["--against", str(out)]) == 0 and "not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["linear_gpo_loss"], ["OPERATION", "linear_grpo_loss", "linear_gpo_loss"]),
+        (["--shapes", "7,16,97"], ["multiple of 8", "7"]),
+        (["--shapes", "8,16"], ["N,H,V", "8,16"]),
+        (["--model", "gpt-9"], ["model", "qwen3-8b", "gpt-9"]),
+        (["--tokens", "64"], ["--model"]),
+        (["--active", "1.5"], ["active", "1.5"]),
+    ],
+)
+def test_refusals(words, parts, capsys):
+    try:
+        code = command.main([*words, "--dry"])
+    except SystemExit as error:
+        code = error.code
+    shown = capsys.readouterr().err
+    assert code == 2 and all(part in shown for part in parts), shown
+
+
+def test_a_dry_run_says_what_cannot_run(capsys):
+    assert command.main(["linear_logps", "--device", "cuda", "--model", "gemma-3-4b", "--dry"]) == 0
+    shown = capsys.readouterr().out
+    assert "8192,2560,262144 bf16" in shown and "Liger SM90" in shown and "grpo_fast (auto)" in shown
+    if not torch.cuda.is_available():
+        assert command.main(["linear_logps", "--device", "cuda"]) == 2
+        assert "device: expected cpu" in capsys.readouterr().err
+
+
+def test_a_script_that_is_missing_is_said_to_be(monkeypatch, capsys):
+    monkeypatch.setitem(SCRIPTS, "step", Script("bench_no_such.py"))
+    assert command.main(["step"]) == 1
+    assert "not in this checkout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_know_the_options_they_are_given(name):
+    script = ROOT / "benchmarks" / SCRIPTS[name].file
+    if not script.is_file():
+        pytest.skip(f"benchmarks/{script.name} is not in this checkout")
+    known = re.findall(r'"(--[a-z-]+)"', script.read_text())
+    given = [word for word in SCRIPTS[name].gpu.split() if word.startswith("--")]
+    assert set(given) <= set(known) and {"--json", "--device"} <= set(known)
+
+
+def test_the_command_line_finds_the_checkout_or_says_so(tmp_path):
+    from typer.testing import CliRunner
+
+    from grpo_fast import cli
+
+    result = CliRunner().invoke(cli.app, ["bench", "--help"])
+    assert result.exit_code == 0 and "--active" in result.output
+    installed = tmp_path / "grpo_fast"
+    installed.mkdir()
+    code = f"import grpo_fast.cli as c; c.__file__ = {str(installed / 'cli.py')!r}; c.app(['bench', '--quick'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 2 and "expected a checkout" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- shapes, predictions, gate ----
+
+
+def test_shapes():
+    assert shape_of("64,64,512") == QUICK[0] and all(checked(shape) for shape in (*QUICK, *CPU, *GPU))
+    assert model_shapes(["gemma-3-4b"], [1024]) == [Shape(1024, 2560, 262144)]
+    assert {"qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-8b", "llama-3-8b", "gemma-3-4b"} <= set(MODELS)
+
+
+def test_predictions_count_the_code_as_it_is():
+    from grpo_fast.kernels import linear, memory
+
+    assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
+    assert linear.padded(1) == predict.ROW_MULTIPLE
+    large, form = predict.Case("linear_grpo_loss", GPU[2], ""), predict.current_form()
+    chunks, rows = predict.chunk_plan(8192, 151936, form)
+    assert rows * form.held * 151936 <= predict.WORKSPACE + predict.ROW_MULTIPLE * form.held * 151936
+    assert (chunks - 1) * rows < 8192 <= chunks * rows and rows % predict.ROW_MULTIPLE == 0
+    for chosen in predict.FORMS.values():
+        dense, sparse = (predict.estimate(large._replace(active=active), chosen) for active in (1.0, 0.2))
+        assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
+        assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
+        assert abs(sum(dense.parts.values()) - dense.ours) < 1e-9
+    times = [predict.estimate(large, form).ours for form in predict.FORMS.values()]
+    assert times == sorted(times, reverse=True), "fewer bytes are faster"
+    # By hand, for the form in which fp32 logits are rewritten: five chunks of 1664 rows, 4.3e12 bytes per second.
+    parts = predict.estimate(large, predict.FORMS["fp32"]).parts
+    assert predict.chunk_plan(8192, 151936, predict.FORMS["fp32"]) == (5, 1664)
+    assert parts["row kernel"] == pytest.approx(8 * 8192 * 151936 / 4.3e12)
+    assert parts["dW accumulated in fp32"] == pytest.approx((4 + 4 * 8) * 151936 * 4096 / 4.3e12)
+    assert "not measured" in predict.report().lower() and predict.command(large) in predict.report()
+
+
+def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, capsys):
+    ratios = {setting.key: 1.0 for setting in gate.settings([1])}
+    file = tmp_path / "gate.json"
+    file.write_text(json.dumps({"ratios": ratios}))
+    words = ["--threads", "1", "--file", str(file)]
+    attempts = []
+
+    def run_with(value):
+        monkeypatch.setattr(gate, "ratio", lambda setting, budget: attempts.append(setting) or value)
+        return gate.main(words)
+
+    assert run_with(1.14) == 0 and len(attempts) == len(ratios)
+    assert run_with(1.16) == 1 and "REGRESSED" in capsys.readouterr().out
+    assert len(attempts) == len(ratios) * (1 + gate.ATTEMPTS), "measured again before it is called a regression"
+    file.write_text(json.dumps({"ratios": {}}))
+    assert run_with(9.0) == 0 and "nothing is stored" in capsys.readouterr().out
+    assert gate.main([*words, "--update"]) == 0
+    assert json.loads(file.read_text())["ratios"] == dict.fromkeys(ratios, 9.0)
+
+
+def test_the_gate_forces_the_instruction_set(monkeypatch):
+    seen = []
+    rows = {gate.OURS: {"status": "ok", "ratio_to_limit": 1.5}}
+    monkeypatch.setattr(
+        gate,
+        "run_child",
+        lambda plan, allocator, quiet: seen.append((os.environ["GRPO_FAST_CPU"], plan)) or [{"rows": rows}],
+    )
+    setting = gate.settings([2])[0]
+    assert gate.ratio(setting, 0.1) == 1.5
+    assert seen[0][0] == "avx2" and seen[0][1].threads == 2 and "GRPO_FAST_CPU" not in os.environ
+    rows[gate.OURS] = {"status": "wrong", "reason": "beyond"}
+    with pytest.raises(ValueError, match="not timed: wrong beyond"):
+        gate.ratio(setting, 0.1)
+
+
+# ---- measure ----
+
+
+def test_times_leave_resets_out_and_take_plain_callables():
+    calls = []
+    step = Step(lambda: calls.append("run") or {}, reset=lambda: calls.append("reset"))
+    measure.seconds(step, 3, "cpu")
+    assert calls == ["reset", "run"] * 3
+    samples = measure.interleaved({"plain": lambda: sum(range(1000))}, "cpu", budget=0.01, rounds=3)
+    assert len(samples["plain"]) >= 2 and measure.spread(samples["plain"])["median_ms"] > 0
+
+
+def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
+    file = tmp_path / "x.json"
+    for content in ("{", "{}"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="results: expected"):
+            reports.load(file)
+    assert plots.main([str(file)]) == 2 and predict.main(["--against", str(file)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_candidates_hold_the_shipped_configurations():
+    from benchmarks import candidates
+    from grpo_fast.kernels import configs
+
+    every = candidates.candidates()
+    assert len(set(every)) == len(every) > 50
+    assert tuple(configs.row_config(32000)) in [c.config for c in every if c.kind == "rows"]
+    shipped = tuple(configs._LINEAR["sm_90", True, True])
+    for kind in candidates.KINDS:
+        assert shipped in [c.config for c in every if c.kind == kind], kind
+    for candidate in every:
+        assert candidate.line.endswith(f"{tuple(candidate.make())}")
+
+
+def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
+    from benchmarks import candidates, tune
+
+    monkeypatch.setattr(tune, "RESULTS", tmp_path)
+    rows = [c for c in candidates.candidates() if c[:2] == ("rows", "bfloat16")]
+    assert tune.survivors("sm_90", "rows", "bfloat16") == rows, "all of them where nothing was compiled"
+    cases = [{**c._asdict(), "starts": i == 0} for i, c in enumerate(rows)]
+    (tmp_path / "candidates-sm_90.json").write_text(json.dumps({"cases": cases}))
+    assert tune.survivors("sm_90", "rows", "bfloat16") == rows[:1]

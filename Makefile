@@ -31,10 +31,14 @@ SETUP := $(VENV)/.setup-done
 PEERS := $(VENV)/.peers-done
 OLD_TRITON := $(VENV)/triton-3.6
 TRL_ENV := $(VENV)/trl-$(VERSION)
+TRAINERS := $(VENV)/trainers
+# verl and Lightning, and what their loss modules import; OpenRLHF has wheels for some Pythons only.
+TRAINER_PACKAGES := verl lightning tensordict omegaconf antlr4-python3-runtime codetiming cloudpickle orjson pyvers \
+  lightning-utilities torchmetrics
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-trl format bench bench-gate bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-trl trainers format bench bench-gate bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -78,6 +82,18 @@ $(OLD_TRITON): $(SETUP)
 	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --no-deps --disable-pip-version-check --target $@.part 'triton==3.6.*'
 	@mv $@.part $@ && touch $@
 
+# Other people's trainers, for the parity tests: without their dependencies, which pin other releases of torch and
+# transformers, and in a folder of their own, because OpenRLHF's wheel brings a top-level package `tests`.
+trainers: $(TRAINERS)
+
+$(TRAINERS): $(SETUP)
+	@$(STEP) 'installing verl, OpenRLHF and Lightning for their parity tests (once)'
+	@rm -rf $@ $@.part
+	@for packages in '$(TRAINER_PACKAGES)' openrlhf; do \
+	    $(PIP) --no-deps --target $@.part $$packages || echo "$$packages did not install: tests will be skipped, and say so"; \
+	  done
+	@mkdir -p $@.part && rm -rf $@.part/tests && mv $@.part $@ && touch $@
+
 # The C++ row kernels: compiled once into a cache; without a compiler the torch path does the same work.
 csrc: $(SETUP)
 	@$(PY) -c 'from grpo_fast.kernels import csrc_loader; reason = csrc_loader.load(); \
@@ -101,9 +117,9 @@ types: $(SETUP)
 	@$(BIN)/mypy
 
 # One thread per pytest process: the processes share the cores, and the results do not depend on the thread count.
-unit: $(SETUP) csrc $(if $(TRITON36),$(OLD_TRITON))
+unit: $(SETUP) csrc $(TRAINERS) $(if $(TRITON36),$(OLD_TRITON))
 	@$(STEP) 'pytest'
-	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
 
 # Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds

@@ -3,7 +3,7 @@
     python -m benchmarks.predict                          the table of LOG.md
     python -m benchmarks.predict --against FILE.json      predicted beside measured, from a GPU's results
 
-Counted from kernels/linear.py, linear_triton.py, rows_triton.py and ops.py (Triton backend, 16-bit inputs). Matrix
+Counted from kernels/linear.py, chunks.py, linear_triton.py and rows_triton.py (Triton backend, 16-bit inputs). Matrix
 products run at the vendor library's rate, our own GEMM kernel at a fraction of it that is assumed, memory at the copy's
 rate; what a GEMM's own epilogue moves is added in full, so overlap can only make it faster.
 
@@ -138,7 +138,6 @@ def sweep(rows: int, kept: int, shape: Shape, form: Form) -> tuple[dict[str, flo
         "dH and dW products": 2 * gemm(kept, h, v),
         "dW accumulated in fp32": (4 + 8 * (chunks - 1)) * v * h / COPY_BYTES,
         "dW to 16 bits": 6 * v * h / COPY_BYTES,
-        "gradients times upstream": (4 * v * h + 4 * n * h) / COPY_BYTES,
         "host waits": chunks * CHUNK_SYNC,
     }
     logits, accumulator = form.held * chunk_rows * v, 4 * v * h
@@ -160,13 +159,12 @@ def gemm(n: int, h: int, v: int) -> float:
 
 
 def logits_loss(n: int, v: int) -> Estimate:
-    """One read and one write, a second read (the rows in flight, 8 per SM, outgrow the L2), and the upstream factor."""
+    """One read and one write, and a second read: the rows in flight, 8 per SM, outgrow the L2."""
     once = 2 * n * v / COPY_BYTES
     parts = {
         "row_loss_kernel, first read": once,
         "row_loss_kernel, second read past the L2": once,
         "row_loss_kernel, write": once,
-        "gradient times upstream (read + write)": 2 * once,
     }
     return Estimate(2 * once, sum(parts.values()), 0.0, parts)
 

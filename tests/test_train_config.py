@@ -25,11 +25,25 @@ def refused(changes=None, **sections):
 
 
 def test_every_shipped_recipe_is_valid():
-    assert set(recipe_names()) == {"sort", "gsm8k-tiny", "gsm8k-smollm2-1.7b", "gsm8k-qwen2.5-0.5b"}
+    assert set(recipe_names()) == {
+        "sort",
+        "gsm8k-tiny",
+        "gsm8k-smollm2-1.7b",
+        "gsm8k-qwen2.5-0.5b",
+        "gsm8k-longcontext",
+    }
     for name in recipe_names():
         config = load_recipe(name)
         assert config.output_dir == f"runs/{name}"
         assert isinstance(config.loss_config(), LossConfig)
+
+
+def test_the_long_context_recipe():
+    config = load_recipe("gsm8k-longcontext")
+    assert config.data.shots_tokens == 8192 and config.rollout.group_size == 16 and config.shared_prompt
+    assert config.model.gradient_checkpointing and config.tokens_per_microbatch is None
+    for tokens in (16384, 32768):
+        assert load_recipe("gsm8k-longcontext", [f"data.shots_tokens={tokens}"]).data.shots_tokens == tokens
 
 
 def test_the_tutorials_settings():

@@ -19,6 +19,8 @@ from tests.tiny import tiny_model
 
 HOME = "grpo_fast.integrations.lightning"
 CONFIG = LossConfig(loss_type="grpo", beta=0.05, compute_entropy=True)
+# Lightning's warnings have classes of its own, which pytest-xdist's main process could not import.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class StandIn(torch.nn.Module):

@@ -8,7 +8,6 @@ Used by tune.py, which times the survivors on a GPU.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +23,7 @@ ROWS = 64
 TILES = [
     (128, 128, 64), (128, 256, 64), (256, 128, 64), (64, 256, 64), (128, 128, 128), (256, 64, 64), (64, 128, 128)
 ]  # fmt: skip
-HAS_WEIGHTS = importlib.util.find_spec("grpo_fast.kernels.weights_triton") is not None
-KINDS = ("linear", "linear store", *(("weights",) if HAS_WEIGHTS else ()))
+KINDS = ("linear", "linear store", "weights")
 
 
 class Candidate(NamedTuple):
@@ -33,7 +31,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (fp32 logits stored, too) or "weights"
-            (16-bit weights stored, where this checkout has that kernel).
+            (16-bit weights stored).
         config: the fields of RowConfig or LinearConfig.
     """
 
@@ -63,20 +61,17 @@ def candidates() -> list[Candidate]:
         for (block_t, block_v, block_h), warps, stages in itertools.product(TILES, (4, 8), (3, 4)):
             shared = (block_t + block_v) * block_h * 2 * stages
             if shared <= 228 * 1024 and block_t * block_v // (32 * warps) <= 256:
-                found += [Candidate(kind, "bfloat16", tile) for tile in tiles(block_t, block_v, block_h, warps, stages)]
+                found.append(Candidate(kind, "bfloat16", tile(block_t, block_v, block_h, warps, stages)))
     return found
 
 
-def tiles(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int) -> list[tuple]:
-    """The fields of LinearConfig with TMA; where its epilogue works in pieces, once for each width of a piece."""
+def tile(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int) -> tuple:
+    """The fields of LinearConfig with TMA; its epilogue works in pieces of 32 columns, wider ones spill."""
     fields: dict[str, Any] = {
         "block_t": block_t, "block_v": block_v, "block_h": block_h, "num_warps": num_warps, "num_stages": num_stages,
         "use_tma": True,
     }  # fmt: skip
-    pieces: list[dict[str, Any]] = (
-        [{"piece": piece} for piece in (64, 128)] if "piece" in LinearConfig._fields else [{}]
-    )
-    return [tuple(LinearConfig(**fields, **piece)) for piece in pieces]
+    return tuple(LinearConfig(**fields, piece=32))
 
 
 @contextlib.contextmanager

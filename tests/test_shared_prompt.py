@@ -10,7 +10,7 @@ import torch
 
 from grpo_fast import attention
 from grpo_fast.attention import Share, pack_groups, plan_packs, register
-from grpo_fast.train.policy import enable_checkpointing
+from grpo_fast.train.long_context import enable_checkpointing
 from tests.tiny import FAMILIES, tiny_model
 
 # Ragged completions from one token, several groups in a row, groups with nothing to share.

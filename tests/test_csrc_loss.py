@@ -255,12 +255,13 @@ def test_sums() -> None:
     """What the C++ door adds up on its way: loss with entropy term, least logp, rows with a gradient."""
     x = make_rows(64)
     x["grad_entropy"][::9] = x["kl_weights"][::9] = 0
+    x["advantages"][1::9] = x["kl_weights"][1::9] = 0  # a gradient through the entropy alone
     result, d = call(x, LossConfig(loss_type="grpo", beta=0.1), return_entropy=True)
     bonus = (x["grad_entropy"].double() * result.entropy.double()).sum()
     assert result.sums.loss == pytest.approx(float(result.losses.double().sum() + bonus), rel=1e-12)
     assert result.sums.least_logp == result.logps.min()
     active = (result.grad_logps != 0) | (x["grad_entropy"] != 0)
-    assert result.sums.active == int(active.sum()) < 64
+    assert result.sums.active == int(active.sum()) < 64 and (result.grad_logps[active] == 0).any()
     assert torch.equal(active, d.ne(0).any(1))
 
 

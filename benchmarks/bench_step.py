@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "commit": measure.commit(),
         "hardware": measure.hardware(options.device),
         "versions": {"python": platform.python_version(), **versions()},
-        "settings": {key: value for key, value in vars(options).items() if key != "model"},
+        "settings": {key: value for key, value in vars(options).items() if key not in ("model", "data", "json")},
         "prompt_tokens": sorted({len(p) for p in rollout.prompt_ids}),
         "completion_tokens": rollout.lengths,
         "providers": rows,

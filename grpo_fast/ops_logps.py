@@ -64,9 +64,18 @@ class Rows:
     def active(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.index_select(0, self.index)
 
-    def hidden_index(self, hidden_rows: Tensor | None, num_hidden: int) -> Tensor | None:
-        """(T,) the row of hidden that predicts each active target; None: all rows, in order."""
-        return self.index if hidden_rows is None else checked_rows(self.active(hidden_rows), num_hidden, "auto")
+    def head(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, hidden_rows: Tensor | None, backend: str,
+        *, entropy_gradient: bool = False,
+    ) -> LinearHead:  # fmt: skip
+        """The active rows' pass through the head; `hidden_rows` names the row of hidden that predicts each target."""
+        index, rows_repeat = self.index, hidden_rows is not None
+        if hidden_rows is not None:
+            index = checked_rows(self.active(hidden_rows), hidden.shape[0], "auto")
+        return LinearHead(
+            hidden, weight, bias, self.target_ids, self.rule, index, pick_backend(backend, hidden),
+            rows_repeat=rows_repeat, entropy_gradient=entropy_gradient,
+        )  # fmt: skip
 
     def spread(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.new_zeros(self.num_rows).index_copy_(0, self.index, x)
@@ -92,12 +101,8 @@ def linear_pass(
 ) -> tuple[LinearHead, Rows, RowStats]:  # fmt: skip
     """One sweep for logps and entropies; with `keep` as many logits stay as the workspace holds."""
     rows = Rows(weight.shape[0], target_ids, temperatures, temperature, softcap, logit_scale)
-    kernels = pick_backend(backend, hidden)
     with kernel_precision(hidden.device):
-        index = rows.hidden_index(hidden_rows, hidden.shape[0])
-        head = LinearHead(
-            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None
-        )
+        head = rows.head(hidden, weight, bias, hidden_rows, backend)
         return head, rows, head.logps(return_entropy=entropy, keep=keep)
 
 
@@ -123,12 +128,7 @@ def linear_logps_grad(
     g, g_entropy = rows.coefficients(d_logps, d_entropy)
     known = (rows.active(lse), rows.active(logps), rows.active(entropy) if return_entropy else None)
     with kernel_precision(hidden.device):
-        kernels = pick_backend(backend, hidden)
-        index = rows.hidden_index(hidden_rows, hidden.shape[0])
-        head = LinearHead(
-            hidden, weight, bias, rows.target_ids, rows.rule, index, kernels, rows_repeat=hidden_rows is not None,
-            entropy_gradient=g_entropy is not None,
-        )  # fmt: skip
+        head = rows.head(hidden, weight, bias, hidden_rows, backend, entropy_gradient=g_entropy is not None)
         return head.gradients(g, g_entropy, known, Wanted(*wanted))
 
 
@@ -216,6 +216,8 @@ class EagerLinearLogps(torch.autograd.Function):
             return (None,) * 12
         (inputs, stats), wanted = recalled, ctx.needs_input_grad[1:4]
         kept, ctx.kept = ctx.kept, None
+        if kept is not None and grads[1] is not None and not kept[0].has_entropy_gradient:
+            kept = None  # 16-bit weights know the logps' gradient only: the logits are formed again
         if kept is None:
             found = linear_logps_grad(*inputs, *stats, grads[0], grads[1], wanted)
         else:

@@ -61,6 +61,7 @@ class LinearHead:
         has_weights = self.backend.linear_weights is not None and not entropy_gradient
         kind = WeightChunks if has_weights and weight.dtype == torch.bfloat16 else LogitChunks
         self.chunk: LogitChunks | WeightChunks = kind(weight, bias, self.backend)
+        self.has_entropy_gradient = isinstance(self.chunk, LogitChunks)
         self.chunk_rows = self._chunk_rows()
         self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
         self.held: slice | None = None  # the chunk whose logits or weights are in the workspace, from `logps`
@@ -83,10 +84,12 @@ class LinearHead:
         return self.num_rows <= self.chunk_rows
 
     def hidden_rows(self, rows: slice) -> Tensor:
-        """(padded C, H): the hidden rows of a chunk, zero rows added up to a multiple of ROW_MULTIPLE."""
-        h = self.hidden[rows] if self.index is None else self.hidden.index_select(0, self.index[rows])
-        missing = padded(h.shape[0]) - h.shape[0]
-        return torch.nn.functional.pad(h, (0, 0, 0, missing)) if missing else h.contiguous()
+        """(C, H): the hidden rows of a chunk."""
+        return self.hidden[rows] if self.index is None else self.hidden.index_select(0, self.index[rows])
+
+    def padded_rows(self, rows: slice) -> Tensor:
+        """(padded C, H): zero rows added up to a multiple of ROW_MULTIPLE."""
+        return pad_rows(self.hidden_rows(rows)).contiguous()
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole work: 2·T·V·H.
@@ -98,12 +101,12 @@ class LinearHead:
         if store_free is not None and not keep and self.num_rows:
             chunks = [slice(0, self.num_rows)]
         for rows in chunks:
-            h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
+            targets, rule = self.target_ids[rows], self.rule.rows(rows)
             if store_free is not None and not (keep and rows == chunks[-1]):
-                h = h[: targets.shape[0]]
+                h = self.hidden_rows(rows)
                 stats = store_free(h, self.weight, self.bias, targets, rule, return_entropy=return_entropy)
             else:
-                stats = self.chunk.logps(h, targets, rule, return_entropy=return_entropy)
+                stats = self.chunk.logps(self.padded_rows(rows), targets, rule, return_entropy=return_entropy)
                 self.held = rows
             parts.append(stats)
         if not keep:
@@ -117,7 +120,7 @@ class LinearHead:
         """One sweep, 6·T·V·H: row losses and (dH, dW, db) of a loss whose coefficients follow row by row."""
         sums, parts = GradientSums(self, wanted), []
         for rows in self.chunks():
-            h, targets, rule = self.hidden_rows(rows), self.target_ids[rows], self.rule.rows(rows)
+            h, targets, rule = self.padded_rows(rows), self.target_ids[rows], self.rule.rows(rows)
             chunk = inputs if self.is_single_chunk else inputs.map(lambda x, rows=rows: x[rows])  # type: ignore[misc]
             d_logits, part = self.chunk.row_loss(h, targets, chunk, config, rule)
             count = targets.shape[0]
@@ -139,7 +142,7 @@ class LinearHead:
             keep = active_rows(g[rows], None if g_entropy is None else g_entropy[rows])
             if keep.shape[0] == 0:
                 continue
-            h, count = self.hidden_rows(rows), self.target_ids[rows].shape[0]
+            h, count = self.padded_rows(rows), self.target_ids[rows].shape[0]
             index: slice | Tensor = rows
             is_held, self.held = rows == self.held, None
             if not is_held and gathers(keep, count):

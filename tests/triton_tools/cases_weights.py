@@ -345,3 +345,21 @@ def test_a_head_that_the_vendor_multiplies(monkeypatch):
     assert (found[0] - exact[0]).abs().max() <= 1e-5
     for actual, expected in zip(found[1:], exact[1:], strict=True):
         assert (actual.double() - expected).norm() <= 3e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [40, 32])
+def test_an_entropy_gradient_forms_the_logits_again(rows, monkeypatch):
+    """What `linear_logps` kept for its backward are weights, which know the logps' gradient only."""
+    hidden, weight, bias, target, _ = make(40, 32, 70)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda device: rows * 70 * 2)
+
+    def run(backend, *shares):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        results = grpo_fast.linear_logps(
+            leaves[0], leaves[1], target, bias=leaves[2], return_entropy=True, backend=backend
+        )
+        return torch.autograd.grad(sum((r * s).sum() for r, s in zip(results, shares, strict=True) if s), leaves)
+
+    for shares in ((1.0, 0.3), (0.0, 1.0), (1.0, 0.0)):
+        for actual, expected in zip(run("triton", *shares), run("torch", *shares), strict=True):
+            assert (actual - expected).float().norm() <= 1e-2 * expected.float().norm()

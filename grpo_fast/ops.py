@@ -7,7 +7,6 @@ computes them again. A double backward is refused.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,16 +151,16 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """gradient · upstream in place; an upstream of 1 costs nothing, and no sync."""
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
-    if gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64 and _has_triton():
+    if (
+        gradient.is_cuda
+        and gradient.is_contiguous()
+        and gradient.dtype != torch.float64
+        and unavailable("triton", "cuda") is None
+    ):
         from grpo_fast.kernels import scale_triton
 
         return scale_triton.scale_(gradient, upstream)
     return gradient.mul_(upstream)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return unavailable("triton", "cuda") is None
 
 
 class Eager(torch.autograd.Function):

@@ -7,14 +7,13 @@ Counted from kernels/linear.py, chunks.py, linear_triton.py and rows_triton.py (
 products run at the vendor library's rate, our own GEMM kernel at a fraction of it that is assumed, memory at the copy's
 rate; what a GEMM's own epilogue moves is added in full, so overlap can only make it faster.
 
-Three forms of a chunk are predicted, each from the bytes per logit that it moves and holds: what the code has been,
-could be, and where it is going, so that each step can be confirmed or refuted by itself.
+Three forms of a chunk are predicted, each from the bytes per logit that it moves and holds: what the code was, might
+have been, and is, so that each step can be confirmed or refuted by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from typing import Any, NamedTuple
 
@@ -59,6 +58,9 @@ FORMS = {
 }
 
 
+CURRENT = FORMS["weights"]  # what the chunk loop takes for bf16 on a GPU
+
+
 class Case(NamedTuple):
     """A configuration, its bar, and the operations whose ratio the bar is about."""
 
@@ -95,11 +97,6 @@ def cases() -> list[Case]:
     found.append(Case("logits_grpo_loss", logits, ""))
     others = ("qwen2.5-1.5b", "qwen2.5-7b", "llama-3-8b", "gemma-3-4b")
     return found + [Case("linear_grpo_loss", Shape(8192, *MODELS[name]), "") for name in others]
-
-
-def current_form() -> Form:
-    """The form that this checkout's chunk loop takes for bf16 on a GPU."""
-    return FORMS["weights" if importlib.util.find_spec("grpo_fast.kernels.weights_triton") else "fp32"]
 
 
 def estimate(case: Case, form: Form) -> Estimate:
@@ -192,7 +189,7 @@ def report() -> str:
     """The predictions as a table in Markdown, each with the command that measures it."""
     lines = [
         f"Forms: {'; '.join(f'**{name}** {form.title}' for name, form in FORMS.items())}. This checkout has "
-        f"{current_form().title!r}. ms (× limit); workspace in MiB beyond inputs and gradients.",
+        f"{CURRENT.title!r}. ms (× limit); workspace in MiB beyond inputs and gradients.",
         "",
         f"| configuration (bf16) | limit ms | {' | '.join(FORMS)} | bar | where the time of this checkout goes (ms) |",
         "|---|---|" + "---|" * len(FORMS) + "---|---|",
@@ -200,7 +197,7 @@ def report() -> str:
     for case in cases():
         found = {name: estimate(case, form) for name, form in FORMS.items()}
         cells = [f"{e.ours * 1e3:.1f} ({e.ours / e.limit:.2f}×), {e.workspace / MIB:.0f} MiB" for e in found.values()]
-        here = estimate(case, current_form())
+        here = estimate(case, CURRENT)
         lines.append(
             f"| {label(case)} | {here.limit * 1e3:.2f} | {' | '.join(cells)} | {case.bar} | {largest(here.parts)} |"
         )
@@ -219,7 +216,7 @@ def against(paths: list[str]) -> str:
         rows = found["rows"] if found else {}
         ours = rows.get("grpo_fast (auto)", {})
         limits = [row["median_ms"] for row in rows.values() if row["role"] == "limit" and "median_ms" in row]
-        guess = estimate(case, current_form())
+        guess = estimate(case, CURRENT)
         pairs = [
             (guess.limit * 1e3, min(limits) if limits else None),
             (guess.ours * 1e3, ours.get("median_ms")),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import linear_logps
+from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -58,28 +59,6 @@ class FusedHead(NamedTuple):
             weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
         dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
         return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype TRL's head projects in."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-class FastHead:
-    """The handle of `use_fast_head`: `undo()`, or leave its `with` block, to give the head back to TRL."""
-
-    def __init__(self) -> None:
-        self.active = True
-
-    def undo(self) -> None:
-        self.active = False
-
-    def __enter__(self) -> FastHead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
 
 
 def use_fast_head(trainer_or_model: Any) -> FastHead:

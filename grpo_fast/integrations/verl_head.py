@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import linear_logps
-from grpo_fast.integrations.trl_head import compute_dtype
+from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
 # Head rules that verl's fused forwards leave out: they would be dropped without a word.
@@ -61,24 +61,6 @@ def _swapped() -> Iterator[None]:
         yield
     finally:
         setattr(home, NAME, before)
-
-
-class FastHead:
-    """The handle of `use_fast_head`: `undo()`, or leave its `with` block, to give the head back to verl."""
-
-    def __init__(self, give_back: Any) -> None:
-        self._give_back = give_back
-
-    def undo(self) -> None:
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
-
-    def __enter__(self) -> FastHead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
 
 
 def use_fast_head(model: nn.Module) -> FastHead:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fast.kernels import csrc_loader, gemm_bf16, leaves_cpp, rows_cpu
+from grpo_fast.kernels import csrc_loader, leaves_cpp, rows_cpu
 from grpo_fast.kernels.rows_torch import LogitRule
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -367,46 +367,6 @@ def test_refusals() -> None:
         rows_cpu.row_grad_(logits, targets, vector, vector, None, vector, vector, rule)
 
 
-# ---- bf16 GEMM with fp32 output ----
-
-
-@pytest.mark.parametrize("micro_kernel", ["emulated", "amx"])
-@needs_library
-def test_gemm_bf16(micro_kernel: str) -> None:
-    """Packing, tiling, edges and strides; without AMX a scalar loop stands behind the same function pointer."""
-    emulate = micro_kernel == "emulated"
-    if not emulate and gemm_bf16.unavailable():
-        pytest.skip(f"not run on real hardware: {gemm_bf16.unavailable()}")
-    assert csrc_loader.load("gemm_bf16") is None
-    multiply = torch.ops.grpo_fast_gemm_bf16.mm_bf16_fp32
-    torch.manual_seed(0)
-    # Tiles are 128 x 64: below, exactly, one past, and several.
-    for m, n, k in [(1, 1, 2), (128, 64, 32), (129, 65, 34), (127, 63, 6), (300, 200, 20), (0, 5, 4), (5, 0, 4)]:
-        wide = torch.randn(m, k + 3).bfloat16(), torch.randn(n, k + 5).bfloat16()
-        a, b = wide[0][:, 1 : k + 1], wide[1][:, 3 : k + 3]
-        truth = a.double() @ b.double().t()
-        result = multiply(a, b, emulate)
-        assert result.dtype == torch.float32 and result.shape == (m, n)
-        assert torch.allclose(result.double(), truth, rtol=0, atol=1e-6 * k)
-        if m > 1:
-            assert torch.equal(multiply(a[m - 1 :], b, emulate), result[m - 1 :])  # a row depends on itself only
-    with pytest.raises(RuntimeError, match="a: expected an even K above 0, got 3"):
-        multiply(torch.zeros(2, 3).bfloat16(), torch.zeros(2, 3).bfloat16(), emulate)
-    with pytest.raises(RuntimeError, match="b: expected K = 4 columns as in a, got 6"):
-        multiply(torch.zeros(2, 4).bfloat16(), torch.zeros(2, 6).bfloat16(), emulate)
-    with pytest.raises(RuntimeError, match="a: expected bfloat16"):
-        multiply(torch.zeros(2, 4), torch.zeros(2, 4).bfloat16(), emulate)
-
-
-def test_gemm_bf16_says_why_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    gemm_bf16.unavailable.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(csrc_loader, "cpu_flags", lambda: ("avx2",))
-        with pytest.raises(ValueError, match="this CPU lacks amx_bf16, amx_tile"):
-            gemm_bf16.mm_bf16_fp32(torch.zeros(2, 2), torch.zeros(2, 2))
-    gemm_bf16.unavailable.cache_clear()
-
-
 # ---- the loader ----
 
 
@@ -574,22 +534,3 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
         assert process.returncode == 0, output
         assert " passed" in output and "skipped" not in output, output
     assert all(list((tmp_path / instruction_set).glob("rows-*.so")) for instruction_set, _ in variants)
-
-
-@needs_library
-@pytest.mark.parametrize("disturbed", [False, True])
-def test_the_bf16_gemm_is_believed_after_a_look(disturbed: bool, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    """With the emulated tile product behind the door: agreement is trusted, disagreement is logged once and refused."""
-    assert csrc_loader.load("gemm_bf16") is None
-
-    def emulated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.ops.grpo_fast_gemm_bf16.mm_bf16_fp32(a, b, True) + (0.01 if disturbed else 0.0)
-
-    monkeypatch.setattr(gemm_bf16, "unavailable", lambda: None)
-    monkeypatch.setattr(gemm_bf16, "mm_bf16_fp32", emulated)
-    gemm_bf16.is_trusted.cache_clear()
-    try:
-        assert gemm_bf16.is_trusted() is not disturbed and gemm_bf16.is_trusted() is not disturbed
-        assert len(caplog.records) == disturbed
-    finally:
-        gemm_bf16.is_trusted.cache_clear()

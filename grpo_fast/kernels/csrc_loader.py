@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -179,6 +180,17 @@ def cpu_flags() -> tuple[str, ...]:
         if line.startswith(("flags", "Features")):
             return tuple(sorted(line.partition(":")[2].split()))
     return (platform.machine(),)
+
+
+@functools.cache
+def cpu_vendor() -> str:
+    """As Linux names it ("GenuineIntel", "AuthenticAMD"); elsewhere and on other machines an empty string."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def cache_folder() -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels import gemm_bf16
+from grpo_fast.kernels import gemm_cpu
+from grpo_fast.kernels.gemm_cpu import AddedRows
 
 # Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32 output.
 WIDEN_ROWS = 16384
@@ -18,25 +19,27 @@ def is_wide(x: Tensor) -> bool:
 
 def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
     """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ, products exact and sums in fp32 for 16-bit inputs."""
-    if is_wide(h):
+    if gemm_cpu.multiplies(h):
+        gemm_cpu.mm_(h, weight.t(), out)
+    elif is_wide(h):
         torch.mm(h, weight.t(), out=out)
     elif h.is_cuda:
         torch.mm(h, weight.t(), out_dtype=torch.float32, out=out)
-    elif h.dtype == torch.bfloat16 and h.shape[1] % 2 == 0 and gemm_bf16.is_trusted():
-        for v in range(0, weight.shape[0], WIDEN_ROWS):
-            out[:, v : v + WIDEN_ROWS] = gemm_bf16.mm_bf16_fp32(h, weight[v : v + WIDEN_ROWS])
     else:
         h = h.float()
         for v in range(0, weight.shape[0], WIDEN_ROWS):
-            torch.mm(h, weight[v : v + WIDEN_ROWS].float().t(), out=out[:, v : v + WIDEN_ROWS])
+            matmul_wide(h, weight[v : v + WIDEN_ROWS].float(), out=out[:, v : v + WIDEN_ROWS])
 
 
-def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
+def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False, parts: int = 2) -> Tensor:
     """(C, H) = d (C, V) · weight (V, H), summed in fp32.
 
     d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU may round it to the
-    weight's dtype.
+    weight's dtype. `parts`: of an fp32 d that a CPU multiplies in 16 bits (see gemm_cpu.mm_).
     """
+    if gemm_cpu.multiplies(weight):
+        out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
+        return gemm_cpu.mm_(d, weight, out, parts=1 if d.dtype == weight.dtype else parts)
     if is_wide(weight):
         return d @ weight
     if weight.is_cuda:
@@ -44,12 +47,35 @@ def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
         return torch.mm(d, weight, out_dtype=torch.float32) if wide else d @ weight
     dh = torch.zeros((d.shape[0], weight.shape[1]), dtype=torch.float32, device=d.device)
     for v in range(0, weight.shape[0], WIDEN_ROWS):
-        dh.addmm_(d[:, v : v + WIDEN_ROWS].float(), weight[v : v + WIDEN_ROWS].float())
+        add_product_(dh, d[:, v : v + WIDEN_ROWS].float(), weight[v : v + WIDEN_ROWS].float())
     return dh
 
 
-def accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool) -> Tensor:
-    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the weight's dtype."""
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a·b in fp32 or fp64."""
+    return gemm_cpu.mm_(a, b, total, add=True) if gemm_cpu.multiplies(b) else total.addmm_(a, b)
+
+
+def accumulate_outer(
+    total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool, added: AddedRows | None = None
+) -> Tensor:
+    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the weight's dtype.
+
+    `added`: rows that the sum gets on top; equal ids in their order.
+    """
+    if gemm_cpu.multiplies(h):
+        is_new = total is None
+        if total is None:
+            dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
+            total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
+        return gemm_cpu.mm_(d.t(), h, total, add=not is_new, parts=1 if d.dtype == h.dtype else 2, added=added)
+    total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
+    if added is not None:
+        add_rows_(total, added.ids, added.values)
+    return total
+
+
+def _accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool) -> Tensor:
     if is_wide(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
@@ -60,10 +86,11 @@ def accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor,
     if total is None and not is_only:
         total = d.new_zeros(weight.shape)
     if total is not None:
-        return total.addmm_(d.t(), h)
+        return add_product_(total, d.t(), h)
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
-        total[v : v + WIDEN_ROWS] = d[:, v : v + WIDEN_ROWS].t() @ h
+        part = total[v : v + WIDEN_ROWS]
+        part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_only=True))
     return total
 
 

@@ -1,0 +1,119 @@
+"""Our matrix product for the CPU (csrc/gemm.cpp), and where it is to be used instead of torch's.
+
+torch multiplies fp32 through MKL, which gives an AMD core half of what it can do; and it rounds a bf16 product to bf16,
+which moves logps by 1e-2. So ours is used for fp32 on x86 CPUs that are not Intel's, and for bf16 wherever the CPU
+multiplies 16-bit numbers (AVX512_BF16, AMX). Elsewhere the vendor's product is as good, or 16-bit numbers are widened.
+
+Environment:
+    GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product (default auto: ours where the rule above says so)
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels import csrc_loader
+
+logger = logging.getLogger("grpo_fast")
+
+CHOICES = ("auto", "own", "vendor")
+
+
+@functools.cache
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why `mm_` should not be used here for fp32 or bf16 operands, or None when it should; asked once."""
+    choice = os.environ.get("GRPO_FAST_GEMM", "auto")
+    if choice not in CHOICES:
+        raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(CHOICES)}, got {choice!r}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it multiplies float32 and bfloat16, not {dtype}"
+    if choice == "vendor":
+        return "GRPO_FAST_GEMM=vendor"
+    reason = csrc_loader.load("gemm")
+    if reason:
+        return reason
+    kernels = torch.ops.grpo_fast_gemm
+    if dtype == torch.float32:
+        if not kernels.has_fma():
+            return "it was compiled without AVX2 and FMA"
+        return "MKL is at home on this CPU" if choice == "auto" and _is_intel() else None
+    if not kernels.has_dot16() and not _has_tiles():
+        return "this CPU has neither AVX512_BF16 nor AMX"
+    return None if _is_right(_has_tiles()) else "its bf16 product failed its self-check"
+
+
+@functools.cache
+def _is_intel() -> bool:
+    return csrc_loader.cpu_vendor() == "GenuineIntel"
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    """Whether bf16 products go through AMX, by way of a function inside libtorch_cpu."""
+    return {"amx_bf16", "amx_tile"} <= set(csrc_loader.cpu_flags()) and torch.ops.grpo_fast_gemm.has_tiles()
+
+
+def _is_right(tiles: bool) -> bool:
+    """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface needs a look."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))  # whole tiles and edges
+    out = torch.empty(130, 70)
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, None, None)
+    error = (out - a.float() @ b.float().t()).abs().amax().item()
+    if not error <= 1e-4:
+        logger.warning("grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead", error)
+    return error <= 1e-4
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether products with x as their second operand should go through `mm_`."""
+    return x.device.type == "cpu" and unavailable(x.dtype) is None
+
+
+class AddedRows(NamedTuple):
+    """Rows that a product gets on top in fp32, before it is rounded: values[t] goes to row ids[t]."""
+
+    ids: Tensor  # (T,) int64
+    values: Tensor  # (T, N) fp32
+
+
+def mm_(
+    a: Tensor,  # (M, K) fp32 or bf16; or the transpose of such a matrix
+    b: Tensor,  # (K, N), likewise
+    out: Tensor,  # (M, N) fp32 or bf16, contiguous rows
+    *,
+    add: bool = False,
+    parts: int = 1,
+    added: AddedRows | None = None,
+) -> Tensor:  # (M, N)
+    """out = a·b, or out += a·b: products exact, sums in fp32, rounded once to the dtype of `out`.
+
+    An fp32 a beside a bf16 b is rounded to bf16 with `parts=1`; with 2, what the rounding leaves is multiplied as well
+    (16 of its 24 bits, at twice the time). An element's bits depend on its row of a and its column of b only: not on M,
+    N, or the number of threads.
+
+    Raises:
+        RuntimeError: a dtype, shape or stride that it does not take.
+    """
+    a, a_transposed = _as_stored(a.detach())
+    b, b_transposed = _as_stored(b.detach())
+    rows: tuple[Tensor | None, ...] = (None, None, None)
+    if added is not None:
+        ids, order = added.ids.sort(stable=True)  # equal ids are added in their order
+        rows = ids, order, added.values.contiguous()
+    tiles = b.dtype == torch.bfloat16 and _has_tiles()
+    torch.ops.grpo_fast_gemm.mm_(a, b, out.detach(), a_transposed, b_transposed, add, parts, tiles, *rows)
+    return out
+
+
+def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
+    """The matrix whose rows are contiguous in memory, and whether it is the transpose of x."""
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        return x, False
+    return (x.t(), True) if x.stride(0) == 1 else (x.contiguous(), False)

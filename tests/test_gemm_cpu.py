@@ -1,0 +1,248 @@
+"""Our matrix product for the CPU: values in every layout, bits that depend on nothing else, and where it is used."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast import LossConfig, linear_grpo_loss
+from grpo_fast.kernels import csrc_loader, gemm_cpu, products
+
+REASON = csrc_loader.load("gemm")
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}")
+# torch's tile product runs where oneDNN has bf16 instructions.
+HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
+KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
+# Rows come in sixes (32 for tiles), columns in panels of 16 or 64, k in slices of 256 words.
+SHAPES = [
+    (1, 1, 1),
+    (5, 7, 3),
+    (6, 64, 16),
+    (13, 65, 17),
+    (100, 130, 700),
+    (257, 33, 1025),
+    (700, 20, 5),
+    (33, 600, 511),
+]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The questions that are asked once, asked again."""
+    caches = (gemm_cpu.unavailable, gemm_cpu._is_intel, gemm_cpu._has_tiles)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """(rows, columns) inside a larger matrix, or as the transpose of such a one."""
+    stored = (columns, rows) if transposed else (rows, columns)
+    x = torch.randn(stored[0] + 1, stored[1] + 3).to(dtype)[1:, 1 : stored[1] + 1]
+    return x.t() if transposed else x
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    add: bool = False,
+    parts: int = 1,
+    tiles: bool = False,
+    added: tuple = (None,) * 3,
+) -> Tensor:
+    (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, a_transposed, b_transposed, add, parts, tiles, *added)
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "tiles"), KINDS)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layout_gives_the_fp64_product(shape, out_dtype: torch.dtype, dtype: torch.dtype, tiles: bool) -> None:
+    torch.manual_seed(0)
+    m, n, k = shape
+    for a_transposed, b_transposed, add in itertools.product((False, True), repeat=3):
+        a, b = matrix(m, k, dtype, a_transposed), matrix(k, n, dtype, b_transposed)
+        start = torch.randn(m, n + 2).to(out_dtype)
+        out = start.clone()
+        multiply(a, b, out[:, 1:-1], add=add, tiles=tiles)
+        before = start[:, 1:-1].double() * add
+        truth, size = a.double() @ b.double() + before, a.double().abs() @ b.double().abs() + before.abs()
+        # bf16: the sum is rounded to bf16 before it is added, and after.
+        bound = 1e-6 * size if out_dtype == torch.float32 else 1e-6 * size + 2**-8 * truth.abs()
+        assert ((out[:, 1:-1].double() - truth).abs() <= bound).all()
+        assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # nothing beside it
+
+
+@pytest.mark.parametrize(("dtype", "tiles"), KINDS)
+def test_bits_depend_on_the_row_the_column_and_nothing_else(dtype: torch.dtype, tiles: bool) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(301, 777).to(dtype), torch.randn(777, 1111).to(dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(multiply(a, b, torch.empty(301, 1111), tiles=tiles))
+    finally:
+        torch.set_num_threads(threads)
+    whole = results[0]
+    assert torch.equal(whole, results[1]) and torch.equal(whole, results[2])
+    for rows, columns in [(slice(0, 1), slice(None)), (slice(7, 8), slice(1100, 1101)), (slice(3, 40), slice(65, 900))]:
+        part = a[rows], b[:, columns]
+        out = torch.empty(part[0].shape[0], part[1].shape[1])
+        assert torch.equal(multiply(*part, out, tiles=tiles), whole[rows, columns])
+    # How the operands lie in memory does not matter either.
+    assert torch.equal(
+        multiply(a.t().contiguous().t(), b.t().contiguous().t(), torch.empty_like(whole), tiles=tiles), whole
+    )
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+@pytest.mark.parametrize(("parts", "bound"), [(1, 2**-8), (2, 2**-15)])
+def test_an_fp32_operand_beside_a_bf16_one(parts: int, bound: float, tiles: bool) -> None:
+    torch.manual_seed(0)
+    for (m, n, k), a_transposed, b_transposed in itertools.product(SHAPES, (False, True), (False, True)):
+        a, b = matrix(m, k, torch.float32, a_transposed), matrix(k, n, torch.bfloat16, b_transposed)
+        out = multiply(a, b, torch.empty(m, n), parts=parts, tiles=tiles)
+        size = a.double().abs() @ b.double().abs()
+        assert ((out.double() - a.double() @ b.double()).abs() <= bound * size).all()
+        if parts == 1:
+            assert torch.equal(out, multiply(a.bfloat16(), b, torch.empty(m, n), tiles=tiles))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
+    """Equal ids in their order, whatever the blocks and threads; an id in every block, and rows without one."""
+    torch.manual_seed(0)
+    m, n, k = 700, 70, 40
+    a, b, start = torch.randn(k, m).t(), torch.randn(k, n), torch.randn(m, n).to(dtype)
+    ids = torch.cat([torch.tensor([0, 699, 5, 5, 5]), torch.randint(m, (35,))])
+    values = torch.randn(40, n) * torch.logspace(-3, 3, 40)[:, None]
+    expected = multiply(a, b, torch.empty(m, n)).index_add_(0, ids, values)
+    added = gemm_cpu.AddedRows(ids, values)
+    if dtype == torch.float32:
+        assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=added), expected)
+    out = gemm_cpu.mm_(a, b, start.clone(), add=True, added=added)
+    torch.testing.assert_close(
+        out, (start.float() + expected).to(dtype), rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-5
+    )
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    a, b = torch.ones(40, 30), torch.ones(30, 70)
+    a[17, 3] = torch.nan
+    out = multiply(a, b, torch.empty(40, 70))
+    assert out[17].isnan().all() and (out[torch.arange(40) != 17] == 30).all()
+
+
+def test_what_it_does_not_take() -> None:
+    a, out = torch.zeros(4, 3), torch.zeros(4, 5)
+    for operands, message in [
+        ((a, torch.zeros(2, 5), out), "b: expected K = 3 as in a, got 2"),
+        ((a.bfloat16(), torch.zeros(3, 5), out), "b: expected the dtype of a, bfloat16"),
+        ((a, torch.zeros(3, 5), torch.zeros(4, 4)), r"out: expected \(4, 5\)"),
+        ((a.double(), torch.zeros(3, 5).double(), out), "a: expected float32 or bfloat16"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            multiply(*operands)
+    with pytest.raises(RuntimeError, match="parts: expected 1, or 2 for a float32 a and a bfloat16 b, got 2"):
+        multiply(a, torch.zeros(3, 5), out, parts=2)
+    with pytest.raises(RuntimeError, match="tiles: expected a bfloat16 b"):
+        multiply(a, torch.zeros(3, 5), out, tiles=True)
+
+
+def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """fp32: ours unless the CPU is Intel's, or as GRPO_FAST_GEMM says. bf16: ours where it has 16-bit instructions."""
+    has_fma = torch.ops.grpo_fast_gemm.has_fma()
+    for choice, vendor, expected in [
+        ("auto", "AuthenticAMD", has_fma),
+        ("auto", "GenuineIntel", False),
+        ("own", "GenuineIntel", has_fma),
+        ("vendor", "AuthenticAMD", False),
+    ]:
+        monkeypatch.setenv("GRPO_FAST_GEMM", choice)
+        monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
+        gemm_cpu.unavailable.cache_clear()
+        gemm_cpu._is_intel.cache_clear()
+        assert gemm_cpu.multiplies(torch.zeros(1)) is expected, (choice, vendor)
+        assert not gemm_cpu.multiplies(torch.zeros(1).double()) and not gemm_cpu.multiplies(torch.zeros(1).half())
+    monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
+    gemm_cpu.unavailable.cache_clear()
+    with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):
+        gemm_cpu.multiplies(torch.zeros(1))
+
+
+def test_a_wrong_bf16_product_is_not_used(monkeypatch: pytest.MonkeyPatch, fresh: None, caplog) -> None:
+    """What lies outside torch's interface is believed after a look: a wrong result is refused, and said so once."""
+    if gemm_cpu.unavailable(torch.bfloat16) is not None:
+        pytest.skip(f"bf16 is widened here: {gemm_cpu.unavailable(torch.bfloat16)}")
+    gemm_cpu.unavailable.cache_clear()
+    real = torch.ops.grpo_fast_gemm.mm_
+
+    def disturbed(*arguments: object) -> None:
+        real(*arguments)
+        arguments[2].add_(0.01)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch.ops.grpo_fast_gemm, "mm_", disturbed)
+    for _ in range(2):
+        assert gemm_cpu.unavailable(torch.bfloat16) == "its bf16 product failed its self-check"
+    assert len(caplog.records) == 1 and "off by" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_loss_is_the_same_with_the_vendors_product(
+    dtype: torch.dtype, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    vocab = 301
+    hidden, weight = torch.randn(4, 32, 33).to(dtype), torch.randn(vocab, 33).to(dtype)
+    ids, advantages, bias = torch.randint(0, vocab, (4, 32)), torch.randn(4), torch.randn(vocab).to(dtype)
+    tensors = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    monkeypatch.setattr("grpo_fast.kernels.linear.workspace_bytes", lambda device: 128 // chunks * vocab * 4)
+    calls = []
+
+    def run(own: bool) -> list[Tensor]:
+        def multiplies(x: Tensor) -> bool:
+            calls.append(own)
+            return own
+
+        monkeypatch.setattr(gemm_cpu, "multiplies", multiplies)
+        result = linear_grpo_loss(
+            hidden, weight, ids, advantages, LossConfig(loss_type="grpo"), bias=bias, old_logps=old, backend="cpu"
+        )
+        return [result.logps, *torch.autograd.grad(result.loss, tensors)]
+
+    old = torch.full((4, 32), -5.7)
+    vendor, own = run(False), run(True)
+    assert True in calls and False in calls
+    torch.testing.assert_close(own[0], vendor[0], rtol=0, atol=1e-5)
+    for mine, theirs in zip(own[1:], vendor[1:], strict=True):
+        error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error <= (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a 16-bit product W is never widened as a whole; pieces of it add up to the same matrices."""
+    torch.manual_seed(0)
+    h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)
+    out = [torch.empty(8, 50) for _ in range(2)]
+    results = []
+    for rows, logits in zip((16, 1000), out, strict=True):
+        monkeypatch.setattr(products, "WIDEN_ROWS", rows)
+        products.matmul_wide(h, weight, out=logits)
+        results.append([logits, products.matmul_narrow(d, weight)])
+        results[-1].append(products.accumulate_outer(None, d, h, weight, is_only=True))
+        assert results[-1][-1].dtype == torch.float16
+    for pieces, whole in zip(*results, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0][0].double(), h.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)

@@ -71,10 +71,19 @@ Additions make_additions(const std::optional<Tensor>& ids, const std::optional<T
           static_cast<const float*>(values->data_ptr()), ids->size(0), values->stride(0)};
 }
 
+const float* vector_of(const std::optional<Tensor>& x, int64_t size, const char* name) {
+  if (!x) return nullptr;
+  STD_TORCH_CHECK(x->dim() == 1 && x->size(0) == size && x->scalar_type() == ScalarType::Float && x->is_contiguous(),
+                  name, ": expected ", size, " contiguous float32 numbers");
+  return static_cast<const float*>(x->data_ptr());
+}
+
 // out (M, N) = or += a * b, then out[added_ids[i]] += added[added_rows[i]] before the result is rounded. a is stored as
-// (M, K), or transposed as (K, M); b as (K, N), or transposed as (N, K). parts: see pack.h; tiles: through torch.
+// (M, K), or transposed as (K, M); b as (K, N), or transposed as (N, K). parts, scales (K,), keeps_heavy and
+// thresholds (M,): see Problem; tiles: through torch.
 void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, int64_t parts, bool tiles,
-         std::optional<Tensor> added_ids, std::optional<Tensor> added_rows, std::optional<Tensor> added) {
+         std::optional<Tensor> scales, bool keeps_heavy, std::optional<Tensor> thresholds, std::optional<Tensor> added_ids,
+         std::optional<Tensor> added_rows, std::optional<Tensor> added) {
   check_operand(a, "a"), check_operand(b, "b"), check_operand(out, "out");
   const int64_t m = a.size(a_transposed ? 1 : 0), k = a.size(a_transposed ? 0 : 1);
   const int64_t n = b.size(b_transposed ? 0 : 1), b_k = b.size(b_transposed ? 1 : 0);
@@ -84,12 +93,19 @@ void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, b
   STD_TORCH_CHECK(out.size(0) == m && out.size(1) == n, "out: expected (", m, ", ", n, ")");
   STD_TORCH_CHECK(!tiles || (!b_is_fp32 && torch_kernel().brgemm), "tiles: expected a bfloat16 b and a torch with brgemm");
   STD_TORCH_CHECK(parts == 1 || (parts == 2 && a_is_fp32 && !b_is_fp32), "parts: expected 1, or 2 for a float32 a and a bfloat16 b, got ", parts);
+  STD_TORCH_CHECK(!scales || (a_transposed && a_is_fp32), "scales: expected a transposed float32 a");
+  STD_TORCH_CHECK(!keeps_heavy || (parts == 1 && a_is_fp32 && !b_is_fp32 && !b_transposed),
+                  "keeps_heavy: expected parts = 1, a float32 a and a bfloat16 b that is not transposed");
+  STD_TORCH_CHECK(thresholds.has_value() == (keeps_heavy && !a_transposed),
+                  "thresholds: expected them with keeps_heavy and an a that is not transposed, and only then");
+  const float *by_k = vector_of(scales, k, "scales"), *by_row = vector_of(thresholds, m, "thresholds");
   const Additions additions = make_additions(added_ids, added_rows, added, out);
   if (m == 0 || n == 0) return;
   const auto run = [&](auto stored, auto multiplied, auto kernel) {
     using S = decltype(stored);
     using T = decltype(multiplied);
-    const Problem<S, T> p{m, n, k, operand<S>(a, a_transposed), operand<T>(b, b_transposed), static_cast<int>(parts)};
+    const Problem<S, T> p{m, n, k, operand<S>(a, a_transposed), operand<T>(b, b_transposed), static_cast<int>(parts), by_k,
+                          keeps_heavy, by_row};
     multiply_into<decltype(kernel)>(p, out, add, additions);
   };
   if (b_is_fp32) return run(float{}, float{}, Vectors{});
@@ -119,7 +135,7 @@ bool has_tiles() {
 STABLE_TORCH_LIBRARY(grpo_fast_gemm, library) {
   library.def(
       "mm_(Tensor a, Tensor b, Tensor(a!) out, bool a_transposed, bool b_transposed, bool add, int parts, bool tiles,"
-      " Tensor? added_ids, Tensor? added_rows, Tensor? added) -> ()");
+      " Tensor? scales, bool keeps_heavy, Tensor? thresholds, Tensor? added_ids, Tensor? added_rows, Tensor? added) -> ()");
   library.def("has_fma() -> bool");
   library.def("has_dot16() -> bool");
   library.def("has_tiles() -> bool");

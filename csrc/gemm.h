@@ -148,7 +148,10 @@ struct Problem {
   int64_t m, n, k;
   Operand<S> a;
   Operand<T> b;
-  int parts = 1;  // of an fp32 a that is multiplied as bf16: 2 keep 16 of its 24 bits
+  int parts = 1;                      // of an fp32 a that is multiplied as bf16: 2 keep 16 of its 24 bits
+  const float* scales = nullptr;      // (K,): rows of a transposed a are multiplied by these first
+  bool keeps_heavy = false;           // with parts = 1 and b (K, N): elements that dominate a sum keep both parts,
+  const float* thresholds = nullptr;  // (M,): in a row of a above these; in a column of a transposed a, see pack.h
 
   int64_t words() const { return (k + kPerWord<T> - 1) / kPerWord<T>; }
   int64_t slices() const { return std::max<int64_t>(1, (words() + kSliceWords - 1) / kSliceWords); }
@@ -190,7 +193,7 @@ struct Blocks {
   template <class P>
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns) {
     int64_t most_rows = p.a.transposed ? 96 : p.b.transposed ? 512 : 256;
-    int64_t most_columns = p.b.transposed ? 128 : 512;
+    int64_t most_columns = p.b.transposed ? 128 : p.a.transposed ? 1024 : 512;
     if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
     for (;;) {
       rows = evened(p.m, most_rows, std::max(group, kRows));
@@ -216,7 +219,7 @@ void pack_panel(const Problem<S, T>& p, int64_t slice, int64_t panel, uint32_t* 
     pack_transposed(p.b.data + first * p.b.stride + k, p.b.stride, columns, p.k - k, p.slice_words(slice), kPanel, to,
                     kPanel);
   else
-    pack_down<T>(p.b.data + k * p.b.stride + first, p.b.stride, columns, p.k - k, p.slice_words(slice), kPanel, 0, to);
+    pack_down<T>(p.b.data + k * p.b.stride + first, p.b.stride, columns, p.k - k, p.slice_words(slice), kPanel, {}, to);
 }
 
 // Rows of one slice of a, `stride` elements apart.
@@ -226,24 +229,33 @@ struct Rows {
   int64_t stride;
 };
 
-// As they lie in memory, or packed into scratch[0]; scratch[1] is for the way there.
+// As they lie in memory, or packed into to[0]; to[1] is for the way there.
 template <class S, class T>
-Rows<T> rows_of(const Problem<S, T>& p, const Block& block, int64_t group, int64_t slice, int part,
-                uint32_t* const (&scratch)[2]) {
+Rows<T> rows_of(const Problem<S, T>& p, const Block& block, int64_t group, int64_t slice, const Entry& entry,
+                uint32_t* const (&to)[2]) {
   const int64_t k = p.first_k(slice), words = p.slice_words(slice), left = p.k - k;
   if (!p.a.transposed) {
     const S* x = p.a.data + block.row * p.a.stride + k;
     if constexpr (std::is_same_v<S, T>)
       if (block.rows % group == 0 && left >= words * kPerWord<T>) return {x, p.a.stride};
-    pack_along<T>(x, p.a.stride, block.rows, left, words, up(block.rows, group), part, scratch[0], kSliceWords);
+    pack_along<T>(x, p.a.stride, block.rows, left, words, up(block.rows, group), entry.part, to[0], kSliceWords);
   } else {
     // k runs down the columns of memory: words of neighbouring k first, then the transposition.
     const int64_t width = up(block.rows, kLanes);
-    pack_down<T>(p.a.data + k * p.a.stride + block.row, p.a.stride, block.rows, left, words, width, part, scratch[1]);
-    pack_transposed(reinterpret_cast<const float*>(scratch[1]), width, words, block.rows, block.rows, words,
-                    scratch[0], kSliceWords);
+    pack_down<T>(p.a.data + k * p.a.stride + block.row, p.a.stride, block.rows, left, words, width, entry, to[1]);
+    pack_transposed(reinterpret_cast<const float*>(to[1]), width, words, block.rows, block.rows, words,
+                    to[0], kSliceWords);
   }
-  return {reinterpret_cast<const T*>(scratch[0]), kSliceWords * kPerWord<T>};
+  return {reinterpret_cast<const T*>(to[0]), kSliceWords * kPerWord<T>};
+}
+
+template <class S, class T>
+void add_heavy(const Problem<S, T>& p, const Block& block, std::vector<Heavy>& heavy, float* sums, int64_t stride) {
+  for (const Heavy& at : heavy) {
+    const T* b = p.b.data + at.k * p.b.stride + block.column;
+    for (int64_t c = 0; c < block.columns; ++c) sums[at.row * stride + c] += at.rest * load_one(b + c);
+  }
+  heavy.clear();
 }
 
 // finish(block, sums, stride) is called once for every block, by the thread that summed it. fixed_columns: blocks have
@@ -255,7 +267,7 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns);
   const int64_t panel_words = kSliceWords * kPanel, panels = p.panels(), slices = p.slices();
   const bool is_shared = blocks.count > blocks.across && slices * panels * panel_words <= kSharedWords;
-  const Buffer<uint32_t> shared = buffer<uint32_t>(is_shared ? slices * panels * panel_words : 0);
+  uint32_t* const shared = scratch<uint32_t>(Purpose::kShared, is_shared ? slices * panels * panel_words : 0);
   const auto in_parallel = [&](int64_t count, const auto& body) {
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) { body(next); });
@@ -263,36 +275,50 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   if (is_shared)
     in_parallel(slices * panels, [&](std::atomic<int64_t>& next) {
       for (int64_t i; (i = next.fetch_add(1)) < slices * panels;)
-        pack_panel(p, i / panels, i % panels, shared.get() + i * panel_words);
+        pack_panel(p, i / panels, i % panels, shared + i * panel_words);
     });
   in_parallel(blocks.count, [&](std::atomic<int64_t>& next) {
     const int64_t height = up(blocks.rows, std::max<int64_t>(kLanes, Kernel::kGroup));
-    const Buffer<uint32_t> own = buffer<uint32_t>(is_shared ? 0 : panel_words);
-    const Buffer<uint32_t> packed_rows = buffer<uint32_t>((p.parts + 1) * height * kSliceWords);
-    const Buffer<float> sums = buffer<float>(height * blocks.columns);
+    uint32_t* const own = scratch<uint32_t>(Purpose::kPanel, panel_words);
+    uint32_t* const packed_rows = scratch<uint32_t>(Purpose::kRows, (p.parts + 1) * height * kSliceWords);
+    float* const sums = scratch<float>(Purpose::kSums, height * blocks.columns);
+    std::vector<Heavy> heavy;
+    std::vector<int64_t> heavy_counts;
+    std::vector<float> limits(p.keeps_heavy && p.a.transposed ? blocks.rows : 0);
     for (int64_t i = next.fetch_add(1), following; i < blocks.count; i = following) {
       following = next.fetch_add(1);  // known early: its first operands are asked for during the last of this block
       const Block block = blocks.at(i, p.m, p.n), after = blocks.at(std::min(following, blocks.count - 1), p.m, p.n);
+      heavy_counts.assign(block.rows, 0);
+      if constexpr (std::is_same_v<S, float>)
+        if (p.keeps_heavy && p.a.transposed)
+          find_limits(p.a.data + block.row, p.a.stride, p.k, block.rows, p.scales, limits.data());
       for (int64_t slice = 0; slice < slices; ++slice) {
         const bool is_last = slice + 1 == slices;
         const int64_t slice_after = is_last ? 0 : slice + 1, panel_count = (block.columns + kPanel - 1) / kPanel;
         const Block& then = is_last ? after : block;
         const Pieces rows_after = p.row_pieces(slice_after, then.row, then.rows);
+        if constexpr (std::is_same_v<S, float>)
+          if (p.keeps_heavy && !p.a.transposed)
+            find_heavy_in_rows(p.a.data + block.row * p.a.stride + p.first_k(slice), p.a.stride, block.rows,
+                       std::min(p.slice_words(slice) * kPerWord<T>, p.k - p.first_k(slice)),
+                       p.thresholds + block.row, p.first_k(slice), heavy_counts, heavy);
         Rows<T> rows[2];
         for (int part = 0; part < p.parts; ++part)
-          rows[part] = rows_of(p, block, Kernel::kGroup, slice, part,
-                               {packed_rows.get() + (part + 1) * height * kSliceWords, packed_rows.get()});
+          rows[part] = rows_of(p, block, Kernel::kGroup, slice,
+                               {part, p.scales ? p.scales + p.first_k(slice) : nullptr,
+                                limits.empty() ? nullptr : limits.data(), p.first_k(slice), &heavy},
+                               {packed_rows + (part + 1) * height * kSliceWords, packed_rows});
         for (int64_t c = 0; c < panel_count; ++c) {
           const int64_t panel = block.column / kPanel + c;
-          if (!is_shared) pack_panel(p, slice, panel, own.get());
-          const uint32_t* packed = is_shared ? shared.get() + (slice * panels + panel) * panel_words : own.get();
+          if (!is_shared) pack_panel(p, slice, panel, own);
+          const uint32_t* packed = is_shared ? shared + (slice * panels + panel) * panel_words : own;
           const Pieces panel_after = is_shared             ? Pieces{}
                                      : c + 1 < panel_count ? p.panel_pieces(slice, panel + 1)
                                                            : p.panel_pieces(slice_after, then.column / kPanel);
           for (int part = 0; part < p.parts; ++part)
             Kernel::multiply(
                 PanelProduct<T>{rows[part].data, rows[part].stride, packed, p.slice_words(slice),
-                                sums.get() + c * kPanel, blocks.columns, slice + part > 0},
+                                sums + c * kPanel, blocks.columns, slice + part > 0},
                 block.rows, [&](int64_t i, int64_t count) {
                   if (part) return;
                   panel_after.prefetch(i, count);
@@ -300,7 +326,8 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
                 });
         }
       }
-      finish(block, sums.get(), blocks.columns);
+      add_heavy(p, block, heavy, sums, blocks.columns);
+      finish(block, sums, blocks.columns);
     }
     Kernel::release();
   });

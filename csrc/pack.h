@@ -9,6 +9,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "vec.h"
 
@@ -25,17 +28,28 @@ struct Operand {
   bool transposed;
 };
 
-template <class T>
-using Buffer = std::unique_ptr<T, decltype(&std::free)>;
-
-template <class T>
-Buffer<T> buffer(int64_t size) {
-  const size_t bytes = (std::max<int64_t>(size, 1) * sizeof(T) + 63) / 64 * 64;
-  return {static_cast<T*>(std::aligned_alloc(64, bytes)), &std::free};
-}
-
 inline int64_t up(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
+}
+
+// Memory that a thread keeps from call to call, one piece for each purpose: fresh pages cost more than the packing.
+enum class Purpose { kShared, kPanel, kRows, kSums, kCount };
+
+template <class T>
+T* scratch(Purpose purpose, int64_t size) {
+  struct Piece {
+    std::unique_ptr<void, decltype(&std::free)> memory{nullptr, &std::free};
+    size_t bytes = 0;
+  };
+  thread_local Piece pieces[static_cast<int>(Purpose::kCount)];
+  Piece& piece = pieces[static_cast<int>(purpose)];
+  const size_t bytes = static_cast<size_t>(up(size * static_cast<int64_t>(sizeof(T)), 64));
+  if (piece.bytes < bytes) {
+    piece.memory.reset();
+    piece.memory.reset(std::aligned_alloc(64, bytes));
+    piece.bytes = bytes;
+  }
+  return static_cast<T*>(piece.memory.get());
 }
 
 // Memory that is read soon: pieces of `lines` cache lines, `stride` bytes apart.
@@ -73,24 +87,45 @@ GRPO_FAST_INLINE Words rounded_part(Floats x, int part) {
   return part == 0 ? first : rounded(x - bit_cast<Floats>(first));
 }
 
-GRPO_FAST_INLINE Words pairs(const Bfloat16* x, const Bfloat16* next, int) {
-  return (bit_cast<Words>(load(x)) >> 16) | bit_cast<Words>(load(next));
-}
-
-GRPO_FAST_INLINE Words pairs(const float* x, const float* next, int part) {
-  return (rounded_part(load(x), part) >> 16) | rounded_part(load(next), part);
-}
-
 inline uint32_t narrowed(float x, int part) {
   return rounded_part(splat(x), part)[0];
 }
 
-inline uint32_t pair(const Bfloat16* x, const Bfloat16* next, int) {
-  return x->bits | (next ? static_cast<uint32_t>(next->bits) << 16 : 0u);
+// An element of an operand that its rounding would hurt, and what its rounding leaves.
+struct Heavy {
+  int64_t row, k;
+  float rest;
+};
+
+constexpr int64_t kMostHeavy = 64;        // in a row; a threshold is meant to let fewer through
+constexpr float kHeavyShare = 1 / 16.0f;  // of the sum of squares of a column
+
+inline float rest_of(float x) {
+  return x - bit_cast<float>(narrowed(x, 0));
 }
 
-inline uint32_t pair(const float* x, const float* next, int part) {
-  return narrowed(*x, part) >> 16 | (next ? narrowed(*next, part) : 0u);
+// How the rows of an operand enter a product: whole or in parts (see above), each times a number of its own.
+struct Entry {
+  int part = 0;
+  const float* scales = nullptr;  // by row in memory, null: 1
+  const float* limits = nullptr;  // by column: the rounding of larger squares is noted in `heavy`
+  int64_t first_k = 0;
+  std::vector<Heavy>* heavy = nullptr;
+
+  float scale(int64_t row) const { return scales ? scales[row] : 1.0f; }
+};
+
+// The words of kLanes columns: low halves from x, high halves from next.
+GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
+#if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
+  if (part == 0) {
+    const Words both = bit_cast<Words>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(next), bit_cast<__m512>(x)));
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return bit_cast<Words>(_mm512_permutexvar_epi16(order, bit_cast<__m512i>(both)));
+  }
+#endif
+  return (rounded_part(x, part) >> 16) | rounded_part(next, part);
 }
 
 // ---- matrices ----
@@ -136,23 +171,52 @@ void pack_transposed(const T* x, int64_t stride, int64_t rows, int64_t k_left, i
       to[k * to_stride + r] = r < rows ? word(x + r * stride + k * kPerWord<T>, 1, k_left - k * kPerWord<T>) : 0u;
 }
 
+// One row of words from two rows of fp32 numbers, `next` null after the last; columns up to a whole vector are written.
+inline void pack_pair(const float* row, const float* next, int64_t columns, int64_t k, const Entry& entry,
+                      uint32_t* to) {
+  const float scale = entry.scale(k), next_scale = next ? entry.scale(k + 1) : 0.0f;
+  Floats over = splat(-1.0f);
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, columns - c);
+    const Floats x = load_up_to(row + c, count) * scale, y = next ? load_up_to(next + c, count) * next_scale : Floats{};
+    const Words both = pairs_of(x, y, entry.part);
+    std::memcpy(to + c, &both, count * sizeof(uint32_t));
+    if (entry.limits) over = max(max(x * x, y * y) - load_up_to(entry.limits + c, count), over);
+  }
+  if (!entry.limits || !(max_lane(over) > 0)) return;
+  for (const auto& [x, factor, at] : {std::tuple(row, scale, k), std::tuple(next, next_scale, k + 1)})
+    for (int64_t c = 0; x && c < columns; ++c)
+      if (const float d = x[c] * factor; d * d > entry.limits[c])
+        entry.heavy->push_back({c, entry.first_k + at, rest_of(d)});
+}
+
 // to[k][c] = the word of column c in the rows of x that make step k; zeros from `columns` to `width`. T is the type
 // that is multiplied, S the one that is stored.
 template <class T, class S>
-void pack_down(const S* x, int64_t stride, int64_t columns, int64_t k_left, int64_t words, int64_t width, int part,
-               uint32_t* to) {
+void pack_down(const S* x, int64_t stride, int64_t columns, int64_t k_left, int64_t words, int64_t width,
+               const Entry& entry, uint32_t* to) {
   for (int64_t k = 0; k < words; ++k, to += width) {
     const S* row = x + k * kPerWord<T> * stride;
+    const float scale = entry.scale(k * kPerWord<T>);
     if constexpr (sizeof(T) == 4) {
-      std::memcpy(to, row, columns * sizeof(T));
-    } else {
+      if (scale == 1.0f) {
+        std::memcpy(to, row, columns * sizeof(T));
+      } else {
+        float* out = reinterpret_cast<float*>(to);
+        int64_t c = 0;
+        for (; c + kLanes <= columns; c += kLanes) store(out + c, load(row + c) * scale);
+        for (; c < columns; ++c) out[c] = row[c] * scale;
+      }
+    } else if constexpr (std::is_same_v<S, T>) {
       const S* next = k_left - k * kPerWord<T> > 1 ? row + stride : nullptr;
       int64_t c = 0;
       for (; next && c + kLanes <= columns; c += kLanes) {
-        const Words both = pairs(row + c, next + c, part);
+        const Words both = (bit_cast<Words>(load(row + c)) >> 16) | bit_cast<Words>(load(next + c));
         std::memcpy(to + c, &both, sizeof(both));
       }
-      for (; c < columns; ++c) to[c] = pair(row + c, next ? next + c : nullptr, part);
+      for (; c < columns; ++c) to[c] = row[c].bits | (next ? static_cast<uint32_t>(next[c].bits) << 16 : 0u);
+    } else {
+      pack_pair(row, k_left - k * kPerWord<T> > 1 ? row + stride : nullptr, columns, k * kPerWord<T>, entry, to);
     }
     std::fill(to + columns, to + width, 0u);
   }
@@ -175,6 +239,35 @@ void pack_along(const S* x, int64_t stride, int64_t rows, int64_t k_left, int64_
       for (; k < count; ++k) row[k].bits = narrowed(x[k], part) >> 16;
     }
   }
+}
+
+// Of (rows, columns) fp32 numbers those above the threshold of their row; counts: of each row until now.
+inline void find_heavy_in_rows(const float* x, int64_t stride, int64_t rows, int64_t columns, const float* thresholds,
+                               int64_t first_k, std::vector<int64_t>& counts, std::vector<Heavy>& found) {
+  for (int64_t r = 0; r < rows; ++r, x += stride) {
+    Floats largest = load_up_to(x, columns);
+    for (int64_t k = kLanes; k < columns; k += kLanes) largest = max(load_up_to(x + k, columns - k), largest);
+    if (!(max_lane(largest) > thresholds[r])) continue;
+    for (int64_t k = 0; k < columns; ++k)
+      if (x[k] > thresholds[r] && counts[r]++ < kMostHeavy) found.push_back({r, first_k + k, rest_of(x[k])});
+  }
+}
+
+// Of (depth, columns) fp32 numbers, a scale per row: the limits that Entry wants.
+inline void find_limits(const float* x, int64_t stride, int64_t depth, int64_t columns, const float* scales,
+                        float* limits) {
+  constexpr int64_t kAhead = 8;  // rows: their pieces are too short for the machine to foresee the next
+  std::fill(limits, limits + columns, 0.0f);
+  for (int64_t k = 0; k < depth; ++k, x += stride) {
+    const float scale = scales ? scales[k] : 1.0f;
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      __builtin_prefetch(x + kAhead * stride + c);
+      const int64_t count = std::min<int64_t>(kLanes, columns - c);
+      const Floats d = load_up_to(x + c, count) * scale, sum = fma(d, d, load_up_to(limits + c, count));
+      count == kLanes ? store(limits + c, sum) : store_tail(limits + c, sum, count);
+    }
+  }
+  for (int64_t c = 0; c < columns; ++c) limits[c] *= kHeavyShare;
 }
 
 }  // namespace grpo_fast

@@ -53,11 +53,6 @@ GRPO_FAST_INLINE Floats exponent(Floats raw, const RowRule& rule, float shift) {
   return floor_exponent(fma(raw, rule.inner, -shift));
 }
 
-template <class T>
-GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {
-  return count >= kLanes ? load(x) : load_tail(x, count);
-}
-
 // The largest raw * inner of a block. A NaN is skipped here and shows in the sums.
 template <class T>
 inline float block_max(const T* x, int64_t columns, float inner) {
@@ -132,6 +127,30 @@ inline void add_run(const T* x, int64_t columns, int64_t target, const RowRule& 
   if constexpr (kEntropy) moment += widen((sums[0].moment + sums[1].moment) + (sums[2].moment + sums[3].moment));
 }
 
+// Sums over some columns of a row but the target's: rest = sum e^t and moment = sum e^t * t, t = z - shift.
+struct PartialSums {
+  float shift;
+  double rest;
+  double moment;
+};
+
+template <bool kEntropy>
+RowStatistics finished(const PartialSums& sums, bool has_target, double z_target) {
+  const double t = has_target ? z_target - sums.shift : 0;
+  const double e = has_target ? std::exp(t) : 0, total = sums.rest + e;
+  RowStatistics row;
+  row.lse = sums.shift + std::log(total);
+  row.logp = has_target ? (e >= sums.rest ? 0.0 - std::log1p(sums.rest / e) : t - std::log(total))
+                        : std::numeric_limits<double>::quiet_NaN();
+  row.entropy = 0;
+  if constexpr (kEntropy) {
+    const double mean = (sums.moment + (e == 0 ? 0 : e * t)) / total;
+    const double entropy = std::log(total) - mean;
+    row.entropy = entropy < 0 ? 0 : entropy;
+  }
+  return row;
+}
+
 // The target stays out of the sum: where p -> 1, log1p(rest / e_y) keeps the digits that 1 + rest would round away.
 template <class T, bool kSoftcap, bool kEntropy>
 RowStatistics row_statistics(const T* x, int64_t columns, int64_t target, const RowRule& rule) {
@@ -154,21 +173,57 @@ RowStatistics row_statistics(const T* x, int64_t columns, int64_t target, const 
       add_run<T, kSoftcap, kEntropy>(x + run, std::min(kRun, start + size - run), target - run, rule, shift, sum,
                                      moment);
   }
-  const double rest = sum_lanes(sum);
   const bool has_target = target >= 0 && target < columns;
-  const double t = has_target ? final_logit<kSoftcap>(load_one(x + target), rule) - shift : 0;
-  const double e = has_target ? std::exp(t) : 0, total = rest + e;
-  RowStatistics row;
-  row.lse = shift + std::log(total);
-  row.logp = has_target ? (e >= rest ? 0.0 - std::log1p(rest / e) : t - std::log(total))
-                        : std::numeric_limits<double>::quiet_NaN();
-  row.entropy = 0;
-  if constexpr (kEntropy) {
-    const double mean = (sum_lanes(moment) + (e == 0 ? 0 : e * t)) / total;
-    const double entropy = std::log(total) - mean;
-    row.entropy = entropy < 0 ? 0 : entropy;
+  const double z_target = has_target ? final_logit<kSoftcap>(load_one(x + target), rule) : 0;
+  return finished<kEntropy>({shift, sum_lanes(sum), kEntropy ? sum_lanes(moment) : 0}, has_target, z_target);
+}
+
+// Of at most kRun columns, relative to their own maximum; target: its place among them, or -1.
+template <bool kSoftcap, bool kEntropy>
+PartialSums slice_sums(const float* x, int64_t columns, int64_t target, const RowRule& rule) {
+  const float best = block_max(x, columns, rule.inner);
+  const float lowest = kSoftcap ? -rule.outer : std::numeric_limits<float>::lowest();
+  const float shift = best == -std::numeric_limits<float>::infinity() ? lowest
+                      : kSoftcap                                      ? rule.outer * std::tanh(best)
+                                                                      : best;
+  Doubles sum = {}, moment = {};
+  add_run<float, kSoftcap, kEntropy>(x, columns, target, rule, shift, sum, moment);
+  return {shift, sum_lanes(sum), kEntropy ? sum_lanes(moment) : 0};
+}
+
+// The sums of a whole row from those of its slices, in their order.
+template <bool kEntropy>
+PartialSums joined(const PartialSums* slices, int64_t count) {
+  PartialSums all{std::numeric_limits<float>::lowest(), 0, 0};
+  for (int64_t i = 0; i < count; ++i) all.shift = std::max(all.shift, slices[i].shift);
+  for (int64_t i = 0; i < count; ++i) {
+    const double change = static_cast<double>(slices[i].shift) - all.shift, factor = std::exp(change);
+    all.rest += slices[i].rest * factor;
+    if constexpr (kEntropy) all.moment += (slices[i].moment + slices[i].rest * change) * factor;
   }
-  return row;
+  return all;
+}
+
+// out_j = e^(z_j - normaliser) * dz_j/draw_j / chain, 0 in the target's column; finite whatever the row holds.
+template <bool kSoftcap>
+void write_weights(const float* x, float* out, int64_t columns, int64_t target, const RowRule& rule, float normaliser) {
+  const auto weight = [&](Floats raw) __attribute__((always_inline)) {
+    Floats t, slope = {};
+    if constexpr (kSoftcap) {
+      const TanhAndSlope bent = tanh_and_slope(raw * rule.inner);
+      t = fma(bent.value, rule.outer, -normaliser);
+      slope = bent.slope;
+    } else {
+      t = fma(raw, rule.inner, -normaliser);
+    }
+    Floats e = exp_floored(floor_exponent(-max(-t, splat(kExpFloor))));
+    if constexpr (kSoftcap) e = e * slope;
+    return max(e, Floats{});  // drops a NaN
+  };
+  int64_t column = 0;
+  for (; column + kLanes <= columns; column += kLanes) store(out + column, weight(load(x + column)));
+  if (column < columns) store_tail(out + column, weight(load_tail(x + column, columns - column)), columns - column);
+  if (target >= 0 && target < columns) out[target] = 0;
 }
 
 // d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw, read once and written once. `out` may be `x`, or

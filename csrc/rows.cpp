@@ -5,9 +5,6 @@
 // by one to torch's own threads; a row is computed by one thread, so results do not depend on how many there are.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,14 +15,12 @@
 #include <vector>
 
 #include "active_tokens.h"
+#include "chunk.h"
 #include "leaves.h"  // printed from objectives.py and kl.py by grpo_fast/kernels/leaves_cpp.py
 #include "row_kernels.h"
 
 namespace grpo_fast {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t kGrain = 16384;   // elements that are worth handing to a thread
 constexpr int64_t kInline = 65536;  // elements below which waking other threads costs more than they give
@@ -45,56 +40,6 @@ void for_each_row(int64_t rows, int64_t columns, const F& body) {
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);
   });
 }
-
-// What both doors are told about the chunk: logits (C, V), target_ids (C,), and the LogitRule.
-struct Chunk {
-  int64_t rows, columns, stride;
-  const int64_t* target_ids;
-  double logit_scale, softcap, temperature;
-  const float* temperatures;  // (C,), or null
-
-  RowRule rule(int64_t row) const {
-    const double t = temperatures ? temperatures[row] : temperature;
-    if (softcap > 0)
-      return {static_cast<float>(logit_scale / softcap), static_cast<float>(softcap / t), logit_scale / t};
-    return {static_cast<float>(logit_scale / t), 0.0f, logit_scale / t};
-  }
-};
-
-template <class T>
-T* data(const Tensor& x) {
-  return static_cast<T*>(x.data_ptr());
-}
-
-void check_matrix(const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
-  STD_TORCH_CHECK(x.dim() == 2, name, ": expected (C, V), got ", x.dim(), " dimensions");
-  STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, name, ": expected a contiguous last dimension, got stride ",
-                  x.stride(1));
-  STD_TORCH_CHECK(x.size(0) == 0 || x.size(1) > 0, name, ": expected at least one column, got none");
-}
-
-void check_vector(const Tensor& x, int64_t rows, ScalarType dtype, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
-  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == rows, name, ": expected one value for each of ", rows, " rows");
-  STD_TORCH_CHECK(x.scalar_type() == dtype, name, ": expected ", dtype == ScalarType::Long ? "int64" : "float32");
-  STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
-}
-
-Chunk make_chunk(const Tensor& logits, const Tensor& target_ids, double logit_scale, std::optional<double> softcap,
-                 double temperature, const std::optional<Tensor>& temperatures) {
-  check_matrix(logits, "logits");
-  check_vector(target_ids, logits.size(0), ScalarType::Long, "target_ids");
-  if (temperatures) check_vector(*temperatures, logits.size(0), ScalarType::Float, "temperature");
-  STD_TORCH_CHECK(!softcap || *softcap > 0, "softcap: expected a positive number, got ", *softcap);
-  return {logits.size(0), logits.size(1), logits.stride(0), data<int64_t>(target_ids), logit_scale,
-          softcap.value_or(0), temperature, temperatures ? data<float>(*temperatures) : nullptr};
-}
-
-// What is known of every row, (C,) each; entropy may be null.
-struct RowOutputs {
-  float *lse, *logps, *entropy;
-};
 
 template <class T, bool kSoftcap, bool kEntropy>
 void write_statistics(const Chunk& chunk, const T* x, int64_t row, const RowOutputs& to) {

@@ -240,6 +240,11 @@ GRPO_FAST_INLINE Floats load_tail(const T* x, int64_t count) {
 }
 
 template <class T>
+GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {
+  return count >= kLanes ? load(x) : load_tail(x, count);
+}
+
+template <class T>
 GRPO_FAST_INLINE void store_tail(T* out, Floats x, int64_t count) {
   for (int64_t lane = 0; lane < count; ++lane) store_one(out + lane, x[lane]);
 }

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from grpo_fast.kernels import gemm_cpu, linear_cpu
+from tests.loss_cases import Fused
 
 torch.set_num_threads(1)
 
@@ -18,6 +23,20 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def fused_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests whose `backend` is `Fused`: our products, and the kernels that start from hidden, on every CPU."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is None or not isinstance(callspec.params.get("backend"), Fused):
+        yield
+        return
+    monkeypatch.setenv("GRPO_FAST_GEMM", "own")
+    monkeypatch.setattr(linear_cpu, "FUSE_FROM", 1)
+    gemm_cpu.unavailable.cache_clear()
+    yield
+    gemm_cpu.unavailable.cache_clear()
 
 
 # These take minutes in one process; started last they would run alone while the other processes have nothing to do.

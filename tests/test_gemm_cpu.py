@@ -33,7 +33,7 @@ SHAPES = [
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The questions that are asked once, asked again."""
-    caches = (gemm_cpu.unavailable, gemm_cpu._is_intel, gemm_cpu._has_tiles)
+    caches = (gemm_cpu.unavailable, gemm_cpu._is_intel, gemm_cpu.has_tiles)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -56,10 +56,15 @@ def multiply(
     add: bool = False,
     parts: int = 1,
     tiles: bool = False,
-    added: tuple = (None,) * 3,
+    scales: Tensor | None = None,
+    keeps_heavy: bool = False,
+    thresholds: Tensor | None = None,
 ) -> Tensor:
     (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
-    torch.ops.grpo_fast_gemm.mm_(a, b, out, a_transposed, b_transposed, add, parts, tiles, *added)
+    if a.shape[0] == 1 or a.shape[1] == 1:  # both readings are right; some arguments want one of them
+        a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
+    layout = a_transposed, b_transposed, add, parts, tiles
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, *layout, scales, keeps_heavy, thresholds, None, None, None)
     return out
 
 
@@ -119,6 +124,39 @@ def test_an_fp32_operand_beside_a_bf16_one(parts: int, bound: float, tiles: bool
             assert torch.equal(out, multiply(a.bfloat16(), b, torch.empty(m, n), tiles=tiles))
 
 
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_elements_that_dominate_a_row_keep_their_digits(tiles: bool) -> None:
+    """One element of 1.005 (bf16: 1.0078) among small ones: only its own rounding matters, and it is made good."""
+    torch.manual_seed(0)
+    m, n, k = 300, 150, 700
+    a, b = 1e-4 * torch.rand(m, k), torch.randn(k, n).bfloat16()
+    places = torch.randint(k, (m,))
+    a[torch.arange(m), places] = 1.005
+    truth = a.double() @ b.double()
+    plain, kept = torch.empty(m, n), torch.empty(m, n)
+    multiply(a, b, plain, tiles=tiles)
+    multiply(a, b, kept, tiles=tiles, keeps_heavy=True, thresholds=torch.full((m,), 0.5))
+    error = [((x.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() for x in (plain, kept)]
+    assert error[0] > 1e-3 and error[1] < 1e-4
+    down = multiply(a.t().contiguous().t(), b, torch.empty(m, n), tiles=tiles, keeps_heavy=True)
+    assert ((down.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 1e-4
+    # Many above the threshold: the first 64 of a row are made good, in a bounded time.
+    low = multiply(a, b, torch.empty(m, n), tiles=tiles, keeps_heavy=True, thresholds=torch.zeros(m))
+    assert ((low.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_for_every_k(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for m, n, k in SHAPES:
+        a, b, scales = matrix(m, k, torch.float32, True), matrix(k, n, dtype, False), torch.randn(k)
+        scales[0] = 0
+        out = multiply(a, b, torch.empty(m, n), scales=scales, parts=1 if dtype == torch.float32 else 2)
+        scaled = a.double() * scales.double()
+        bound = 1e-6 if dtype == torch.float32 else 2**-15
+        assert ((out.double() - scaled @ b.double()).abs() <= bound * (scaled.abs() @ b.double().abs()) + 1e-12).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
     """Equal ids in their order, whatever the blocks and threads; an id in every block, and rows without one."""
@@ -156,6 +194,12 @@ def test_what_it_does_not_take() -> None:
             multiply(*operands)
     with pytest.raises(RuntimeError, match="parts: expected 1, or 2 for a float32 a and a bfloat16 b, got 2"):
         multiply(a, torch.zeros(3, 5), out, parts=2)
+    with pytest.raises(RuntimeError, match="scales: expected a transposed float32 a"):
+        multiply(a, torch.zeros(3, 5), out, scales=torch.ones(3))
+    with pytest.raises(RuntimeError, match="keeps_heavy: expected parts = 1, a float32 a and a bfloat16 b"):
+        multiply(a, torch.zeros(3, 5), out, keeps_heavy=True)
+    with pytest.raises(RuntimeError, match="thresholds: expected them with keeps_heavy"):
+        multiply(a, torch.zeros(3, 5).bfloat16(), out, keeps_heavy=True)
     with pytest.raises(RuntimeError, match="tiles: expected a bfloat16 b"):
         multiply(a, torch.zeros(3, 5), out, tiles=True)
 

@@ -53,7 +53,11 @@ def test_vocabulary_sizes(V, dtype, backend):
     for own, true in ((h.grad, h64.grad), (w.grad, w64.grad)):
         arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
         half_ulp, smallest = ONE_STORE[dtype]
-        assert ((own.double() - true).abs() <= arithmetic + half_ulp * true.abs() + smallest).all()
+        error = own.double() - true
+        if dtype == torch.bfloat16 and backend == "cpu":  # its products are of bf16 numbers where the CPU has such
+            assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
+        else:
+            assert (error.abs() <= arithmetic + half_ulp * true.abs() + smallest).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -27,12 +27,13 @@ class Backend(NamedTuple):
     linear_logps: Callable | None = None
     linear_weights: Callable | None = None
     fuses: Callable | None = None  # whether the two above are worth it for a head's weight
+    stores: Callable | None = None  # the dtype of linear_weights' output for a head's weight, None: it takes none
 
     def for_head(self, weight: torch.Tensor) -> Backend:
         """The doors for one head: without those that start from hidden where they are not worth it."""
         if self.fuses is None or self.fuses(weight):
             return self
-        return self._replace(linear_logps=None, linear_weights=None)
+        return self._replace(linear_logps=None, linear_weights=None, stores=None)
 
 
 def resolve(backend: str, device: torch.device) -> Backend:
@@ -57,12 +58,12 @@ def resolve(backend: str, device: torch.device) -> Backend:
 @functools.cache
 def _load(name: str) -> Backend:
     rows = importlib.import_module(f"grpo_fast.kernels.rows_{name}")
-    if name != "triton":
-        return Backend(name, rows.row_logps, rows.row_grad_, rows.row_loss_)
-    linear, weights = (importlib.import_module(f"grpo_fast.kernels.{x}_triton") for x in ("linear", "weights"))
-    return Backend(
-        name, rows.row_logps, rows.row_grad_, rows.row_loss_, linear.linear_logps, weights.linear_weights, linear.fuses
-    )
+    doors = rows.row_logps, rows.row_grad_, rows.row_loss_
+    if name == "torch":
+        return Backend(name, *doors)
+    linear = importlib.import_module(f"grpo_fast.kernels.linear_{name}")
+    weights = importlib.import_module("grpo_fast.kernels.weights_triton") if name == "triton" else linear
+    return Backend(name, *doors, linear.linear_logps, weights.linear_weights, linear.fuses, weights.stores)
 
 
 @functools.cache

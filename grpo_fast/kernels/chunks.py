@@ -2,8 +2,8 @@
 
     LogitChunks    raw logits in fp32 (vendor GEMM, or hidden → logps kernel with a store), a row kernel writes the
                    d-logits over them; for 16-bit inputs on a GPU beside them, in 16 bits.   4 or 6 bytes per logit held
-    WeightChunks   the GEMM's epilogue writes 16-bit weights E once; d-logits = coefficient of the row · E, so no row
-                   kernel runs and nothing is written again (weights_triton.py).             2 bytes per logit held
+    WeightChunks   the GEMM's epilogue writes weights E once; d-logits = coefficient of the row · E, so no row kernel
+                   runs and nothing is written again (weights_triton.py: bf16; linear_cpu.py). 2 or 4 bytes per logit
 
 Both have the same methods. A chunk has C rows; its buffers have the padded rows of h, of which the last stay unset.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
 from grpo_fast.kernels.gradient_sums import ChunkGradients, RowCoefficients, pad_rows
-from grpo_fast.kernels.memory import on_huge_pages
+from grpo_fast.kernels.memory import give_back_workspace, take_workspace
 from grpo_fast.kernels.products import is_wide, matmul_wide
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, row_coefficients
 from grpo_fast.kernels.tokens import FusedInputs
@@ -43,12 +43,12 @@ class LogitChunks:
     def workspace(self, rows: int) -> Tensor:
         """(rows, V): the one buffer of logits of this pass."""
         if self._logits is None:
-            shape = self.most_rows, self.weight.shape[0]
-            self._logits = on_huge_pages(self.weight.new_empty(shape, dtype=self.dtype))
+            self._logits = take_workspace(self.most_rows, self.weight.shape[0], self.weight, self.dtype)
         return self._logits[:rows]
 
     def release(self) -> None:
         """Give the workspace back."""
+        give_back_workspace(self._logits)
         self._logits = self._narrow = None
 
     def gradient(self, rows: int) -> Tensor:
@@ -116,9 +116,10 @@ class WeightChunks:
     """d-logits as the product of a coefficient by row and of weights that do not depend on the loss."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, backend: Backend) -> None:
-        assert backend.linear_weights is not None
+        assert backend.linear_weights is not None and backend.stores is not None
         self.weight, self.bias, self.door = weight, bias, backend.linear_weights
-        self.bytes_per_logit = weight.dtype.itemsize
+        self.dtype = backend.stores(weight)
+        self.bytes_per_logit = self.dtype.itemsize
         self.most_rows = 0
         self._weights: Tensor | None = None
         self._units: tuple[Tensor, Tensor] | None = None  # (C,): of the weights, of the target's column
@@ -127,11 +128,13 @@ class WeightChunks:
         """(rows, V): the one buffer of weights of this pass."""
         vocab = self.weight.shape[0]
         if self._weights is None:
-            self._weights = self.weight.new_empty(self.most_rows, -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS)
+            columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
+            self._weights = take_workspace(self.most_rows, columns, self.weight, self.dtype)
         return self._weights[:rows, :vocab]
 
     def release(self) -> None:
         """Give the workspace back."""
+        give_back_workspace(self._weights)
         self._weights = None
 
     def _fill(self, h: Tensor, target_ids: Tensor, rule: LogitRule, **options) -> RowStats:

@@ -43,9 +43,9 @@ def unavailable(dtype: torch.dtype) -> str | None:
         if not kernels.has_fma():
             return "it was compiled without AVX2 and FMA"
         return "MKL is at home on this CPU" if choice == "auto" and _is_intel() else None
-    if not kernels.has_dot16() and not _has_tiles():
+    if not kernels.has_dot16() and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
-    return None if _is_right(_has_tiles()) else "its bf16 product failed its self-check"
+    return None if _is_right(has_tiles()) else "its bf16 product failed its self-check"
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def _is_intel() -> bool:
 
 
 @functools.cache
-def _has_tiles() -> bool:
+def has_tiles() -> bool:
     """Whether bf16 products go through AMX, by way of a function inside libtorch_cpu."""
     return {"amx_bf16", "amx_tile"} <= set(csrc_loader.cpu_flags()) and torch.ops.grpo_fast_gemm.has_tiles()
 
@@ -64,7 +64,7 @@ def _is_right(tiles: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))  # whole tiles and edges
     out = torch.empty(130, 70)
-    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, None, None)
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, False, *[None] * 4)
     error = (out - a.float() @ b.float().t()).abs().amax().item()
     if not error <= 1e-4:
         logger.warning("grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead", error)
@@ -90,25 +90,33 @@ def mm_(
     *,
     add: bool = False,
     parts: int = 1,
+    scales: Tensor | None = None,  # (K,) fp32
+    keeps_heavy: bool = False,
+    thresholds: Tensor | None = None,  # (M,) fp32
     added: AddedRows | None = None,
 ) -> Tensor:  # (M, N)
     """out = a·b, or out += a·b: products exact, sums in fp32, rounded once to the dtype of `out`.
 
     An fp32 a beside a bf16 b is rounded to bf16 with `parts=1`; with 2, what the rounding leaves is multiplied as well
-    (16 of its 24 bits, at twice the time). An element's bits depend on its row of a and its column of b only: not on M,
-    N, or the number of threads.
+    (16 of its 24 bits, at twice the time). `keeps_heavy`: with 1 part, elements that dominate a sum keep both: those
+    above the threshold of their row of a, or where a is a transpose those with a 16th of the squares of their row.
+    `scales`: the columns of an fp32 a, which must be a transpose, are multiplied by these first. An element's bits
+    depend on its row of a and its column of b only: not on M, N, or the number of threads.
 
     Raises:
         RuntimeError: a dtype, shape or stride that it does not take.
     """
-    a, a_transposed = _as_stored(a.detach())
-    b, b_transposed = _as_stored(b.detach())
+    is_transpose = scales is not None or (keeps_heavy and thresholds is None)
+    a, a_transposed = (a.detach().t(), True) if is_transpose else _as_stored(a.detach())
+    b, b_transposed = (b.detach().contiguous(), False) if keeps_heavy else _as_stored(b.detach())
     rows: tuple[Tensor | None, ...] = (None, None, None)
     if added is not None:
         ids, order = added.ids.sort(stable=True)  # equal ids are added in their order
         rows = ids, order, added.values.contiguous()
-    tiles = b.dtype == torch.bfloat16 and _has_tiles()
-    torch.ops.grpo_fast_gemm.mm_(a, b, out.detach(), a_transposed, b_transposed, add, parts, tiles, *rows)
+    tiles = b.dtype == torch.bfloat16 and has_tiles()
+    torch.ops.grpo_fast_gemm.mm_(
+        a, b, out.detach(), a_transposed, b_transposed, add, parts, tiles, scales, keeps_heavy, thresholds, *rows
+    )
     return out
 
 

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.gemm_cpu import AddedRows
 from grpo_fast.kernels.grad_filter import WORTH_BELOW, column_masses, heavy_columns
-from grpo_fast.kernels.products import accumulate_outer, add_rows_, matmul_narrow, weighted_column_sum
+from grpo_fast.kernels.products import (
+    accumulate_outer,
+    add_rows_,
+    matmul_narrow,
+    scaled_rows,
+    weighted_column_sum,
+)
 
 if TYPE_CHECKING:
     from grpo_fast.kernels.linear import LinearHead
@@ -33,6 +40,11 @@ class RowCoefficients(NamedTuple):
     weights: Tensor  # (padded C,) fp32
     target: Tensor  # (padded C,) fp32
     target_ids: Tensor  # (C,)
+
+    def large_weights(self) -> Tensor:
+        """(padded C,): above a 16th of the target's d-logit a weight dominates its row of dH; there are few of them."""
+        large = self.target.abs() / (16 * self.weights.abs())
+        return torch.where(large > 0, large, torch.inf)
 
     def select(self, rows: Tensor) -> RowCoefficients:
         """Those of some rows, padded again."""
@@ -98,12 +110,13 @@ class GradientSums:
         target = by.target[:count]
         d, weight, columns = self._filter(d, count, by)
         if self.wanted.hidden:
-            dh = scaled_rows(matmul_narrow(d, weight, wide=True)[:count], by.weights[:count])
+            product = matmul_narrow(d, weight, wide=True, thresholds=by.large_weights())
+            dh = scaled_rows(product[:count], by.weights[:count])
             self._keep_hidden(dh + scaled_rows(self.head.weight.index_select(0, by.target_ids), target), index)
         if self.wanted.weight:
-            self._keep_weight(d, scaled_rows(h, by.weights).to(h.dtype), columns, is_only=False)
-            assert self.d_weight is not None
-            add_rows_(self.d_weight, by.target_ids, scaled_rows(h[:count], target))
+            added = AddedRows(by.target_ids, scaled_rows(h[:count], target))
+            is_only = self.head.is_single_chunk
+            self._keep_weight(d, h, columns, is_only=is_only, scales=by.weights, added=added)
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.weights), columns)
             assert self.d_bias is not None
@@ -139,18 +152,30 @@ class GradientSums:
                 self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
             self.d_hidden[index] = dh.to(hidden.dtype)
 
-    def _keep_weight(self, d: Tensor, h: Tensor, columns: Tensor | None, *, is_only: bool) -> None:
-        """dW += dᵀ·h; every column of `columns` occurs once, so no order is in question."""
+    def _keep_weight(
+        self,
+        d: Tensor,
+        h: Tensor,
+        columns: Tensor | None,
+        *,
+        is_only: bool,
+        scales: Tensor | None = None,
+        added: AddedRows | None = None,
+    ) -> None:
+        """dW += dᵀ·diag(scales)·h, and `added`; every column of `columns` occurs once: no order is in question."""
         if not self.wanted.weight:
             return
         if columns is None:
-            self.d_weight = accumulate_outer(self.d_weight, d, h, self.head.weight, is_only=is_only)
+            weight = self.head.weight
+            self.d_weight = accumulate_outer(self.d_weight, d, h, weight, is_only=is_only, scales=scales, added=added)
             return
         dtype = self.head.compute_dtype
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.head.weight.shape, dtype=dtype)
         own = h.new_empty((columns.shape[0], h.shape[1]), dtype=dtype)
-        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True))
+        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales))
+        if added is not None:
+            add_rows_(self.d_weight, added.ids, added.values)
 
     def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
         if columns is not None:
@@ -178,11 +203,6 @@ class GradientSums:
 def gathers(keep: Tensor, count: int) -> bool:
     """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
     return keep.shape[0] < GATHER_BELOW * count
-
-
-def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
-    """(C, H) fp32 coefficients[:, None]·x, exact zeros where the coefficient is 0 (x may hold NaN there)."""
-    return torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])
 
 
 def padded(count: int) -> int:

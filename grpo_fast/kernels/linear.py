@@ -58,8 +58,8 @@ class LinearHead:
         self.num_rows = target_ids.shape[0]
         self.vocab_size = weight.shape[0]
         self.compute_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        has_weights = self.backend.linear_weights is not None and not entropy_gradient
-        kind = WeightChunks if has_weights and weight.dtype == torch.bfloat16 else LogitChunks
+        has_weights = self.backend.stores is not None and self.backend.stores(weight) is not None
+        kind = WeightChunks if has_weights and not entropy_gradient else LogitChunks
         self.chunk: LogitChunks | WeightChunks = kind(weight, bias, self.backend)
         self.has_entropy_gradient = isinstance(self.chunk, LogitChunks)
         self.chunk_rows = self._chunk_rows()
@@ -128,6 +128,7 @@ class LinearHead:
             keep = None if is_full else active_rows(part.grad_logps, chunk.grad_entropy)
             sums.add(rows, h, d_logits, count, keep)
             parts.append(part)
+        self.chunk.release()
         return joined(parts, self.hidden), sums.finish()
 
     def gradients(
@@ -153,6 +154,7 @@ class LinearHead:
             g_chunk, h_chunk = g[index], None if g_entropy is None else g_entropy[index]
             d_logits = self.chunk.gradients(h, targets, rule, (lse, logps, entropy), g_chunk, h_chunk, held=is_held)
             sums.add(index, h, d_logits, count, keep)
+        self.chunk.release()
         return sums.finish()
 
 

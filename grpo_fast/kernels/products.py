@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels import gemm_cpu
 from grpo_fast.kernels.gemm_cpu import AddedRows
+from grpo_fast.kernels.memory import on_huge_pages
 
 # Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32 output.
 WIDEN_ROWS = 16384
@@ -31,15 +34,20 @@ def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
             matmul_wide(h, weight[v : v + WIDEN_ROWS].float(), out=out[:, v : v + WIDEN_ROWS])
 
 
-def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False, parts: int = 2) -> Tensor:
+def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False, thresholds: Tensor | None = None) -> Tensor:
     """(C, H) = d (C, V) · weight (V, H), summed in fp32.
 
     d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU may round it to the
-    weight's dtype. `parts`: of an fp32 d that a CPU multiplies in 16 bits (see gemm_cpu.mm_).
+    weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps the digits these leave: with `thresholds` (C,)
+    only where it is larger than they say, at half the time (gemm_cpu.mm_).
     """
     if gemm_cpu.multiplies(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
-        return gemm_cpu.mm_(d, weight, out, parts=1 if d.dtype == weight.dtype else parts)
+        if d.dtype == weight.dtype:
+            return gemm_cpu.mm_(d, weight, out)
+        if thresholds is None:
+            return gemm_cpu.mm_(d, weight, out, parts=2)
+        return gemm_cpu.mm_(d, weight, out, keeps_heavy=True, thresholds=thresholds)
     if is_wide(weight):
         return d @ weight
     if weight.is_cuda:
@@ -51,24 +59,44 @@ def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False, parts: int =
     return dh
 
 
+def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
+    """(C, H) fp32 coefficients[:, None]·x, exact zeros where the coefficient is 0 (x may hold NaN there)."""
+    return torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])
+
+
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total += a·b in fp32 or fp64."""
     return gemm_cpu.mm_(a, b, total, add=True) if gemm_cpu.multiplies(b) else total.addmm_(a, b)
 
 
 def accumulate_outer(
-    total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool, added: AddedRows | None = None
+    total: Tensor | None,
+    d: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    *,
+    is_only: bool,
+    scales: Tensor | None = None,
+    added: AddedRows | None = None,
 ) -> Tensor:
     """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the weight's dtype.
 
-    `added`: rows that the sum gets on top; equal ids in their order.
+    `scales` (C,) fp32: the rows of d are weights, to be multiplied by these (exact zeros where they are 0). `added`:
+    rows that the sum gets on top; equal ids in their order.
     """
     if gemm_cpu.multiplies(h):
         is_new = total is None
         if total is None:
             dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
-            total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
-        return gemm_cpu.mm_(d.t(), h, total, add=not is_new, parts=1 if d.dtype == h.dtype else 2, added=added)
+            total = on_huge_pages(h.new_empty((d.shape[1], h.shape[1]), dtype=dtype))
+        if d.dtype == h.dtype == torch.bfloat16 and scales is not None:
+            h, scales = scaled_rows(h, scales).to(h.dtype), None
+        digits: dict[str, Any] = {}
+        if d.dtype != h.dtype:
+            digits = {"parts": 2} if scales is None else {"keeps_heavy": True}
+        return gemm_cpu.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added, **digits)
+    if scales is not None:
+        h = scaled_rows(h, scales).to(h.dtype)
     total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
     if added is not None:
         add_rows_(total, added.ids, added.values)

@@ -70,6 +70,11 @@ def units_kernel(
     tl.store(target_unit_ptr + rows, target_unit, mask=in_rows)
 
 
+def stores(weight: Tensor) -> torch.dtype | None:
+    """The dtype of the weights that `linear_weights` writes for a head; None where it takes none."""
+    return weight.dtype if weight.dtype == torch.bfloat16 else None
+
+
 def target_logits(p: Problem) -> Tensor:
     """(T,) fp32 raw logits of the targets."""
     raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)

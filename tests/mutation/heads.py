@@ -51,7 +51,7 @@ MUTANTS = [
            "high.item() >= (vocab_size or 0)", "high.item() > (vocab_size or 0)",
            "a target id of V is let through", "refusals"),
     Mutant("prepare-infinite-target", PREPARE,
-           "logps.amin() == -torch.inf", "logps.amax() == -torch.inf",
+           "check_least_logp(logps.amin()", "check_least_logp(logps.amax()",
            "a target of probability 0 is let through when another is not", "survivors"),
     # ---- rows_torch.py
     Mutant("rows-temperature-in-gradient", ROWS,

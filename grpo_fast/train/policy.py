@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from grpo_fast import linear_logps
 from grpo_fast.attention import (
     NAME,
+    Head,
     PackedGroups,
     check_supported,
     disable_dropout,
+    head_of,
     pack_groups,
     register,
     shared_prompt_supported,
 )
 from grpo_fast.train.config import LoraConfig, ModelConfig
-from grpo_fast.train.head import Head, head_of
 from grpo_fast.train.long_context import apply_options
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Policy:
         head = self.head
         return linear_logps(
             self.hidden(packed), head.weight, packed.target_ids, hidden_rows=packed.predicting, bias=head.bias,
-            temperature=temperature, softcap=head.softcap, logit_scale=head.logit_scale,
+            temperature=temperature, **head.rule,
         )  # fmt: skip
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The language-model head as the loss needs it: weight, bias and the rules that turn hidden states into logits."""
+"""The head of a transformers causal LM: what turns the hidden states of packed rows into log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ class Head(NamedTuple):
     softcap: float | None
     logit_scale: float
 
+    @property
+    def rule(self) -> dict[str, Any]:
+        """softcap and logit_scale, as keywords of `linear_logps` and of `LossConfig`."""
+        return {"softcap": self.softcap, "logit_scale": self.logit_scale}
+
 
 def head_of(lm: Any) -> Head:
     """Read the head of a transformers causal LM.
 
     Known rules: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite,
-    divides), `lm_head_multiplier` (Falcon-H1, multiplies). `Policy.self_check` finds a model with any other.
+    divides), `lm_head_multiplier` (Falcon-H1, multiplies). A model with any other has to be found by comparing logits.
 
     Raises ValueError for a head that is no plain linear layer (for example with a LoRA adapter on it).
     """
     layer = lm.get_output_embeddings()
     if type(layer) is not nn.Linear:
         raise ValueError(
-            f"lm_head: expected torch.nn.Linear, came {type(layer).__name__} "
-            "(leave it out of model.lora.target_modules)"
+            f"lm_head: expected torch.nn.Linear as output embeddings, got {type(layer).__name__} "
+            "(with LoRA: leave it out of target_modules)"
         )
-    config = lm.config
     scale = 1.0
     for name, inverse in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):
-        value = getattr(config, name, None)
+        value = getattr(lm.config, name, None)
         if value is not None:
             scale = scale / float(value) if inverse else scale * float(value)
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = getattr(lm.config, "final_logit_softcapping", None)
     return Head(layer.weight, layer.bias, None if softcap is None else float(softcap), scale)

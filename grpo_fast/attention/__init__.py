@@ -4,7 +4,7 @@ Pack groups, call the model, get logps back per completion: README.md beside thi
 """
 
 from grpo_fast.attention.dispatch import packed_rows_attention
-from grpo_fast.attention.head import Head, head_of
+from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.packed import (
     NAME,
@@ -22,6 +22,7 @@ __all__ = [
     "PackedLayout",
     "Share",
     "check_supported",
+    "check_tolerance",
     "disable_dropout",
     "head_of",
     "pack_groups",

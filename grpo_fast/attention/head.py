@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+# How far logps may stand from the model's own, by the dtype they are computed in (nats).
+CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 class Head(NamedTuple):
@@ -19,6 +23,14 @@ class Head(NamedTuple):
     def rule(self) -> dict[str, Any]:
         """softcap and logit_scale, as keywords of `linear_logps` and of `LossConfig`."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
+
+
+def check_tolerance(dtype: torch.dtype) -> float:
+    """Nats beyond which a self-check says that the model has a rule we do not know; for logits, times their size.
+
+    A dtype without a number of its own (a quantized head) has that of bf16.
+    """
+    return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 
 def head_of(lm: Any) -> Head:

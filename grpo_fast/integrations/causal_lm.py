@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss, linear_logps
-from grpo_fast.attention import head_of
-
-# How far the head's rule may stand from the model's own logits, by dtype.
-CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+from grpo_fast.attention import check_tolerance, head_of
 
 
 def unwrapped(model: Any) -> Any:
@@ -44,7 +41,7 @@ def check_head(model: Any) -> None:
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     difference = float((logits - out.logits.float()).abs().max())
-    tolerance = CHECK_TOLERANCE.get(head.weight.dtype, 0.15) * max(1.0, float(logits.abs().max()))
+    tolerance = check_tolerance(head.weight.dtype) * max(1.0, float(logits.abs().max()))
     if not difference <= tolerance:
         raise ValueError(
             f"model: expected logits from its last hidden states and linear head, got a difference of {difference:.2g}"

@@ -3,7 +3,7 @@
 A case is built padded: completions of different lengths, one of them empty, one with a hole in its mask (a tool call),
 advantages of both signs and one exact zero, log ratios on both sides of every clip bound but never near one, so that
 fp32 rounding cannot change a decision. Masked slots hold ordinary numbers here; `poisoned` in
-test_contract_invariance.py puts NaN, inf and bad ids there.
+test_contract_poison.py puts NaN, inf and bad ids there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import grpo_fast
-from tests import oracles
+from tests import oracle_inputs, oracles
 
 LOSSES = tuple(oracles.ORACLES)
 AGGREGATIONS = ("sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum")
@@ -129,7 +129,7 @@ def make_case(
     rows = rows if b is None else rows + b.double()
     o = oracles.resolve(options)
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
-    lp, _ = oracles.logps_and_entropy(rows.reshape(-1, V), ids.reshape(-1), **rule)
+    lp, _ = oracle_inputs.logps_and_entropy(rows.reshape(-1, V), ids.reshape(-1), **rule)
     lp = lp.reshape(B, L)
     old = torch.clamp(lp - pick(g, LOG_RATIOS, (B, L)), max=-1e-3)
     ref = lp + pick(g, REF_DIFFERENCES, (B, L))
@@ -256,7 +256,7 @@ def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
     if isinstance(rule["temperature"], Tensor):
         rule["temperature"] = rule["temperature"].reshape(-1)
-    lp, H = oracles.logps_and_entropy(raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), **rule)
+    lp, H = oracle_inputs.logps_and_entropy(raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), **rule)
     return lp.reshape(B, L).float(), H.reshape(B, L).float()
 
 
@@ -271,14 +271,14 @@ def truth(function: str, case: Case):
     if isinstance(temperature, Tensor):
         keywords["temperature"] = temperature
     if function == "linear":
-        return oracles.oracle_from_hidden(
+        return oracle_inputs.oracle_from_hidden(
             case.hidden, case.weight, case.ids, case.advantages, options, bias=case.bias, **keywords
         )
     if function == "logits":
-        return oracles.oracle_from_logits(case.logits, case.ids, case.advantages, options, **keywords)
+        return oracle_inputs.oracle_from_logits(case.logits, case.ids, case.advantages, options, **keywords)
     keywords.pop("temperature", None)
     logps, entropy = reference_logps(case)
-    return oracles.oracle_from_logps(logps, case.advantages, options, entropy=entropy, **keywords)
+    return oracle_inputs.oracle_from_logps(logps, case.advantages, options, entropy=entropy, **keywords)
 
 
 # ------------------------------------------------------------------------------------------------------- judging

@@ -3,7 +3,7 @@
 Nothing here is imported from grpo_fast, and nothing here is fast. Every objective is a function of ONE completion
 (its active tokens only, a 1-D tensor per quantity), so that padding, packing, masks, broadcasting, chunking and
 in-place tricks, where the package can go wrong, do not exist on this side. Gradients come from autograd with
-explicit `.detach()` where a paper writes a stop-gradient.
+explicit `.detach()` where a paper writes a stop-gradient. `oracle_inputs` makes completions of padded tensors.
 
 Sources: the formulas of OBJECTIVES (DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, INTELLECT-2,
 PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO 2507.18071, Kimi k1.5) and,
@@ -304,110 +304,3 @@ def entropy_bonus(completions: list[Completion], floor: Tensor | None, num_items
         total = total + c.entropy[keep].sum()
         count += int(keep.sum())
     return total / (max(count, 1) if num_items is None else float(num_items))
-
-
-# ------------------------------------------------------------------------------------------ logits, hidden, layouts
-def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0) -> Tensor:
-    """scale, then softcap, then temperature: `raw` (n, V), temperature a number or (n,)."""
-    z = logit_scale * raw
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(torch.float64).unsqueeze(-1)
-    return z / temperature
-
-
-def logps_and_entropy(raw: Tensor, ids: Tensor, **rule) -> tuple[Tensor, Tensor]:
-    """raw (n, V) fp64, ids (n,) → lp (n,), H (n,); −inf columns have probability exactly 0."""
-    log_p = torch.log_softmax(scaled_logits(raw, **rule), dim=-1)
-    p = log_p.exp()
-    entropy = -(p * torch.where(torch.isinf(log_p), torch.zeros_like(log_p), log_p)).sum(-1)
-    return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
-
-
-def split(tensor: Tensor | None, mask: Tensor) -> list[Tensor | None]:
-    """(B, L, …) → the active rows of each completion."""
-    return [None if tensor is None else tensor[b][mask[b]] for b in range(len(mask))]
-
-
-def as_double(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to(torch.float64)
-
-
-def completions_of(
-    logp: Tensor, advantages: Tensor, mask: Tensor, *, old=None, ref=None, sampling=None, entropy=None
-) -> list[Completion]:
-    """Padded (B, L) tensors, mask (B, L) bool → completions; advantages (B,) or (B, L)."""
-    B, L = mask.shape
-    A = as_double(advantages)
-    A = A.unsqueeze(1).expand(B, L) if A.dim() == 1 else A
-    lps, As = split(logp, mask), split(A, mask)
-    olds, refs, sams = split(as_double(old), mask), split(as_double(ref), mask), split(as_double(sampling), mask)
-    ents = split(entropy, mask)
-    return [
-        Completion(lps[b], lps[b].detach() if old is None else olds[b], refs[b], sams[b], As[b], ents[b])
-        for b in range(B)
-    ]
-
-
-def oracle_from_logps(
-    logps, advantages, options, *, mask, old=None, ref=None, sampling=None, entropy=None, num_items=None,
-    num_completions=None,
-) -> SimpleNamespace:  # fmt: skip
-    """Loss of given logps (B, L); `.logps_grad` (B, L), `.entropy_grad` when an entropy was given."""
-    lp = as_double(logps).requires_grad_()
-    H = None if entropy is None else as_double(entropy).requires_grad_()
-    completions = completions_of(lp, advantages, mask, old=old, ref=ref, sampling=sampling, entropy=H)
-    out = batch_loss(completions, options, num_items=num_items, num_completions=num_completions)
-    out.logps_grad = grad_or_zero(out.loss, lp)
-    out.entropy_grad = None if H is None else grad_or_zero(out.loss, H)
-    return out
-
-
-def oracle_from_logits(
-    logits, ids, advantages, options, *, mask, old=None, ref=None, sampling=None, num_items=None,
-    num_completions=None, temperature=None,
-) -> SimpleNamespace:  # fmt: skip
-    """Loss of raw logits (B, L, V), ids (B, L); `.logits_grad`, `.logps`, `.entropy` are (B, L[, V])."""
-    raw = as_double(logits).requires_grad_()
-    out = _from_rows(
-        raw[mask], ids, advantages, options, mask, old, ref, sampling, num_items, num_completions, temperature
-    )
-    out.logits_grad = grad_or_zero(out.loss, raw)
-    return out
-
-
-def oracle_from_hidden(
-    hidden, weight, ids, advantages, options, *, mask, bias=None, old=None, ref=None, sampling=None, num_items=None,
-    num_completions=None, temperature=None,
-) -> SimpleNamespace:  # fmt: skip
-    """Loss of hidden (B, L, H), weight (V, H), bias (V,); gradients of all three."""
-    h, W = as_double(hidden).requires_grad_(), as_double(weight).requires_grad_()
-    b = None if bias is None else as_double(bias).requires_grad_()
-    rows = h[mask] @ W.T
-    rows = rows if b is None else rows + b
-    out = _from_rows(rows, ids, advantages, options, mask, old, ref, sampling, num_items, num_completions, temperature)
-    out.hidden_grad, out.weight_grad = grad_or_zero(out.loss, h), grad_or_zero(out.loss, W)
-    out.bias_grad = None if b is None else grad_or_zero(out.loss, b)
-    return out
-
-
-def _from_rows(rows, ids, advantages, options, mask, old, ref, sampling, num_items, num_completions, temperature):
-    o = resolve(options)
-    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
-    if temperature is not None:
-        rule["temperature"] = temperature[mask] if isinstance(temperature, Tensor) else temperature
-    lp, H = logps_and_entropy(rows, ids[mask], **rule)
-    grid_lp = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, lp)
-    grid_H = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, H)
-    completions = completions_of(grid_lp, advantages, mask, old=old, ref=ref, sampling=sampling, entropy=grid_H)
-    out = batch_loss(completions, options, num_items=num_items, num_completions=num_completions)
-    out.logps, out.entropy = grid_lp.detach(), grid_H.detach()
-    return out
-
-
-def grad_or_zero(loss: Tensor, x: Tensor) -> Tensor:
-    if not loss.requires_grad:
-        return torch.zeros_like(x)
-    (g,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(x) if g is None else g

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grpo_fast
-from tests import oracles
+from tests import oracle_inputs
 from tests.loss_cases import BACKENDS, relative_l2
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -33,7 +33,7 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
     hidden, weight, ids, _ = problem(dtype, N=16, H=H, V=1000, std=2.5)
-    lp64, H64 = oracles.logps_and_entropy(hidden.double() @ weight.double().T, ids)
+    lp64, H64 = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
     with torch.no_grad():
         quiet = grpo_fast.linear_logps(hidden, weight, ids, backend=backend)
     lp, entropy = grpo_fast.linear_logps(hidden, weight.requires_grad_(), ids, return_entropy=True, backend=backend)
@@ -47,7 +47,7 @@ def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
 def test_logps_of_given_logits_against_fp64(dtype, backend):
     g = torch.Generator().manual_seed(1)
     logits, ids = (4 * torch.randn(33, 5003, generator=g)).to(dtype), torch.randint(5003, (33,), generator=g)
-    lp64, H64 = oracles.logps_and_entropy(logits.double(), ids)
+    lp64, H64 = oracle_inputs.logps_and_entropy(logits.double(), ids)
     lp, entropy = grpo_fast.logits_logps(logits, ids, return_entropy=True, backend=backend)
     assert (lp.double() - lp64).abs().max() <= 5e-6
     assert (entropy.double() - H64).abs().max() <= 5e-6
@@ -78,11 +78,11 @@ def test_gradients_against_fp64_overall_and_worst_row(off_policy, chunks, dtype,
         monkeypatch.setattr(linear, "workspace_bytes", lambda device: 96 // chunks * weight.shape[0] * 4)
     old, options = None, {"loss_type": "dapo"}
     if off_policy:
-        lp64, _ = oracles.logps_and_entropy(hidden.double() @ weight.double().T, ids)
+        lp64, _ = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
         old = (lp64 - 0.11 * torch.randn(len(ids), generator=torch.Generator().manual_seed(9)).clamp(-1, 1)).float()
     d_hidden, d_weight = loss_gradients(hidden, weight, ids, advantages, old, grpo_fast.LossConfig(**options), backend)
     mask = torch.ones(1, len(ids), dtype=torch.bool)
-    exact = oracles.oracle_from_hidden(
+    exact = oracle_inputs.oracle_from_hidden(
         hidden[None], weight, ids[None], advantages[None], options, mask=mask, old=None if old is None else old[None]
     )
     bar = GRADIENT_BAR[dtype]
@@ -123,7 +123,7 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
         hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
     )
     mask = torch.ones(1, len(ids), dtype=torch.bool)
-    exact = oracles.oracle_from_hidden(
+    exact = oracle_inputs.oracle_from_hidden(
         hidden[None], weight, ids[None], advantages[None], {"loss_type": "reinforce"}, mask=mask
     )
     stored = exact.weight_grad.to(torch.bfloat16)

@@ -16,7 +16,7 @@ from grpo_fast.kernels import csrc_loader, leaves_cpp, rows_cpu, rows_torch
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES, objective_params
-from tests import oracles
+from tests import oracle_inputs, oracles
 
 REASON = csrc_loader.load("rows")
 needs_library = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}")
@@ -74,7 +74,7 @@ def test_every_loss_and_kl_against_the_oracle(loss_type: str) -> None:
     for estimator, times_ratio in itertools.product(KL_ESTIMATORS, (False, True)) if loss_type == "grpo" else plain:
         config = LossConfig(**settings, kl_estimator=estimator, kl_times_ratio=times_ratio)
         z = x["logits"].double().requires_grad_()
-        logps, entropy = oracles.logps_and_entropy(z, x["target_ids"])
+        logps, entropy = oracle_inputs.logps_and_entropy(z, x["target_ids"])
         o = oracles.resolve(settings)
         old, ref, advantage = (x[name].double() for name in ("old_logps", "ref_logps", "advantages"))
         c = oracles.Completion(logps, old, ref, None, advantage, entropy)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import grpo_fast
-from tests import oracles
+from tests import oracle_inputs, oracles
 from tests.loss_cases import AGGREGATIONS, BACKENDS, LOSS_LEVELS, make_case, options_for, relative_l2, run, spans, truth
 from tests.test_loss_autograd import VIEWS
 
@@ -74,7 +74,7 @@ def decisions_are_clear(case, expected) -> bool:
         return True
     lp = getattr(expected, "logps", None)
     lp = lp if lp is not None else expected.given_logps
-    rows = oracles.completions_of(lp, case.advantages, case.mask, old=case.old, sampling=case.sampling)
+    rows = oracle_inputs.completions_of(lp, case.advantages, case.mask, old=case.old, sampling=case.sampling)
     bounds = [1 - o.epsilon_low, 1 + o.epsilon_high, o.dual_clip_c, o.delta or 9e9, o.epsilon_high]
     for c in (c for c in rows if len(c.logp)):
         if case.old is not None:
@@ -154,7 +154,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     expected.rows = (
         []
         if entropy is None
-        else [oracles.Completion(x, x, None, None, x, x) for x in oracles.split(entropy, case.mask)]
+        else [oracles.Completion(x, x, None, None, x, x) for x in oracle_inputs.split(entropy, case.mask)]
     )
     if not decisions_are_clear(case, expected):
         return

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grpo_fast
-from tests import oracles
+from tests import oracle_inputs
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -71,7 +71,7 @@ def test_vocabulary_sizes_of_the_logits_function(V, dtype, backend):
     config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.1)
     out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
     out.loss.backward()
-    exact = oracles.oracle_from_logits(
+    exact = oracle_inputs.oracle_from_logits(
         logits[None],
         ids[None],
         A,
@@ -230,6 +230,6 @@ def test_large_logits_do_not_overflow(scale, backend):
     logits = scale * torch.randn(5, 129, generator=g)
     ids = logits.argmax(-1)
     lp, H = grpo_fast.logits_logps(logits, ids, return_entropy=True, backend=backend)
-    lp64, H64 = oracles.logps_and_entropy(logits.double(), ids)
+    lp64, H64 = oracle_inputs.logps_and_entropy(logits.double(), ids)
     torch.testing.assert_close(lp.double(), lp64, rtol=1e-6, atol=4e-7 * scale)
     torch.testing.assert_close(H.double(), H64, rtol=1e-5, atol=4e-7 * scale)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grpo_fast
-from tests import oracles
+from tests import oracle_inputs, oracles
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -183,7 +183,7 @@ def test_logps_functions_against_the_oracle(backend):
         h, w, b = (x.clone().requires_grad_() for x in (hidden, weight, bias))
         lp, H = grpo_fast.linear_logps(h, w, ids, bias=b, return_entropy=True, backend=backend, **rule)
         h64, w64, b64 = (x.double().requires_grad_() for x in (hidden, weight, bias))
-        lp64, H64 = oracles.logps_and_entropy(h64 @ w64.T + b64, ids, **rule)
+        lp64, H64 = oracle_inputs.logps_and_entropy(h64 @ w64.T + b64, ids, **rule)
         torch.testing.assert_close(lp.double(), lp64, rtol=0, atol=3e-6)
         torch.testing.assert_close(H.double(), H64, rtol=0, atol=3e-6)
         coefficients = torch.randn(2, 9, generator=g)
@@ -195,7 +195,7 @@ def test_logps_functions_against_the_oracle(backend):
         lp2, H2 = grpo_fast.logits_logps(z, ids, return_entropy=True, backend=backend, **rule)
         (lp2 * coefficients[0] + H2 * coefficients[1]).sum().backward()
         z64 = z.detach().double().requires_grad_()
-        lp64, H64 = oracles.logps_and_entropy(z64, ids, **rule)
+        lp64, H64 = oracle_inputs.logps_and_entropy(z64, ids, **rule)
         (lp64 * coefficients[0] + H64 * coefficients[1]).sum().backward()
         assert relative_l2(z.grad, z64.grad) < 2e-6
 
@@ -228,7 +228,7 @@ def test_metrics_are_masked_means(loss_type, level, layout):
         assert m["kl_guarded"] == 0
     if loss_type in ("vespo", "gmpo", "gspo_token"):
         return
-    rows = oracles.completions_of(expected.logps, case.advantages, case.mask, old=case.old)
+    rows = oracle_inputs.completions_of(expected.logps, case.advantages, case.mask, old=case.old)
     o = oracles.resolve(case.options)
     ratios = [oracles.ratio(c, o) for c in rows if len(c.logp)]
     flat = torch.cat(ratios)
@@ -243,7 +243,7 @@ def test_clip_fractions(loss_type, level, layout):
     case = make_case(44, **options_for(loss_type, level))
     m = {k: v.item() for k, v in run("linear", case, layout=layout).metrics.items()}
     logps = truth("linear", case).logps
-    rows = oracles.completions_of(logps, case.advantages, case.mask, old=case.old)
+    rows = oracle_inputs.completions_of(logps, case.advantages, case.mask, old=case.old)
     o = oracles.resolve(case.options)
     low, high = [], []
     for c in rows:
@@ -271,7 +271,7 @@ def test_cispo_clip_fraction_and_vespo_phi():
     case = make_case(45, **options_for("vespo"))
     case = case.but(old=case.old * 0.1 + 0.9 * truth("linear", case).logps.float())
     m = run("linear", case).metrics
-    rows = oracles.completions_of(truth("linear", case).logps, case.advantages, case.mask, old=case.old)
+    rows = oracle_inputs.completions_of(truth("linear", case).logps, case.advantages, case.mask, old=case.old)
     phi = torch.cat([oracles.vespo_phi(c, oracles.resolve(case.options)) for c in rows if len(c.logp)])
     assert phi.max() > 0.05
     assert m["vespo/phi_seq_mean"].item() == pytest.approx(phi.mean().item(), rel=1e-4)

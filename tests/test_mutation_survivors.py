@@ -8,7 +8,7 @@ import torch
 import grpo_fast
 from grpo_fast import logits as logits_module
 from grpo_fast.kernels import linear
-from tests import oracles
+from tests import oracle_inputs
 from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, assert_same, make_case, options_for, relative_l2, run
 from tests.triton_tools.launcher import HAS_TRITON, run_python
 
@@ -74,7 +74,7 @@ def test_gradient_of_the_entropy_alone(backend):
     ids[[0, 4]] = -100
     kept = ids != -100
     raw = (hidden.double() @ weight.double().T).requires_grad_()
-    lp, h = oracles.logps_and_entropy(raw, ids.clamp(min=0))
+    lp, h = oracle_inputs.logps_and_entropy(raw, ids.clamp(min=0))
     for with_logps in (False, True):
         (true,) = torch.autograd.grad((h * c[0] + with_logps * lp * c[1])[kept].sum(), raw, retain_graph=True)
         x, z = hidden.clone().requires_grad_(), raw.detach().float().requires_grad_()

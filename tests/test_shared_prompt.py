@@ -196,12 +196,13 @@ def test_fp32_and_autocast_stay_within_rounding():
     assert ours <= 1.5 * theirs
 
 
-def test_the_readme_runs_as_it_stands():
-    """The dozen lines for other trainers, and what they promise."""
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
+def test_the_readme_runs_as_it_stands(family):
+    """The dozen lines for other trainers, and what they promise: a plain head, a softcap and a scale."""
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 2 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
-    model, groups = tiny_model("qwen2"), random_groups()
+    model, groups = tiny_model(family), random_groups()
     advantages = [torch.arange(len(completions)) - 1.0 for _, completions in groups]
     names = {"model": model, "groups": groups, "advantages": advantages}
     for block in blocks:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from grpo_fast.attention import head_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.head import head_of
 from grpo_fast.train.policy import Policy, load_policy
 from grpo_fast.train.reference import Reference
 from tests.tiny import FAMILIES, tiny_folder, tiny_model

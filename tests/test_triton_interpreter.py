@@ -15,7 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from triton_tools.launcher import HAS_TRITON, OTHER_TRITON, run_cases  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-CASES = ("cases_rows.py", "cases_linear.py", "cases_weights.py", "cases_public.py", "cases_scale.py")
+CASES = (
+    "cases_rows.py",
+    "cases_linear.py",
+    "cases_weights.py",
+    "cases_grad_filter.py",
+    "cases_public.py",
+    "cases_scale.py",
+)
 
 
 @pytest.mark.parametrize("cases", CASES)

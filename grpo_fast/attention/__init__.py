@@ -4,6 +4,7 @@ Pack groups, call the model, get logps back per completion: README.md beside thi
 """
 
 from grpo_fast.attention.dispatch import packed_rows_attention
+from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.packed import (
     NAME,
@@ -16,11 +17,14 @@ from grpo_fast.attention.packing import PackedGroups, Share, pack_groups, plan_p
 
 __all__ = [
     "NAME",
+    "Head",
     "PackedGroups",
     "PackedLayout",
     "Share",
     "check_supported",
+    "check_tolerance",
     "disable_dropout",
+    "head_of",
     "pack_groups",
     "packed_rows_attention",
     "plan_packs",

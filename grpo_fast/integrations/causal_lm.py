@@ -7,24 +7,13 @@ comes from its last hidden states. Labels are not shifted: labels[t] is input_id
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss, linear_logps
-
-# How far the head's rule may stand from the model's own logits, by dtype.
-CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-
-
-class Head(NamedTuple):
-    """logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap), without the tanh when softcap is None."""
-
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-    softcap: float | None
-    logit_scale: float
+from grpo_fast.attention import check_tolerance, head_of
 
 
 def unwrapped(model: Any) -> Any:
@@ -32,20 +21,6 @@ def unwrapped(model: Any) -> Any:
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def head_of(model: Any) -> Head:
-    """The head of a transformers causal LM, by its configuration; ValueError where it is no plain linear layer."""
-    lm = unwrapped(model)
-    layer = lm.get_output_embeddings()
-    if type(layer) is not nn.Linear:
-        raise ValueError(f"model: expected torch.nn.Linear as output embeddings, got {type(layer).__name__}")
-    scale = 1.0
-    for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
-        value = getattr(lm.config, name, None)
-        scale *= 1.0 if value is None else float(value) ** power
-    softcap = getattr(lm.config, "final_logit_softcapping", None)
-    return Head(layer.weight, layer.bias, None if softcap is None else float(softcap), scale)
 
 
 def last_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1) -> Any:
@@ -58,7 +33,7 @@ def last_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None, lo
 @torch.no_grad()
 def check_head(model: Any) -> None:
     """Raise a ValueError for a model whose logits are not its head's rule on its last hidden states."""
-    head = head_of(model)
+    head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
     bias = 0.0 if head.bias is None else head.bias.float()
@@ -66,7 +41,7 @@ def check_head(model: Any) -> None:
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     difference = float((logits - out.logits.float()).abs().max())
-    tolerance = CHECK_TOLERANCE.get(head.weight.dtype, 0.15) * max(1.0, float(logits.abs().max()))
+    tolerance = check_tolerance(head.weight.dtype) * max(1.0, float(logits.abs().max()))
     if not difference <= tolerance:
         raise ValueError(
             f"model: expected logits from its last hidden states and linear head, got a difference of {difference:.2g}"
@@ -90,7 +65,7 @@ def policy_loss(
         old_logps, ref_logps: as an earlier call or `policy_logps` returned them: [:, t] belongs to labels[:, t + 1].
         counts: num_items_in_batch, num_completions_in_batch.
     """
-    head, targets = head_of(model), batch["labels"][:, 1:]
+    head, targets = head_of(unwrapped(model)), batch["labels"][:, 1:]
     hidden = last_hidden(model, batch["input_ids"], batch.get("attention_mask")).hidden_states[-1]
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_grpo_loss(
@@ -98,7 +73,7 @@ def policy_loss(
             head.weight.to(hidden.dtype),
             targets,
             advantages,
-            config.replace(softcap=head.softcap, logit_scale=head.logit_scale),
+            config.replace(**head.rule),
             bias=None if head.bias is None else head.bias.to(hidden.dtype),
             completion_mask=targets != -100,
             old_logps=old_logps,
@@ -110,11 +85,10 @@ def policy_loss(
 @torch.no_grad()
 def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
     """(B, L-1) fp32 log-probabilities of labels[:, 1:], 0 where there is none; temperature may be (B, L-1), too."""
-    head = head_of(model)
+    head = head_of(unwrapped(model))
     hidden = last_hidden(model, batch["input_ids"], batch.get("attention_mask")).hidden_states[-1]
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(
             hidden[:, :-1], head.weight.to(hidden.dtype), batch["labels"][:, 1:],
-            bias=None if head.bias is None else head.bias.to(hidden.dtype), temperature=temperature,
-            softcap=head.softcap, logit_scale=head.logit_scale,
+            bias=None if head.bias is None else head.bias.to(hidden.dtype), temperature=temperature, **head.rule,
         )  # fmt: skip

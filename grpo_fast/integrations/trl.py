@@ -27,15 +27,13 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_fast import linear_grpo_loss, linear_logps
+from grpo_fast.attention import check_tolerance
 from grpo_fast.integrations.packed import Pack, own_attention, pack_padded, packing, take_packed_rows
 from grpo_fast.integrations.trl_groups import regroup, window_of
 from grpo_fast.integrations.trl_head import FusedHead, base_model, fused_head, use_fast_head
 from grpo_fast.integrations.trl_options import SinglePass, forward_reason, probe, single_pass, single_pass_reason
 
 log = logging.getLogger(__name__)
-
-# How far the packed forward may stand from TRL's own on a few tokens, by dtype of the logits (nats).
-CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class FastGRPOTrainer(GRPOTrainer):
         dtype = lm.get_output_embeddings().weight.dtype
         if self.accelerator.mixed_precision in ("bf16", "fp16"):
             dtype = torch.bfloat16
-        if not difference <= CHECK_TOLERANCE.get(dtype, 0.15):
+        if not difference <= check_tolerance(dtype):
             return f"model_type {lm.config.model_type}: packed logps differ from TRL's by {difference:.2g} nats"
         return None
 

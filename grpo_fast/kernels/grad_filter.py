@@ -7,7 +7,7 @@ a clipped token only has none.
 
 What is left out is known exactly, not estimated. With δ = Σ of the masses left out,
 
-    ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ = δ
+    ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
 
 The loss and the log-probabilities do not change. A row's dH then depends on its chunk (which columns stay does), so the
 bitwise invariance to batching is given up; runs stay reproducible.

@@ -5,7 +5,7 @@ token keeps + the larger of the head's workspace and one layer's backward pass. 
 width I, q = heads·head_dim and kv = kv_heads·head_dim, with activations of e bytes, autograd keeps per token
 
     two RMSNorms        e = 4: 24h (input, normalised, output)     e = 2: 16h (fp32 copy, normalised, output)
-    attention           e·(2q + 2kv): q, k, v and the output; k and v widened to q where the kernel has no groups
+    attention           e·(2q + 2kv): q, k, v and the output; every kernel keeps k and v with their own heads
     MLP                 4·e·I: gate, silu(gate), up and their product
 
 and its backward pass needs e·(2I + 3h) on top. At 16 bits with q = h and a small kv that makes 27h + 12I for the one
@@ -115,7 +115,7 @@ def predict(
     Args:
         shape: sizes of the model.
         model, optim: the options that decide.
-        device: "cpu" or "cuda"; the CPU's attention widens k and v to the number of query heads.
+        device: "cpu" or "cuda"; on the CPU an offloaded checkpoint takes the same memory.
         reference: a copy of the weights is kept for the KL term.
     """
     weight = DTYPE_BYTES[model.dtype]
@@ -152,7 +152,7 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     """(kept by all layers, working set of one layer) in bytes per token, and the bytes of one MLP tile."""
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
-    attention = e * (2 * shape.query + 2 * (shape.query if on_cpu else shape.kv))
+    attention = e * (2 * shape.query + 2 * shape.kv)
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
     if model.tiled_mlp is not None:  # tiles are views of the norm's output, and are recomputed one by one
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i

@@ -19,21 +19,20 @@ from torch import Tensor, nn
 from grpo_fast import linear_logps
 from grpo_fast.attention import (
     NAME,
+    Head,
     PackedGroups,
     check_supported,
+    check_tolerance,
     disable_dropout,
+    head_of,
     pack_groups,
     register,
     shared_prompt_supported,
 )
 from grpo_fast.train.config import LoraConfig, ModelConfig
-from grpo_fast.train.head import Head, head_of
 from grpo_fast.train.long_context import apply_options
 
 log = logging.getLogger(__name__)
-
-# How far packed hidden states + linear_logps may stand from the model's own logits, by dtype of the weights (nats).
-CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 class Policy:
@@ -83,7 +82,7 @@ class Policy:
         head = self.head
         return linear_logps(
             self.hidden(packed), head.weight, packed.target_ids, hidden_rows=packed.predicting, bias=head.bias,
-            temperature=temperature, softcap=head.softcap, logit_scale=head.logit_scale,
+            temperature=temperature, **head.rule,
         )  # fmt: skip
 
     @contextmanager
@@ -135,10 +134,10 @@ class Policy:
             theirs = torch.cat([self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions])
         difference = float((ours - theirs).abs().max())
         dtype = self.autocast or self.head.weight.dtype
-        if not difference <= CHECK_TOLERANCE[dtype]:
+        if not difference <= check_tolerance(dtype):
             raise ValueError(
                 f"model_type {self.lm.config.model_type}: packed attention with the fused head differs from its "
-                f"own logits by {difference:.3g} nats (expected ≤ {CHECK_TOLERANCE[dtype]} in {dtype}); its head "
+                f"own logits by {difference:.3g} nats (expected ≤ {check_tolerance(dtype)} in {dtype}); its head "
                 "or attention has a rule this trainer does not know"
             )
         return difference

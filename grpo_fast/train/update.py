@@ -44,8 +44,7 @@ def accumulate(
         )  # fmt: skip
         output = linear_grpo_loss(
             policy.hidden(packed), head.weight, packed.target_ids, batch.advantages,
-            config.replace(softcap=head.softcap, logit_scale=head.logit_scale), hidden_rows=packed.predicting,
-            bias=head.bias, validate=validate, **per_token,
+            config.replace(**head.rule), hidden_rows=packed.predicting, bias=head.bias, validate=validate, **per_token,
         )  # fmt: skip
         (output.loss * share).backward()
         metrics = {"loss": output.loss, **output.metrics}

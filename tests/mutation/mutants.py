@@ -21,7 +21,7 @@ SUITES: dict[str, list[str]] = {
     "entropy": ["tests/test_loss_extras.py", "-k", "entropy and not metrics"],
     "rules": ["tests/test_loss_extras.py", "-k", "softcap or temperature or oracle"],
     "gradient": ["tests/test_loss_finite_differences.py"],
-    "inert": ["tests/test_contract_invariance.py", "-k", "inert or poison"],
+    "inert": ["tests/test_contract_poison.py"],
     "accuracy": ["tests/test_contract_accuracy.py", "-k", "confident or many_chunks"],
     "edges": ["tests/test_loss_edge_shapes.py", "-k", "not two_to_the_31"],
     "refusals": ["tests/test_refusals.py"],

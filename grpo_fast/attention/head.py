@@ -1,0 +1,56 @@
+"""The head of a transformers causal LM: what turns the hidden states of packed rows into log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# How far logps may stand from the model's own, by the dtype they are computed in (nats).
+CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class Head(NamedTuple):
+    """logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap), without the tanh when softcap is None."""
+
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    softcap: float | None
+    logit_scale: float
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """softcap and logit_scale, as keywords of `linear_logps` and of `LossConfig`."""
+        return {"softcap": self.softcap, "logit_scale": self.logit_scale}
+
+
+def check_tolerance(dtype: torch.dtype) -> float:
+    """Nats beyond which a self-check says that the model has a rule we do not know; for logits, times their size.
+
+    A dtype without a number of its own (a quantized head) has that of bf16.
+    """
+    return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
+
+
+def head_of(lm: Any) -> Head:
+    """Read the head of a transformers causal LM.
+
+    Known rules: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite,
+    divides), `lm_head_multiplier` (Falcon-H1, multiplies). A model with any other has to be found by comparing logits.
+
+    Raises ValueError for a head that is no plain linear layer (for example with a LoRA adapter on it).
+    """
+    layer = lm.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        raise ValueError(
+            f"lm_head: expected torch.nn.Linear as output embeddings, got {type(layer).__name__} "
+            "(with LoRA: leave it out of target_modules)"
+        )
+    scale = 1.0
+    for name, inverse in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):
+        value = getattr(lm.config, name, None)
+        if value is not None:
+            scale = scale / float(value) if inverse else scale * float(value)
+    softcap = getattr(lm.config, "final_logit_softcapping", None)
+    return Head(layer.weight, layer.bias, None if softcap is None else float(softcap), scale)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,12 @@ def _is_right(tiles: bool) -> bool:
 
 def multiplies(x: Tensor) -> bool:
     """Whether products with x as their second operand should go through `mm_`."""
-    return x.device.type == "cpu" and unavailable(x.dtype) is None
+    return x.is_cpu and unavailable(x.dtype) is None
+
+
+@functools.cache
+def _door() -> Any:
+    return torch.ops.grpo_fast_gemm.mm_.default
 
 
 class AddedRows(NamedTuple):
@@ -107,17 +112,21 @@ def mm_(
         RuntimeError: a dtype, shape or stride that it does not take.
     """
     is_transpose = scales is not None or (keeps_heavy and thresholds is None)
-    a, a_transposed = (a.detach().t(), True) if is_transpose else _as_stored(a.detach())
-    b, b_transposed = (b.detach().contiguous(), False) if keeps_heavy else _as_stored(b.detach())
+    a, a_transposed = (a.t(), True) if is_transpose else _as_stored(a)
+    b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     rows: tuple[Tensor | None, ...] = (None, None, None)
     if added is not None:
         ids, order = added.ids.sort(stable=True)  # equal ids are added in their order
         rows = ids, order, added.values.contiguous()
     tiles = b.dtype == torch.bfloat16 and has_tiles()
-    torch.ops.grpo_fast_gemm.mm_(
-        a, b, out.detach(), a_transposed, b_transposed, add, parts, tiles, scales, keeps_heavy, thresholds, *rows
-    )
+    layout = a_transposed, b_transposed, add, parts, tiles
+    _door()(detached(a), detached(b), detached(out), *layout, scales, keeps_heavy, thresholds, *rows)
     return out
+
+
+def detached(x: Tensor) -> Tensor:
+    """Autograd never looks into the kernels. (A detach costs a microsecond, as much as 500 exponentials.)"""
+    return x.detach() if x.requires_grad else x
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:

@@ -110,7 +110,8 @@ class GradientSums:
         target = by.target[:count]
         d, weight, columns = self._filter(d, count, by)
         if self.wanted.hidden:
-            product = matmul_narrow(d, weight, wide=True, thresholds=by.large_weights())
+            thresholds = None if d.dtype == weight.dtype else by.large_weights()
+            product = matmul_narrow(d, weight, wide=True, thresholds=thresholds)
             dh = scaled_rows(product[:count], by.weights[:count])
             self._keep_hidden(dh + scaled_rows(self.head.weight.index_select(0, by.target_ids), target), index)
         if self.wanted.weight:

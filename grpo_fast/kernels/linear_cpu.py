@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import csrc_loader, gemm_cpu
-from grpo_fast.kernels.rows_cpu import _detached, _rule_arguments, _vector
+from grpo_fast.kernels.gemm_cpu import detached
+from grpo_fast.kernels.rows_cpu import rule_arguments, vector
 from grpo_fast.kernels.rows_torch import LogitRule
 
 # Below this many columns the row kernels, which also take the loss's leaf, are as fast and take fewer Python calls.
@@ -42,10 +43,10 @@ def _rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule, *more: Any
 ) -> tuple:
     out, has_weights, known, return_entropy = more
-    lse, logps = (None, None) if known is None else (_vector(x) for x in known[:2])
-    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (_detached(hidden), _detached(weight)))
+    lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
+    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (detached(hidden), detached(weight)))
     return _door()(
-        hidden, weight, _vector(bias), target_ids.contiguous(), out, has_weights, lse, logps, *_rule_arguments(rule),
+        hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps, *rule_arguments(rule),
         return_entropy, weight.dtype == torch.bfloat16 and gemm_cpu.has_tiles(),
     )  # fmt: skip
 

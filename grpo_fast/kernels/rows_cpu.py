@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import csrc_loader, leaves_cpp
+from grpo_fast.kernels.gemm_cpu import detached
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums
 from grpo_fast.kernels.tokens import GatheredTokens
 from grpo_fast.kl import KL_ESTIMATORS
@@ -29,21 +30,16 @@ def _door(name: str) -> Any:
     return getattr(torch.ops.grpo_fast_rows, name).default
 
 
-def _rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
+def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
     """(logit_scale, softcap, temperature, temperatures) of the C++ doors."""
     if isinstance(rule.temperature, Tensor):
-        return rule.logit_scale, rule.softcap, 1.0, _vector(rule.temperature)
+        return rule.logit_scale, rule.softcap, 1.0, vector(rule.temperature)
     return rule.logit_scale, rule.softcap, rule.temperature, None
 
 
-def _detached(x: Tensor) -> Tensor:
-    """Autograd never looks into the kernels. (A detach costs a microsecond, as much as 500 exponentials.)"""
-    return x.detach() if x.requires_grad else x
-
-
-def _vector(x: Tensor | None) -> Tensor | None:
+def vector(x: Tensor | None) -> Tensor | None:
     """Values by row as the kernels read them: fp32, contiguous."""
-    return None if x is None else _detached(x).float().contiguous()
+    return None if x is None else detached(x).float().contiguous()
 
 
 def row_logps(
@@ -62,7 +58,7 @@ def row_logps(
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     lse, logps, entropy = _door("row_logps")(
-        _detached(logits), target_ids.contiguous(), *_rule_arguments(rule), return_entropy
+        detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy
     )
     return lse, logps, entropy if return_entropy else None
 
@@ -90,15 +86,15 @@ def row_grad_(
     """
     out = logits if out is None else out
     _door("row_grad_")(
-        _detached(logits),
-        _detached(out),
+        detached(logits),
+        detached(out),
         target_ids.contiguous(),
-        _vector(lse),
-        _vector(logps),
-        None if grad_entropy is None else _vector(entropy),
-        _vector(grad_logps),
-        _vector(grad_entropy),
-        *_rule_arguments(rule),
+        vector(lse),
+        vector(logps),
+        None if grad_entropy is None else vector(entropy),
+        vector(grad_logps),
+        vector(grad_entropy),
+        *rule_arguments(rule),
     )
     return out
 
@@ -146,17 +142,17 @@ def row_loss_(
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     lse, logps, entropy, losses, grad_logps, *sums = _door("row_loss_")(
-        _detached(logits),
-        _detached(out),
+        detached(logits),
+        detached(out),
         target_ids.contiguous(),
-        _vector(advantages),
-        _vector(policy_weights),
-        _vector(kl_weights),
-        _vector(old_logps),
-        _vector(ref_logps),
-        _vector(grad_entropy),
+        vector(advantages),
+        vector(policy_weights),
+        vector(kl_weights),
+        vector(old_logps),
+        vector(ref_logps),
+        vector(grad_entropy),
         *_leaf_arguments(config),
-        *_rule_arguments(rule),
+        *rule_arguments(rule),
         return_entropy,
     )
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps, RowSums(*sums))

@@ -502,8 +502,8 @@ def test_loader_key_covers_what_changes_the_code(tmp_path: Path, monkeypatch: py
 @needs_library
 @pytest.mark.skipif("avx2" not in csrc_loader.cpu_flags(), reason="the CPU has no AVX2")
 def test_other_instruction_sets(tmp_path: Path) -> None:
-    """Rows and products again, built for the baseline with 4 lanes and for AVX2: with 8 lanes where the native build has
-    AVX-512, else with 16 (the AVX-512 source, split)."""
+    """Rows and products again, for the baseline with 4 lanes and for AVX2: 8 lanes where the native build has AVX-512,
+    else 16 (the AVX-512 source, split)."""
     command = csrc_loader.compiler()
     assert command is not None
     variants = [("generic", 4), ("avx2", 8 if "avx512f" in csrc_loader.cpu_flags() else 16)]

@@ -43,12 +43,12 @@ STEPS = [
     Step("gate", "-m benchmarks.gate --update", ""),
     Step("parts", f"-m benchmarks {PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL"),
     Step("tokens", f"-m benchmarks {CPU} --budget 1.5 --model cpu-s --tokens 64 256 1024 4096 {FAST} TRL Liger"),
-    Step("fair", f"-m benchmarks --device cpu --allocator fair --budget 2 {SMALL} {FAST}"),
+    Step("fair", f"-m benchmarks --device cpu --allocator fair --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST}"),
     Step(
         "peaked",
         f"-m benchmarks {CPU} --budget 1 --shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged {FAST}",
     ),
-    Step("bf16", f"-m benchmarks {CPU} --budget 1.5 --shapes 1024,256,8192 --dtype bf16"),
+    Step("bf16", f"-m benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16"),
     Step("rollout", "-m benchmarks.bench_rollout --device cpu --budget 6", "--json"),
 ]
 PLOTTED = ("loss", "loss-large", "parts", "tokens")

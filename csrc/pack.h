@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -46,7 +47,9 @@ T* scratch(Purpose purpose, int64_t size) {
   const size_t bytes = static_cast<size_t>(up(size * static_cast<int64_t>(sizeof(T)), 64));
   if (piece.bytes < bytes) {
     piece.memory.reset();
+    piece.bytes = 0;
     piece.memory.reset(std::aligned_alloc(64, bytes));
+    if (!piece.memory) throw std::bad_alloc();
     piece.bytes = bytes;
   }
   return static_cast<T*>(piece.memory.get());

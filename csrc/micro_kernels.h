@@ -1,0 +1,130 @@
+// The innermost product: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel), the panel packed (pack.h).
+//
+// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which reaches half of an AMD core. bf16
+// with fp32 sums by the same kernel on AVX512_BF16, or by the tile product inside torch, at::native::cpublas::brgemm
+// (AMX), looked up in the loaded libtorch_cpu: it is not part of the stable ABI, so it may be absent.
+#pragma once
+
+#include <dlfcn.h>
+
+#include "pack.h"
+
+namespace grpo_fast {
+
+constexpr int64_t kRows = 6;                       // of a in the micro-kernel
+constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: with kRows, 12 sums in 16 ymm, 24 in 32 zmm registers
+constexpr int64_t kPanel = kVectors * kLanes;      // columns of a packed panel of b
+
+#if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
+constexpr bool kHasDot16 = true;
+GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
+  return bit_cast<Floats>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
+}
+#else
+constexpr bool kHasDot16 = false;
+GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
+  sum = fma(bit_cast<Floats>(a << 16), bit_cast<Floats>(b << 16), sum);
+  return fma(bit_cast<Floats>(a & 0xffff0000u), bit_cast<Floats>(b & 0xffff0000u), sum);
+}
+#endif
+GRPO_FAST_INLINE Floats dot(float, Words a, Words b, Floats sum) {
+  return fma(bit_cast<Floats>(a), bit_cast<Floats>(b), sum);
+}
+
+template <class T>
+struct PanelProduct {
+  const T* a;
+  int64_t stride;  // elements between two rows of a
+  const uint32_t* panel;
+  int64_t words;
+  float* c;
+  int64_t c_stride;
+  bool add;
+};
+
+template <int kCount, class T>
+GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
+  Floats sums[kCount][kVectors] = {};
+  const T* a = p.a + first * p.stride;
+  const uint32_t* panel = p.panel;
+  for (int64_t k = 0; k < p.words; ++k, panel += kPanel, a += kPerWord<T>) {
+    Words b[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) std::memcpy(&b[v], panel + v * kLanes, sizeof(Words));
+#pragma GCC unroll 6
+    for (int row = 0; row < kCount; ++row) {
+      uint32_t x;
+      std::memcpy(&x, a + row * p.stride, sizeof(x));
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = dot(T{}, Words{} + x, b[v], sums[row][v]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int row = 0; row < kCount; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = p.c + (first + row) * p.c_stride + v * kLanes;
+      store(to, p.add ? load(to) + sums[row][v] : sums[row][v]);
+    }
+}
+
+struct Vectors {
+  static constexpr int64_t kGroup = 1;  // rows come in multiples of this
+
+  // between(part, parts) is called after each part of the rows.
+  template <class T, class Between>
+  static void multiply(const PanelProduct<T>& p, int64_t rows, const Between& between) {
+    int64_t row = 0;
+    for (; row + kRows <= rows; row += kRows) {
+      multiply_rows<kRows>(p, row);
+      between(row / kRows, rows / kRows);
+    }
+    switch (rows - row) {
+      case 5: return multiply_rows<5>(p, row);
+      case 4: return multiply_rows<4>(p, row);
+      case 3: return multiply_rows<3>(p, row);
+      case 2: return multiply_rows<2>(p, row);
+      case 1: return multiply_rows<1>(p, row);
+    }
+  }
+  static void release() {}
+};
+
+// c (m, n) fp32 += or = a (m, k) * b (k, n); the trailing bool says that b is in VNNI order. c10::BFloat16 is 2 bytes.
+using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
+                        const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
+using Release = void (*)(bool vnni);
+
+struct TorchKernel {
+  Brgemm brgemm;
+  Release release;  // gives the AMX tiles of this thread back
+};
+
+inline const TorchKernel& torch_kernel() {
+  static const TorchKernel kernel = [] {
+    void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) return TorchKernel{nullptr, nullptr};
+    const auto brgemm = reinterpret_cast<Brgemm>(
+        dlsym(library, "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"));
+    const auto release = reinterpret_cast<Release>(dlsym(library, "_ZN2at6native7cpublas14brgemm_releaseEb"));
+    return brgemm && release ? TorchKernel{brgemm, release} : TorchKernel{nullptr, nullptr};
+  }();
+  return kernel;
+}
+
+// AMX tiles, by way of torch. Every call has the same shape, so that a row's bits do not depend on the block's.
+struct Tiles {
+  static constexpr int64_t kGroup = 32;
+
+  template <class Between>
+  static void multiply(const PanelProduct<Bfloat16>& p, int64_t rows, const Between& between) {
+    for (int64_t row = 0; row < rows; row += kGroup) {
+      torch_kernel().brgemm(kGroup, kPanel, p.words * 2, p.stride, kPanel, p.c_stride, p.add, p.a + row * p.stride,
+                            p.panel, p.c + row * p.c_stride, true);
+      between(row / kGroup, (rows + kGroup - 1) / kGroup);
+    }
+  }
+  static void release() { torch_kernel().release(true); }
+};
+
+}  // namespace grpo_fast

@@ -127,15 +127,19 @@ def test_targets_far_below_the_rest(nats: float, softcap: float | None) -> None:
     torch.testing.assert_close(d_logits(out, *units, ids, g).double(), gradient, rtol=2e-5, atol=1e-7)
 
 
-def test_a_bad_row_shows_and_stays_inert_without_a_coefficient() -> None:
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(1.0, 30.0, 1.0)], ids=["plain", "softcap"])
+def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(rule: LogitRule) -> None:
     hidden, weight, bias, ids = problem(600, torch.float32)
     for column, value in itertools.product([0, H - 1], [math.nan, math.inf]):
         bad = hidden.clone()
         bad[3, column] = value
         out = torch.full((T, 600), math.nan)
-        stats, *units = linear_cpu.linear_weights(bad, weight, bias, ids, LogitRule(), out, return_entropy=True)
+        stats, *units = linear_cpu.linear_weights(bad, weight, bias, ids, rule, out, return_entropy=True)
         others = torch.arange(T) != 3
-        assert stats[1][3].isnan() and all(x[others].isfinite().all() for x in (*stats, *units))
+        expected = in_fp64(bad, weight, bias, ids, rule, torch.ones(T))[0]  # a soft cap makes inf finite
+        assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
+        assert expected[3].isnan() or value == math.inf and rule.softcap is not None
+        assert all(x[others].isfinite().all() for x in (*stats, *units))
         assert out.isfinite().all()
         g = others.float()
         assert d_logits(out, *units, ids, g).isfinite().all()

@@ -17,12 +17,13 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here
 # torch's tile product runs where oneDNN has bf16 instructions.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
-# Rows come in sixes (32 for tiles), columns in panels of 16 or 64, k in slices of 256 words.
+# Rows come in sixes (32 for tiles), with every remainder, columns in panels of 16 or 64, k in slices of 256 words.
 SHAPES = [
     (1, 1, 1),
     (5, 7, 3),
     (6, 64, 16),
     (13, 65, 17),
+    (14, 70, 9),
     (100, 130, 700),
     (257, 33, 1025),
     (700, 20, 5),
@@ -42,9 +43,10 @@ def fresh() -> Iterator[None]:
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """(rows, columns) inside a larger matrix, or as the transpose of such a one."""
+    """(rows, columns) inside a larger matrix of NaN, or as the transpose of such a one."""
     stored = (columns, rows) if transposed else (rows, columns)
-    x = torch.randn(stored[0] + 1, stored[1] + 3).to(dtype)[1:, 1 : stored[1] + 1]
+    x = torch.full((stored[0] + 2, stored[1] + 3), torch.nan, dtype=dtype)[1:-1, 1:-2]
+    x.copy_(torch.randn(stored))
     return x.t() if transposed else x
 
 
@@ -145,6 +147,22 @@ def test_elements_that_dominate_a_row_keep_their_digits(tiles: bool) -> None:
     assert ((low.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 5e-3
 
 
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_every_row_has_a_threshold_and_many_heavy_elements(tiles: bool) -> None:
+    """Up to 64 above it, or those with a 16th of the squares; among 10 equal ones each has a 10th."""
+    torch.manual_seed(0)
+    m, n, k = 300, 70, 700
+    b, size = torch.randn(k, n).bfloat16(), torch.logspace(0, -3, m)
+    for count, thresholds in ((60, size / 2), (10, None)):
+        a = 1e-4 * torch.rand(m, k)
+        a.scatter_(1, torch.rand(m, k).argsort(1)[:, :count], 1.005)
+        a *= size[:, None]
+        a = a if thresholds is not None else a.t().contiguous().t()
+        truth = a.double() @ b.double()
+        out = multiply(a, b, torch.empty(m, n), tiles=tiles, keeps_heavy=True, thresholds=thresholds)
+        assert ((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 1e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_scale_for_every_k(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -161,7 +179,7 @@ def test_a_scale_for_every_k(dtype: torch.dtype) -> None:
 def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
     """Equal ids in their order, whatever the blocks and threads; an id in every block, and rows without one."""
     torch.manual_seed(0)
-    m, n, k = 700, 70, 40
+    m, n, k = 700, 1100, 40
     a, b, start = torch.randn(k, m).t(), torch.randn(k, n), torch.randn(m, n).to(dtype)
     ids = torch.cat([torch.tensor([0, 699, 5, 5, 5]), torch.randint(m, (35,))])
     values = torch.randn(40, n) * torch.logspace(-3, 3, 40)[:, None]
@@ -180,6 +198,18 @@ def test_a_nan_stays_in_its_row() -> None:
     a[17, 3] = torch.nan
     out = multiply(a, b, torch.empty(40, 70))
     assert out[17].isnan().all() and (out[torch.arange(40) != 17] == 30).all()
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_a_nan_stays_in_its_product(tiles: bool) -> None:
+    """Nothing of what a product leaves in the memory that it packs into reaches the next one."""
+    for dtype, a_transposed, b_transposed in itertools.product(
+        (torch.float32, torch.bfloat16), (False, True), (False, True)
+    ):
+        for k, value in ((64, torch.nan), (33, 1.0)):
+            a, b = matrix(40, k, dtype, a_transposed), matrix(k, 70, torch.bfloat16, b_transposed)
+            out = multiply(a.fill_(value), b.fill_(value), torch.empty(40, 70), tiles=tiles)
+        assert (out == 33).all()
 
 
 def test_what_it_does_not_take() -> None:

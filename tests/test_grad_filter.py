@@ -69,6 +69,23 @@ def test_backends(dtype, backend):
         assert (ours - theirs).norm() <= 1e-2 * theirs.norm()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_reported_share_counts_the_target(backend):
+    """Of one row db is its d-logits: what is missing from it is the share, and half of its mass is the target's."""
+    (hidden, weight, bias), _, _ = problem(12, torch.float32)
+
+    def gradient(**kw):
+        out = grpo_fast.linear_grpo_loss(
+            hidden[:1], weight, torch.tensor([7]), torch.ones(1), LossConfig(loss_type="reinforce"), bias=bias,
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32), backend=backend, **kw
+        )  # fmt: skip
+        return out.metrics.get("grad_filter/dropped_mass"), torch.autograd.grad(out.loss, bias)[0].double()
+
+    (_, exact), (share, filtered) = gradient(), gradient(grad_filter=1e-1)
+    missing = (exact - filtered).abs().sum() / exact.abs().sum()
+    assert 0.02 < missing <= 0.1 and share.item() == pytest.approx(missing.item(), rel=1e-4)
+
+
 def test_a_flat_softmax_keeps_everything():
     leaves, ids, advantages = problem(0.5, torch.float32)
     _, exact = run(leaves, ids, advantages)

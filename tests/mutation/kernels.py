@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-ROW, DOORS, TOKENS = "csrc/row_kernels.h", "csrc/rows.cpp", "csrc/active_tokens.h"
+ROW, RULE, DOORS, TOKENS = "csrc/row_kernels.h", "csrc/chunk.h", "csrc/rows.cpp", "csrc/active_tokens.h"
 ROWS, MATH, LINEAR, WEIGHTS = (f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights"))
-EPILOGUE, SUMS, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "gradient_sums", "chunks"))
+EPILOGUE, PRODUCTS, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "products", "chunks"))
 
 CSRC = [
     Mutant("csrc-target-column", ROW,
@@ -35,7 +35,7 @@ CSRC = [
     Mutant("csrc-last-run", ROW,
            "std::min(kRun, start + size - run), target - run,", "std::min(kRun, start + size - run), target - start,",
            "the target is looked for in the wrong run of columns", "csrc"),
-    Mutant("csrc-temperature-in-gradient", DOORS,
+    Mutant("csrc-temperature-in-gradient", RULE,
            "return {static_cast<float>(logit_scale / t), 0.0f, logit_scale / t};",
            "return {static_cast<float>(logit_scale / t), 0.0f, logit_scale};",
            "the temperature is not applied in the gradient", "csrc"),
@@ -115,12 +115,11 @@ TRITON = [
            "a row of NaN without coefficient reaches dW", "triton_weights"),
     Mutant("triton-weights-softcap", EPILOGUE,
            "weights *= tanh_slope", "weights *= 1.0", "the soft cap is not applied in the gradient", "triton_weights"),
-    Mutant("triton-weights-zero", SUMS,
+    Mutant("triton-weights-zero", PRODUCTS,
            "torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])", "x * coefficients[:, None]",
            "a row of NaN is multiplied by 0 instead of replaced", "triton_weights"),
-    Mutant("triton-weights-repeated-target", SUMS,
-           "add_rows_(self.d_weight, by.target_ids, scaled_rows(h[:count], target))",
-           "self.d_weight.index_copy_(0, by.target_ids, scaled_rows(h[:count], target))",
+    Mutant("triton-weights-repeated-target", PRODUCTS,
+           "add_rows_(total, added.ids, added.values)", "total.index_copy_(0, added.ids, added.values)",
            "dW of a token that is the target of several rows has one of them, and nothing else", "triton_weights"),
     Mutant("triton-weights-known", CHUNKS,
            "if not held:\n            self._fill", "if False:\n            self._fill",

@@ -37,6 +37,15 @@ SUITES: dict[str, list[str]] = {
         "not loader and not instruction_sets and not gemm and not added and not printer",
     ],
     "csrc_tokens": ["tests/test_csrc_tokens.py"],
+    "csrc_gemm": ["tests/test_gemm_cpu.py"],
+    "csrc_linear": ["tests/test_linear_cpu.py"],
+    "csrc_sums": [
+        "tests/test_mutation_survivors.py",
+        "tests/test_grad_filter.py",
+        "tests/test_contract_accuracy.py",
+        "-k",
+        "fused",
+    ],
     "triton_rows": ["tests/triton_tools/cases_rows.py", "-k", "logps_and_gradient"],
     "triton_kl": ["tests/triton_tools/cases_rows.py", "-k", "every_kl"],
     "triton_leaf": ["tests/triton_tools/cases_rows.py", "-k", "every_leaf"],
@@ -72,9 +81,9 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import heads, kernels, objectives
+    from tests.mutation import heads, kernels, objectives, products
 
-    return [*objectives.MUTANTS, *heads.MUTANTS, *kernels.MUTANTS]
+    return [*objectives.MUTANTS, *heads.MUTANTS, *kernels.MUTANTS, *products.MUTANTS]
 
 
 def problems(mutants: list[Mutant], read) -> list[str]:

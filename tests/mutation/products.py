@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PACK, GEMM, DOOR, LINEAR, ROW = (f"csrc/{x}" for x in ("pack.h", "gemm.h", "gemm.cpp", "linear.cpp", "row_kernels.h"))
+PACK, MICRO, GEMM, ROW = (f"csrc/{x}.h" for x in ("pack", "micro_kernels", "gemm", "row_kernels"))
+DOOR, LINEAR = (f"csrc/{x}.cpp" for x in ("gemm", "linear"))
 PRODUCTS, SUMS = (f"grpo_fast/kernels/{x}.py" for x in ("products", "gradient_sums"))
 
 PRODUCT = [
@@ -42,9 +43,9 @@ PRODUCT = [
            "slice + part > 0}", "slice > 0}",
            "the second part overwrites the first", "csrc_gemm"),
     Mutant("csrc-gemm-shared-panel", GEMM,
-           "shared + (slice * panels + panel) * panel_words", "shared + (slice * panel_count + panel) * panel_words",
+           "(slice * p.panels() + first + i) * kPanelWords", "(slice * count + first + i) * kPanelWords",
            "panels packed for all blocks are looked for among those of one", "csrc_gemm"),
-    Mutant("csrc-gemm-edge-rows", GEMM,
+    Mutant("csrc-gemm-edge-rows", MICRO,
            "case 2: return multiply_rows<2>(p, row);", "case 2: return multiply_rows<1>(p, row);",
            "the last of 6 i + 2 rows is left out", "csrc_gemm"),
     Mutant("csrc-gemm-heavy-again", GEMM,

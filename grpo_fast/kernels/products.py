@@ -9,7 +9,6 @@ from torch import Tensor
 
 from grpo_fast.kernels import gemm_cpu
 from grpo_fast.kernels.gemm_cpu import AddedRows
-from grpo_fast.kernels.memory import on_huge_pages
 
 # Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32 output.
 WIDEN_ROWS = 16384
@@ -88,7 +87,7 @@ def accumulate_outer(
         is_new = total is None
         if total is None:
             dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
-            total = on_huge_pages(h.new_empty((d.shape[1], h.shape[1]), dtype=dtype))
+            total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
         if d.dtype == h.dtype == torch.bfloat16 and scales is not None:
             h, scales = scaled_rows(h, scales).to(h.dtype), None
         digits: dict[str, Any] = {}

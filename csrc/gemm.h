@@ -1,4 +1,4 @@
-// Blocked matrix product on the host: out block = a (M, K) * b (K, N), handed to the caller while its sums are in cache.
+// Blocked matrix product on the host: blocks of a (M, K) * b (K, N), handed to the caller while they are in cache.
 //
 // Work is handed out in blocks of the result. A block walks through k in slices of kSliceWords words: a panel of b is
 // packed, kPanel columns wide; under it go the rows of a. An element of the result is summed by one thread, in an order
@@ -14,10 +14,10 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kSliceWords = 128;               // of k between two additions to the block's sums
+constexpr int64_t kSliceWords = 128;  // of k between two additions to the block's sums
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
-constexpr int64_t kInlineFlops = 8 << 20;          // below this, waking other threads costs more than they give
-constexpr int64_t kSharedWords = 4 << 20;          // of b that are packed once for all blocks
+constexpr int64_t kInlineFlops = 8 << 20;  // below this, waking other threads costs more than they give
+constexpr int64_t kSharedWords = 4 << 20;  // of b that are packed once for all blocks
 
 // T: what is multiplied; S: what a is stored in.
 template <class S, class T>

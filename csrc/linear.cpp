@@ -179,12 +179,6 @@ struct Sweep {
   }
 };
 
-void check_operand(const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, name,
-                  ": expected float32 or bfloat16");
-  check_matrix(x, name);
-}
-
 // -> lse, logps, entropy, unit, target_unit, (T,) fp32 each; entropy (0,) unless wanted, the units (0,) unless weights
 // are. out (T, V) gets raw logits, or weights. known_lse, known_logps: of these rows from another call.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_rows(
@@ -193,15 +187,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_rows(
     std::optional<double> softcap, double temperature, std::optional<Tensor> temperatures, bool return_entropy,
     bool tiles) {
   check_operand(hidden, "hidden"), check_operand(weight, "weight");
+  check_rows(hidden, "hidden"), check_rows(weight, "weight");
   STD_TORCH_CHECK(hidden.scalar_type() == weight.scalar_type(), "hidden: expected the dtype of weight");
   STD_TORCH_CHECK(hidden.size(1) == weight.size(1), "hidden: expected ", weight.size(1), " columns as in weight, got ",
                   hidden.size(1));
   const int64_t rows = hidden.size(0);
-  if (bias) check_vector(*bias, weight.size(0), ScalarType::Float, "bias");
+  const float* bias_data = optional_vector(bias, weight.size(0), "bias");
   STD_TORCH_CHECK(!has_weights || out, "out: expected a matrix for the weights, got None");
   const Chunk chunk = make_rows(rows, weight.size(0), target_ids, logit_scale, softcap, temperature, temperatures);
   if (out) {
-    check_matrix(*out, "out");
+    check_rows(*out, "out");
     STD_TORCH_CHECK(out->scalar_type() == ScalarType::Float && out->size(0) == rows && out->size(1) == chunk.columns,
                     "out: expected float32 (", rows, ", ", chunk.columns, ")");
   }
@@ -214,7 +209,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> linear_rows(
   Tensor lse = is_known ? *known_lse : empty(rows), logps = is_known ? *known_logps : empty(rows);
   Tensor entropy = empty(return_entropy ? rows : 0), unit = empty(has_weights ? rows : 0);
   Tensor target_unit = empty(has_weights ? rows : 0);
-  const Head head{hidden, weight, bias ? data<float>(*bias) : nullptr, tiles};
+  const Head head{hidden, weight, bias_data, tiles};
   const Results to{data<float>(lse),  data<float>(logps),        return_entropy ? data<float>(entropy) : nullptr,
                    data<float>(unit), data<float>(target_unit), out ? data<float>(*out) : nullptr,
                    out ? out->stride(0) : 0,                      has_weights};

@@ -12,7 +12,6 @@
 #include <optional>
 #include <tuple>
 #include <type_traits>
-#include <vector>
 
 #include "active_tokens.h"
 #include "chunk.h"
@@ -40,6 +39,11 @@ void for_each_row(int64_t rows, int64_t columns, const F& body) {
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);
   });
 }
+
+// What is known of every row, (C,) each; entropy may be null.
+struct RowOutputs {
+  float *lse, *logps, *entropy;
+};
 
 template <class T, bool kSoftcap, bool kEntropy>
 void write_statistics(const Chunk& chunk, const T* x, int64_t row, const RowOutputs& to) {
@@ -115,7 +119,7 @@ void gradients(const Chunk& chunk, const Tensor& logits, const Tensor& out, cons
 }
 
 void check_out(const Chunk& chunk, const Tensor& logits, const Tensor& out) {
-  check_matrix(out, "out");
+  check_rows(out, "out");
   STD_TORCH_CHECK(out.size(0) == chunk.rows && out.size(1) == chunk.columns, "out: expected (", chunk.rows, ", ",
                   chunk.columns, "), got (", out.size(0), ", ", out.size(1), ")");
   const ScalarType from = logits.scalar_type(), to = out.scalar_type();
@@ -186,12 +190,6 @@ struct Loss {
   }
 };
 
-const float* optional_vector(const std::optional<Tensor>& x, int64_t rows, const char* name) {
-  if (!x) return nullptr;
-  check_vector(*x, rows, ScalarType::Float, name);
-  return data<float>(*x);
-}
-
 // Of all rows, summed in their order whatever the threads did.
 struct RowSums {
   double loss = 0, least_logp = std::numeric_limits<double>::infinity();
@@ -254,88 +252,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, double, double, int64_t> row_
       });
   const RowSums sums(chunk, losses_to, at);
   return {lse, logps, entropy, losses, grad_logps, sums.loss, sums.least_logp, sums.active};
-}
-
-// ---- the tokens of a batch ----
-
-template <class T>
-Tensor copied(const Tensor& like, const std::vector<T>& values) {
-  constexpr ScalarType dtype = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Long;
-  Tensor out = torch::stable::new_empty(like, {static_cast<int64_t>(values.size())}, dtype);
-  if (!values.empty()) std::memcpy(out.data_ptr(), values.data(), values.size() * sizeof(T));
-  return out;
-}
-
-// x at the rows of `index`, or `none` where nothing is wanted.
-Tensor gathered(const Tensor& none, const std::optional<Tensor>& x, const std::vector<int64_t>& index, bool wanted) {
-  if (!x || !wanted) return none;
-  const int64_t count = static_cast<int64_t>(index.size());
-  const bool is_long = x->scalar_type() == ScalarType::Long;
-  Tensor out = torch::stable::new_empty(none, {count}, is_long ? ScalarType::Long : ScalarType::Float);
-  for (int64_t i = 0; i < count; ++i)
-    is_long ? void(data<int64_t>(out)[i] = data<int64_t>(*x)[index[i]])
-            : void(data<float>(out)[i] = data<float>(*x)[index[i]]);
-  return out;
-}
-
-// run(read) with read(i) the i-th value of a mask or of offsets; false for a dtype it does not know.
-template <class F>
-bool with_reader(const Tensor& x, const F& run) {
-  const auto call = [&](auto* values) { return run([values](int64_t i) { return values[i]; }), true; };
-  switch (x.scalar_type()) {
-    case ScalarType::Bool: return call(static_cast<const uint8_t*>(x.data_ptr()));
-    case ScalarType::Int: return call(data<int32_t>(x));
-    case ScalarType::Long: return call(data<int64_t>(x));
-    case ScalarType::Float: return call(data<float>(x));
-    default: return false;
-  }
-}
-
-// -> status, lengths (B,), segments (T,), advantages (T,), weights (T,), index (T,), then target_ids, old_logps,
-// ref_logps, sampling_logps, temperature gathered by it. Status 0: something is odd, or of a dtype that is not taken
-// here; nothing else is set. 1: all N rows are active; index and the gathered tensors are empty. 2: some are.
-std::tuple<int64_t, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> active_tokens(
-    std::optional<Tensor> target_ids, Tensor advantages, std::optional<Tensor> cu_seqlens, int64_t num_completions,
-    std::optional<Tensor> mask, std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
-    std::optional<Tensor> sampling_logps, std::optional<Tensor> temperature, int64_t num_rows, int64_t vocab_size,
-    std::optional<double> total, bool by_length) {
-  const auto takes = [](const std::optional<Tensor>& x, int64_t size, ScalarType dtype) {
-    return !x || (x->is_cpu() && x->dim() == 1 && x->size(0) == size && x->is_contiguous() && x->scalar_type() == dtype);
-  };
-  TokenColumns from{num_rows, num_completions, vocab_size, nullptr, nullptr, false, {}};
-  from.per_completion = advantages.size(0) == num_completions;
-  const std::optional<Tensor>* floats[4] = {&old_logps, &ref_logps, &sampling_logps, &temperature};
-  bool ok = num_rows > 0 && num_completions > 0 && takes(target_ids, num_rows, ScalarType::Long) &&
-            takes(advantages, from.per_completion ? num_completions : num_rows, ScalarType::Float) &&
-            (!cu_seqlens || takes(cu_seqlens, num_completions + 1, cu_seqlens->scalar_type())) &&
-            (!mask || takes(mask, num_rows, mask->scalar_type())) &&
-            (cu_seqlens || num_rows % num_completions == 0);
-  for (int column = 0; column < 4; ++column) ok = ok && takes(*floats[column], num_rows, ScalarType::Float);
-  ActiveTokens to;
-  if (ok) {
-    if (target_ids) from.target_ids = data<int64_t>(*target_ids);
-    from.advantages = data<float>(advantages);
-    for (int column = 0; column < 4; ++column)
-      if (*floats[column]) from.floats[column] = data<float>(**floats[column]);
-    const auto with_offsets = [&](auto offset) {
-      if (!mask) return void(to = find_active_tokens(from, offset, [](int64_t) { return 1; }));
-      ok = with_reader(*mask, [&](auto kept) { to = find_active_tokens(from, offset, kept); });
-    };
-    const int64_t length = num_rows / num_completions;
-    if (cu_seqlens)
-      ok = with_reader(*cu_seqlens, with_offsets) && ok;
-    else
-      with_offsets([length](int64_t b) { return b * length; });
-    ok = ok && to.ok;
-  }
-  if (!ok) to = ActiveTokens{};
-  const bool all = ok && static_cast<int64_t>(to.index.size()) == num_rows;
-  const Tensor none = torch::stable::new_empty(advantages, {0}, ScalarType::Long);
-  const auto pick = [&](const std::optional<Tensor>& x) { return gathered(none, x, to.index, ok && !all); };
-  return {ok ? (all ? 1 : 2) : 0, copied(advantages, to.lengths), copied(advantages, to.segments),
-          copied(advantages, to.advantages), copied(advantages, to.weights(total, by_length)),
-          all ? none : copied(advantages, to.index), pick(target_ids), pick(old_logps), pick(ref_logps),
-          pick(sampling_logps), pick(temperature)};
 }
 
 }  // namespace

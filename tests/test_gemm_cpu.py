@@ -34,7 +34,7 @@ SHAPES = [
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The questions that are asked once, asked again."""
-    caches = (gemm_cpu.unavailable, gemm_cpu._is_intel, gemm_cpu.has_tiles)
+    caches = (gemm_cpu.unavailable, gemm_cpu.has_tiles)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -246,7 +246,6 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
         monkeypatch.setenv("GRPO_FAST_GEMM", choice)
         monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
         gemm_cpu.unavailable.cache_clear()
-        gemm_cpu._is_intel.cache_clear()
         assert gemm_cpu.multiplies(torch.zeros(1)) is expected, (choice, vendor)
         assert not gemm_cpu.multiplies(torch.zeros(1).double()) and not gemm_cpu.multiplies(torch.zeros(1).half())
     monkeypatch.setenv("GRPO_FAST_GEMM", "mine")

@@ -170,11 +170,19 @@ def compiler() -> list[str] | None:
 
 
 @functools.cache
+def _cpuinfo() -> str:
+    """What Linux says of the CPU; empty elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+@functools.cache
 def cpu_flags() -> tuple[str, ...]:
     """What this CPU can do, as Linux names it; elsewhere the name of the processor."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
+    text = _cpuinfo()
+    if not text:
         return (platform.machine(), platform.processor())
     for line in text.splitlines():
         if line.startswith(("flags", "Features")):
@@ -185,11 +193,7 @@ def cpu_flags() -> tuple[str, ...]:
 @functools.cache
 def cpu_vendor() -> str:
     """As Linux names it ("GenuineIntel", "AuthenticAMD"); elsewhere and on other machines an empty string."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
+    found = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
     return found[1] if found else ""
 
 

@@ -42,15 +42,11 @@ def unavailable(dtype: torch.dtype) -> str | None:
     if dtype == torch.float32:
         if not kernels.has_fma():
             return "it was compiled without AVX2 and FMA"
-        return "MKL is at home on this CPU" if choice == "auto" and _is_intel() else None
+        is_intel = csrc_loader.cpu_vendor() == "GenuineIntel"
+        return "MKL is at home on this CPU" if choice == "auto" and is_intel else None
     if not kernels.has_dot16() and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
     return None if _is_right(has_tiles()) else "its bf16 product failed its self-check"
-
-
-@functools.cache
-def _is_intel() -> bool:
-    return csrc_loader.cpu_vendor() == "GenuineIntel"
 
 
 @functools.cache

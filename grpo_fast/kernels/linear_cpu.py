@@ -3,7 +3,7 @@
 The product hidden·Wᵀ is taken block by block, and what a softmax needs of a block is summed while it is in cache:
 without a gradient no logits exist. With one, every logit is written once, as the weight that is its d-logit up to a
 coefficient by row (weights_triton.py has the algebra); no row kernel runs. The weights are fp32, for bf16 inputs too:
-dW rounds them to two bf16 numbers each, or its rows that depend on few tokens would miss the contract's bar.
+the products round them to bf16, and where an element dominates a sum they keep what its rounding leaves (gemm_cpu.mm_).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The three matrix products of a chunk, by the vendor's GEMM: which call, for each dtype and device."""
+"""The three matrix products of a chunk, by the vendor's GEMM or our own: which call, for each dtype and device."""
 
 from __future__ import annotations
 
@@ -83,19 +83,18 @@ def accumulate_outer(
     `scales` (C,) fp32: the rows of d are weights, to be multiplied by these (exact zeros where they are 0). `added`:
     rows that the sum gets on top; equal ids in their order.
     """
-    if gemm_cpu.multiplies(h):
+    is_own = gemm_cpu.multiplies(h)
+    if scales is not None and not (is_own and d.dtype == torch.float32):
+        h, scales = scaled_rows(h, scales).to(h.dtype), None
+    if is_own:
         is_new = total is None
         if total is None:
             dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
             total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
-        if d.dtype == h.dtype == torch.bfloat16 and scales is not None:
-            h, scales = scaled_rows(h, scales).to(h.dtype), None
         digits: dict[str, Any] = {}
         if d.dtype != h.dtype:
             digits = {"parts": 2} if scales is None else {"keeps_heavy": True}
         return gemm_cpu.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added, **digits)
-    if scales is not None:
-        h = scaled_rows(h, scales).to(h.dtype)
     total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
     if added is not None:
         add_rows_(total, added.ids, added.values)

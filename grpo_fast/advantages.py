@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from grpo_fast.config import choice
+from grpo_fast.config import choice, number
 
 # Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and leaves it out: of the
 # mean, the deviation, the count. What it returns at a NaN does not matter.
@@ -122,21 +122,21 @@ def group_advantages(
         ValueError: unknown mode or option, wrong shape, infinite rewards.
     """
     choice("mode", mode, MODES)
-    if rewards.dim() != 1:
-        raise ValueError(f"rewards: expected shape (N*G,), got {tuple(rewards.shape)}")
+    if not isinstance(rewards, Tensor) or rewards.dim() != 1:
+        raise ValueError(f"rewards: expected a tensor of shape (N*G,), got {_kind(rewards)}")
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size: expected an integer >= 1, got {group_size!r}")
     if rewards.numel() % group_size:
         raise ValueError(f"group_size: expected a divisor of {rewards.numel()} rewards, got {group_size}")
     if torch.isinf(rewards).any():
         raise ValueError("rewards: expected finite values (or NaN for a completion without a verdict), got inf")
+    check_options(mode, options)
+    if mode == "opo":
+        lengths = options.get("lengths")
+        if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
+            expected = f"a tensor (N*G,) = {tuple(rewards.shape)} of completion lengths"
+            raise ValueError(f"lengths: mode 'opo' expects {expected}, got {_kind(lengths)}")
     function = MODES[mode]
-    known = set(function.__kwdefaults__ or {}) | ({"lengths"} if mode == "opo" else set())
-    for name in options:
-        if name not in known:
-            raise ValueError(f"{name}: mode {mode!r} expects one of {sorted(known)}, got {name!r}")
-    if mode == "opo" and "lengths" not in options:
-        raise ValueError("lengths: mode 'opo' expects a tensor (N*G,) of completion lengths, got nothing")
     grouped = rewards.double().reshape(-1, group_size)
     if grouped.numel() == 0:
         return rewards.float()
@@ -145,6 +145,22 @@ def group_advantages(
         lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
         advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
     return torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
+
+
+def check_options(mode: str, options: Mapping[str, object]) -> None:
+    """Raise a ValueError for an option that `mode` does not know, or a value that it cannot take."""
+    known = set(MODES[mode].__kwdefaults__ or {}) | ({"lengths"} if mode == "opo" else set())
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"{name}: mode {mode!r} expects one of {sorted(known)}, got {name!r}")
+        if name == "eps":
+            number("eps", value, "a finite number >= 0", lambda x: x >= 0)
+        if name == "unbiased" and not isinstance(value, bool):
+            raise ValueError(f"unbiased: expected True or False, got {value!r}")
+
+
+def _kind(x: object) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
 def gae(
@@ -167,13 +183,13 @@ def gae(
     Raises:
         ValueError: shapes that differ; gamma or lam outside [0, 1].
     """
-    if rewards.dim() != 2 or rewards.shape != values.shape:
-        raise ValueError(
-            f"values: expected rewards' shape (B, L), got {tuple(values.shape)} and {tuple(rewards.shape)}"
-        )
+    if not isinstance(rewards, Tensor) or rewards.dim() != 2:
+        raise ValueError(f"rewards: expected a tensor of shape (B, L), got {_kind(rewards)}")
+    for name, x in (("values", values), ("mask", rewards if mask is None else mask)):
+        if not isinstance(x, Tensor) or x.shape != rewards.shape:
+            raise ValueError(f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got {_kind(x)}")
     for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")
+        number(name, value, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     r, v = (torch.where(active, x.double(), 0.0) for x in (rewards, values))
     advantages = torch.zeros_like(r)

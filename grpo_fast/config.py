@@ -130,6 +130,9 @@ class LossConfig:
         number("dual_clip_c", self.dual_clip_c, "a finite number > 1", lambda x: x > 1)
         for name in ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
             number(name, getattr(self, name), "a finite number >= 0", lambda x: x >= 0)
+        for name in ("kl_times_ratio", "compute_entropy"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.delta is not None:
             number("delta", self.delta, "None or a finite number > 0", lambda x: x > 0)
         if self.softcap is not None:
@@ -137,7 +140,10 @@ class LossConfig:
         if self.off_policy_threshold is not None:
             number("off_policy_threshold", self.off_policy_threshold, "None or a finite number", lambda x: True)
         if self.max_completion_length is not None:
-            number("max_completion_length", self.max_completion_length, "a number of tokens > 0", lambda x: x > 0)
+            number(
+                "max_completion_length", self.max_completion_length, "a whole number of tokens > 0",
+                lambda x: x > 0 and x == int(x),
+            )  # fmt: skip
         if isinstance(self.temperature, Tensor):
             if not self.temperature.is_floating_point():
                 raise ValueError(f"temperature: expected a float or a float tensor, got dtype {self.temperature.dtype}")

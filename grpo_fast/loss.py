@@ -118,8 +118,7 @@ def logits_logps(
 ) -> Any:  # logps, or (logps, entropy)
     """`linear_logps` from raw logits. Differentiable in logits (once); see there for arguments and errors."""
     validation.raise_pending()
-    validation.floating("logits", logits)
-    validation.layout("logits", logits, target_ids)
+    validation.logits(logits, target_ids)
     rows = row_arguments(target_ids, temperature, softcap, logit_scale, return_entropy, backend)
     logps, entropy, _ = torch.ops.grpo_fast.logits_logps(logit_rows(logits), *rows)
     return _shaped(logps, entropy, target_ids, return_entropy)
@@ -264,8 +263,7 @@ def logits_grpo_loss(
     backward); otherwise they are untouched. Arguments, formulas and errors: see `linear_grpo_loss`.
     """
     validation.raise_pending()
-    validation.floating("logits", logits)
-    validation.layout("logits", logits, target_ids)
+    validation.logits(logits, target_ids)
     choice("backend", backend, BACKENDS)
     choice("validate", validate, validation.VALIDATE)
     tokens = token_arguments(
@@ -290,9 +288,11 @@ def _metrics(*inputs: object) -> Tensor:
 def _check_inplace(logits: Tensor, flat: Tensor) -> None:
     if torch.compiler.is_compiling():
         raise ValueError("inplace: expected False under torch.compile, got True")
-    if flat.data_ptr() != logits.data_ptr():
+    shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
+    if flat.data_ptr() != logits.data_ptr() or shares:
         raise ValueError(
-            f"logits: inplace=True expects rows that flatten without a copy, got strides {logits.stride()}"
+            "logits: inplace=True expects rows that flatten without a copy and share no memory, "
+            f"got strides {logits.stride()}"
         )
 
 

@@ -202,6 +202,8 @@ class Inplace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         output = logits_grpo_(*inputs)
+        if inputs[1]:  # autograd does not see the kernels write: an operator that saved the logits must hear of it
+            torch.autograd.graph.increment_version(inputs[0])
         ctx.set_materialize_grads(False)
         ctx.others, ctx.gradients = [(None,)] * (len(inputs) - 1), [output[3].detach()]
         ctx.mark_non_differentiable(*output[1:3])

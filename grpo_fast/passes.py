@@ -139,6 +139,7 @@ def logps_loss(
     """logps → loss; gradients are (dL/dlogp, dL/dentropy)."""
     tokens = active_tokens(inputs, logps.shape[0], None, config, "auto")
     lp, h = tokens.active(logps), None if entropy is None else tokens.active(entropy)
+    check_logps(lp, "auto", "logps: expected finite numbers at the active tokens, got -inf")
     result = token_loss(lp, h, tokens.batch, config)
     d_entropy = logps.new_empty(0) if result.grad_entropy is None else tokens.to_rows(result.grad_entropy)
     gradients = (tokens.to_rows(result.grad_logps), d_entropy)

@@ -216,14 +216,14 @@ def checked_rows(hidden_rows: Tensor, num_hidden: int, validate: str) -> Tensor:
     return hidden_rows.clamp(0, num_hidden - 1) if hidden_rows.is_cuda else hidden_rows
 
 
-def check_logps(logps: Tensor, validate: str) -> None:
+def check_logps(logps: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
     """Refuse a target whose logit is -inf: it has no finite loss."""
     if logps.is_cpu:
-        check_least_logp(logps.amin().item() if logps.numel() else 0.0)
+        check_least_logp(logps.amin().item() if logps.numel() else 0.0, message)
     elif logps.numel():
-        validation.check_values([(logps.amin() == -torch.inf, NO_FINITE_LOSS)], validate)
+        validation.check_values([(logps.amin() == -torch.inf, message)], validate)
 
 
-def check_least_logp(least: float) -> None:
+def check_least_logp(least: float, message: str = NO_FINITE_LOSS) -> None:
     if least == -math.inf:
-        raise ValueError(NO_FINITE_LOSS)
+        raise ValueError(message)

@@ -18,6 +18,7 @@ from grpo_fast.objectives import OBJECTIVES
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Pending(NamedTuple):
@@ -68,8 +69,8 @@ def shape_is(name: str, x: Tensor, shape: tuple[int, ...], meaning: str) -> None
 
 
 def floating(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"{name}: expected a floating-point tensor, got {_kind(x)}")
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected a floating-point tensor (16, 32 or 64 bits), got {_kind(x)}")
 
 
 def same_device(name: str, x: Tensor, other: Tensor, other_name: str) -> None:
@@ -93,6 +94,8 @@ def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     floating("lm_head_weight", weight)
     if weight.dim() != 2:
         raise ValueError(f"lm_head_weight: expected shape (V, H), got {tuple(weight.shape)}")
+    if hidden.dim() == 0:
+        raise ValueError("hidden: expected shape (B, L, H) or (T, H), got ()")
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"lm_head_weight: expected (V, H) with H = {hidden.shape[-1]} as in hidden {tuple(hidden.shape)}, "
@@ -122,6 +125,14 @@ def layout(name: str, x: Tensor, target_ids: Tensor) -> None:
             f"got {tuple(target_ids.shape)}"
         )
     same_device("target_ids", target_ids, x, name)
+
+
+def logits(x: Tensor, target_ids: Tensor) -> None:
+    """Logits (B, L, V) or (T, V) in the layout of target_ids."""
+    floating("logits", x)
+    layout("logits", x, target_ids)
+    if x.shape[-1] == 0:
+        raise ValueError(f"logits: expected at least one vocabulary column, got {tuple(x.shape)}")
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> Tensor | None:
@@ -158,7 +169,8 @@ def mask_and_segments(mask: Tensor | None, cu_seqlens: Tensor | None, like: Tens
         shape_is("completion_mask", mask, tuple(like.shape), "(B, L)" if like.dim() == 2 else "(T,)")
         same_device("completion_mask", mask, like, "the logps")
     if like.dim() == 2 and cu_seqlens is not None:
-        raise ValueError(f"cu_seqlens: expected None for the padded layout (B, L), got shape {tuple(cu_seqlens.shape)}")
+        came = f"shape {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else _kind(cu_seqlens)
+        raise ValueError(f"cu_seqlens: expected None for the padded layout (B, L), got {came}")
     if like.dim() == 1:
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(

@@ -146,6 +146,10 @@ BAD = [
     (dict(rewards=torch.tensor([1.0, math.inf]), group_size=2), "rewards"),
     (dict(rewards=torch.ones(4), group_size=2, mode="opo"), "lengths"),
     (dict(rewards=torch.ones(4), group_size=2, mode="centered", eps=1.0), "eps"),
+    *[(dict(rewards=torch.ones(4), group_size=2, eps=eps), "eps") for eps in (math.nan, -1.0, "small")],
+    (dict(rewards=torch.ones(4), group_size=2, unbiased="no"), "unbiased"),
+    *[(dict(rewards=torch.ones(4), group_size=2, mode="opo", lengths=x), "lengths") for x in ([1] * 4, torch.ones(3))],
+    (dict(rewards=[1.0, 2.0], group_size=2), "rewards"),
 ]
 
 
@@ -185,5 +189,11 @@ def test_gae_without_a_mask_and_its_limits():
     torch.testing.assert_close(gae(rewards, values, 1.0, 1.0), returns - values, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="gamma"):
         gae(rewards, values, 1.5)
+    with pytest.raises(ValueError, match="gamma"):
+        gae(rewards, values, "a")
     with pytest.raises(ValueError, match="values"):
         gae(rewards, values[:, :3])
+    with pytest.raises(ValueError, match="mask"):
+        gae(rewards, values, mask=torch.ones(3))
+    with pytest.raises(ValueError, match="rewards"):
+        gae([[1.0]], values)

@@ -145,6 +145,38 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, le
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_inplace_tells_autograd_that_the_logits_are_gone(backend):
+    """tanh computes its gradient from its output: from d-logits it would be a wrong number, without a word."""
+    case = make_case(56, **options_for("grpo"))
+    config, keywords = grpo_fast.LossConfig(**case.options), arguments(case, "padded")
+    source = case.logits.clone().requires_grad_()
+    advantages = keywords.pop("advantages")
+    out = grpo_fast.logits_grpo_loss(
+        torch.tanh(source), case.ids, advantages, config, inplace=True, backend=backend, **keywords
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("overlap", ["expanded", "sliding"])
+def test_inplace_refuses_rows_that_share_memory(overlap, backend):
+    case = make_case(56, **options_for("grpo"))
+    config, keywords = grpo_fast.LossConfig(**case.options), arguments(case, "padded")
+    one = case.logits[0, 0].clone()
+    B, L, V = case.logits.shape
+    views = {
+        "expanded": one.expand(B, L, V),
+        "sliding": torch.randn(B * L + V).as_strided((B, L, V), (L, 1, 1)),
+    }
+    advantages = keywords.pop("advantages")
+    with pytest.raises(ValueError, match="logits: inplace=True expects rows .* share no memory, got strides"):
+        grpo_fast.logits_grpo_loss(
+            views[overlap].requires_grad_(), case.ids, advantages, config, inplace=True, backend=backend, **keywords
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("function", ["linear", "logits"])
 @pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
 def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):

@@ -39,7 +39,8 @@ CONFIG = [
     *[("sapo_temperature_neg", dict(sapo_temperature_neg=x)) for x in (0.0, NAN)],
     *[("dual_clip_c", dict(dual_clip_c=x)) for x in (1.0, 0.5, NAN)],
     *[("sampling_ratio_cap", dict(sampling_ratio_cap=x)) for x in (0.0, -1.0, NAN)],
-    *[("max_completion_length", dict(max_completion_length=x)) for x in (0, -5)],
+    *[("max_completion_length", dict(max_completion_length=x)) for x in (0, -5, 1.5)],
+    *[(name, {name: x}) for name in ("kl_times_ratio", "compute_entropy") for x in ("no", None, 2)],
     *[(f"vespo_{k}", {f"vespo_{k}": -1.0}) for k in ("k_pos", "k_neg", "lambda_pos", "lambda_neg")],
     ("off_policy_threshold", dict(off_policy_threshold=NAN)),
     ("loss_type", dict(loss_type="ppo")),
@@ -151,6 +152,7 @@ def refusals():
         for value in (0, -1, NAN, INF, torch.tensor(0.0), torch.tensor([1.0, 2.0])):
             yield name, every, {name: value}
     yield "cu_seqlens", every, dict(cu_seqlens=cu_seqlens_of([L] * B))
+    yield "cu_seqlens", every, dict(cu_seqlens=[0, L])
     yield "config", every, dict(config={"loss_type": "grpo"})
     for value in ("gpu", "CPU", None, "triton"):
         yield "backend", heads, dict(backend=value)
@@ -163,10 +165,13 @@ def refusals():
     yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight[:0])
     yield "hidden", ("linear",), dict(hidden=c.hidden.long())
     yield "hidden", ("linear",), dict(hidden=c.hidden[0, 0])
+    yield "hidden", ("linear",), dict(hidden=torch.ones(()))
+    yield "hidden", ("linear",), dict(hidden=c.hidden.to(torch.float8_e4m3fn))
     yield "bias", ("linear",), dict(bias=c.bias[:-1])
     yield "bias", ("linear",), dict(bias=c.bias.long())
     yield "logits", ("logits",), dict(logits=c.logits.long())
     yield "logits", ("logits",), dict(logits=c.logits[0, 0])
+    yield "logits", ("logits",), dict(logits=c.logits[..., :0])
     yield "logps", ("logps",), dict(logps=c.old.long())
     yield "logps", ("logps",), dict(logps=c.old[0, 0])
 
@@ -216,6 +221,14 @@ def test_a_target_whose_logit_is_minus_infinity(function):
     change = {"logits": logits} if function == "logits" else {"bias": bias}
     assert_refused(lambda: call_with(function, CASE, **change), "target_ids")
     call_with(function, CASE)
+
+
+def test_a_logp_of_minus_infinity():
+    logps = reference_logps(CASE)[0]
+    b, t = CASE.mask.nonzero()[1].tolist()
+    logps[b, t] = -INF
+    assert_refused(lambda: call_with("logps", CASE, logps=logps), "logps")
+    call_with("logps", CASE, logps=torch.where(CASE.mask, reference_logps(CASE)[0], -INF))  # a masked one is inert
 
 
 @pytest.mark.parametrize("function", ["logits", "linear"])
@@ -281,6 +294,7 @@ def logps_refusals():
     yield "target_ids", lambda: grpo_fast.logits_logps(h @ w.T, ids + 11)
     yield "target_ids", lambda: grpo_fast.logits_logps(h @ w.T, ids[:2])
     yield "logits", lambda: grpo_fast.logits_logps((h @ w.T).long(), ids)
+    yield "logits", lambda: grpo_fast.logits_logps(h @ w[:0].T, ids)
 
 
 @pytest.mark.parametrize(

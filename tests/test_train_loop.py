@@ -99,6 +99,13 @@ def test_one_step_per_batch_is_on_policy_and_the_second_pass_is_not(tmp_path):
     assert once[0]["reward"] == twice[0]["reward"]
 
 
+def test_fixed_logps_have_the_losses_temperature(tmp_path):
+    options = ["loss.temperature=0.5", "loss.beta=0.1", "reference.kind=frozen", "steps=1"]
+    assert sort(tmp_path / "ref", *options)[0]["kl"] == 0
+    first = sort(tmp_path / "old", *options, "inner_iterations=2", "optim.lr=1e-9")[0]
+    assert first["ratio/max"] == pytest.approx(1, abs=1e-4) and first["ratio/min"] == pytest.approx(1, abs=1e-4)
+
+
 def test_early_stop_of_the_inner_passes(tmp_path, monkeypatch):
     taken = []
     original = Optimizer.step

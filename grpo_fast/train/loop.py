@@ -147,7 +147,7 @@ class Trainer:
         """
         if batch.has_fixed_logps:
             return
-        temperature = self.config.rollout.temperature
+        temperature = float(self.loss_config.temperature)
         for micro in batch.micro_batches:
             if self.loss_config.uses_reference:
                 micro.ref_logps = self.reference.logps(micro.packed, temperature)

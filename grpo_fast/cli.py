@@ -62,6 +62,7 @@ def train(
 
         from grpo_fast.rewards import RewardError, build_rewards
         from grpo_fast.train.loop import train as run
+        from grpo_fast.train.optimizer import NonFiniteGradient
 
         build_rewards(config.rewards)  # a misspelt reward is refused before a model is loaded
     except ValueError as error:
@@ -71,7 +72,7 @@ def train(
         run(config)
     except ValueError as error:
         _refuse(error, debug, USAGE_ERROR)
-    except RewardError as error:
+    except (RewardError, NonFiniteGradient) as error:
         _refuse(error, debug, RUN_ERROR)
 
 
@@ -148,7 +149,7 @@ def bench(context: typer.Context) -> None:
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "benchmarks" / "command.py").is_file():
         error = f"bench: expected a checkout (benchmarks/ beside grpo_fast/), found an installed package in {checkout}"
-        _refuse(ValueError(error), False, USAGE_ERROR)
+        _refuse(ValueError(error), None, USAGE_ERROR)
     sys.path.insert(0, str(checkout))
     from benchmarks.command import main as run_benchmarks
 
@@ -182,12 +183,13 @@ def _quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _refuse(error: Exception, debug: bool, code: int) -> NoReturn:
+def _refuse(error: Exception, debug: bool | None, code: int) -> NoReturn:
     if debug:
         traceback.print_exception(error)
     from grpo_fast.train.report import escape_control  # a message may quote a data file or a model
 
-    typer.echo(f"grpo-fast: {escape_control(str(error))}" + ("" if debug else "  (--debug shows where)"), err=True)
+    hint = "  (--debug shows where)" if debug is False else ""  # None: a command without that option
+    typer.echo(f"grpo-fast: {escape_control(str(error))}{hint}", err=True)
     sys.exit(code)
 
 

@@ -109,6 +109,10 @@ def test_eval_of_a_model_on_a_local_file(tmp_path):
         (("rewards.0.name=no_module:f",), ("could not import 'no_module'",)),
         (("data=missing.jsonl", "data.task=gsm8k"), ("found nothing at missing.jsonl",)),
         (("--name", "../up"), ("plain folder name",)),
+        (("rewards.0.options.x=1",), ("sort_positions", "unexpected keyword argument 'x'")),
+        (("model.device=xpuu",), ("model.device: expected auto or a device of this machine, got 'xpuu'",)),
+        (("model.config.num_attention_heads=3",), ("model.config: llama refuses it",)),
+        (("model={path: /no/such/folder}",), ("model.path: expected a model's folder or hub id, got",)),
         (("loss.loss_type=groop",), ("groop", "grpo")),
     ],
 )
@@ -129,12 +133,32 @@ def test_unknown_recipe_is_refused():
         (("samples=2", "k=4"), ("k: expected values from 1 to samples=2, got 4",)),
         (("n",), ("expected key=value, got 'n'",)),
         ((), ("data: expected data=",)),
-        (("task=sort",), ("model: could not load",)),
+        (("task=sort",), ("model.path: expected a model's folder or hub id, got",)),
     ],
 )
 def test_eval_refusals(tmp_path, monkeypatch, words, parts):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert refused(invoke("eval", str(tmp_path / "no_model"), *words), *parts)
+
+
+def test_eval_refuses_where_it_cannot_write_or_read_before_it_works(recipe, tmp_path):
+    assert invoke("train", recipe, "steps=0", "log.progress=false").exit_code == 0
+    run = str(tmp_path / "run")
+    assert refused(invoke("eval", run, f"out={tmp_path}/no/e.json"), "out: expected a file in a folder that exists")
+    assert refused(invoke("eval", run, "data=q.jsonl"), "data.path: task sort makes its own prompts, came 'q.jsonl'")
+    assert refused(invoke("eval", run, "task=gsm8k"), "data: expected data=", "with task=gsm8k")
+    assert refused(invoke("eval", run, "n=[1"), "n: expected plain YAML, got '[1'")
+
+
+def test_a_run_that_diverges_ends_with_code_1(recipe, monkeypatch):
+    from grpo_fast.train.optimizer import NonFiniteGradient
+
+    def diverge(config):
+        raise NonFiniteGradient("3 gradients in a row were not finite")
+
+    monkeypatch.setattr("grpo_fast.train.loop.train", diverge)
+    result = invoke("train", recipe)
+    assert result.exit_code == 1 and result.stderr.startswith("grpo-fast: 3 gradients in a row")
 
 
 def test_plot_refusals(tmp_path):

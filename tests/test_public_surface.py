@@ -108,3 +108,9 @@ def test_three_lines_replace_a_trainers_loss():
     )
     out.loss.backward()
     assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
+
+
+def test_the_package_says_that_it_is_typed():
+    from pathlib import Path
+
+    assert (Path(grpo_fast.__file__).parent / "py.typed").is_file()  # pyproject.toml ships it

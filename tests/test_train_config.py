@@ -81,6 +81,17 @@ def test_the_tutorials_settings():
         ("loss.temperature=-1", "temperature: expected"),
         ("model.path=x", "exactly one of path"),
         ("data.task=gsm8k", "exactly one of path and name"),
+        ("data.path=x.jsonl", "data.path: task sort makes its own prompts, came 'x.jsonl'"),
+        ("data.chat=true", "data.chat: task sort makes its own prompts"),
+        ("advantages=nromalized", "advantages: expected one of"),
+        ("advantage_options.esp=1", "esp: mode 'centered' expects one of"),
+        ("advantages=normalized advantage_options.eps=-1", "eps: expected a finite number >= 0, got -1"),
+        ("loss.softcap=3", "loss.softcap: expected none, the model's own is used, came 3.0"),
+        ("loss.logit_scale=2", "loss.logit_scale: expected none"),
+        ("eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, came [1, 8]"),
+        ("eval.k=[0]", "eval.k.0: "),
+        ("optim.betas=[0.9,1.5]", "optim.betas.1: "),
+        ("optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
     ],
 )
 def test_refused_overrides(override, message):
@@ -105,6 +116,7 @@ def test_a_typo_is_refused_before_any_model_is_loaded(monkeypatch):
 
 def test_overrides_are_yaml_and_dotted():
     config = load_recipe("sort", ["optim.lr=1e-4", "rewards.1.weight=0.5", "model.lora.r=4", "warm_start.steps=7",
+                                  "advantages=normalized",
                                   "advantage_options={eps: 1.0e-6}", "loss.epsilon_high=0.3",
                                   "data.n_test=32"])  # fmt: skip
     assert config.optim.lr == 1e-4 and config.rewards[1].weight == 0.5 and config.model.lora.r == 4
@@ -122,7 +134,7 @@ def test_recipes_by_path_and_unknown_names(tmp_path):
     with pytest.raises(ValueError, match="expected a mapping"):
         load_recipe(str(path))
     path.write_text("seed: !!python/object/apply:os.getpid []\n")
-    with pytest.raises(yaml.YAMLError):
+    with pytest.raises(ValueError, match="expected plain YAML.*python/object"):
         load_recipe(str(path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -72,15 +73,28 @@ def _options(spec: RewardSpec) -> dict[str, Any]:
 
 
 def _resolve(name: str, options: dict[str, Any]) -> RewardFunction:
+    timeout = options.pop("timeout", None) if ":" in name else None
     if ":" in name:
         function = import_function(name)
-        timeout = options.pop("timeout", None)
-        if timeout is not None:
-            return IsolatedReward(name, timeout=float(timeout), options=options)
     elif name in REWARDS:
         function = REWARDS[name]
     else:
         close = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(REWARDS)}"
         raise ValueError(f"rewards: no reward is called {name!r}; {hint} Own ones go by 'package.module:function'")
+    _check_call(name, function, options)
+    if timeout is not None:
+        return IsolatedReward(name, timeout=float(timeout), options=options)
     return functools.partial(function, **options) if options else function
+
+
+def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) -> None:
+    """Raise a ValueError where the function's parameters are not those that a run gives it."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # not every callable tells
+        return
+    try:
+        signature.bind(**{"prompts": [], "completions": [], "answers": [], **options})
+    except TypeError as error:
+        raise ValueError(f"rewards: {name} expects other arguments than a run gives it: {error}") from None

@@ -1,22 +1,23 @@
 """The run configuration: one pydantic tree, read from a recipe, changed by `key=value`, refused when a key is unknown.
 
 A recipe is YAML (``yaml.safe_load`` only). Every default exists once: the loss's in `grpo_fast.config.LossConfig`, from
-which `LossSettings` is made, the rest here. Nothing in this file loads a model, so a typo is refused within a second.
+which `LossSettings` is made, the rest here. Nothing in this file loads a model, so a typo is refused at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from grpo_fast.config import LossConfig
+from grpo_fast.advantages import MODES, check_options
+from grpo_fast.config import LossConfig, choice
+from grpo_fast.train.explain import explain, nearest
 
 
 class Section(BaseModel):
@@ -100,6 +101,9 @@ class DataConfig(Section):
             raise ValueError(f"data: task {self.task} needs exactly one of path and name")
         if self.shots_tokens is not None and (self.shots or self.task not in ("gsm8k", "jsonl")):
             raise ValueError("data.shots_tokens: expected task gsm8k or jsonl and no data.shots beside it")
+        for name in ("path", "name", "prompt_template", "system_prompt", "chat", "shots"):
+            if self.task in ("sort", "arithmetic") and getattr(self, name):
+                raise ValueError(f"data.{name}: task {self.task} makes its own prompts, came {getattr(self, name)!r}")
         return self
 
 
@@ -131,6 +135,9 @@ class RolloutConfig(SamplingConfig):
     correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
@@ -138,7 +145,7 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = Field(0, ge=0)  # steps
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, gt=0)
     states: Literal["full", "8bit", "offload"] = "full"  # Adam's moments: the weights' dtype, 8 bits, on the host
@@ -170,7 +177,7 @@ class EvalConfig(Section):
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    k: list[int] = Field(default_factory=list)  # pass@k and maj@k, each at most `samples`
+    k: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)  # pass@k and maj@k, each at most `samples`
     max_new_tokens: int | None = Field(None, ge=1)  # None: the rollout's
     batch_size: int = Field(256, ge=1)  # completions per generate call
 
@@ -210,6 +217,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        choice("advantages", self.advantages, MODES)
+        check_options(self.advantages, self.advantage_options)
+        for name in ("softcap", "logit_scale"):
+            came = getattr(self.loss, name)
+            if came != getattr(LossConfig, name):
+                raise ValueError(f"loss.{name}: expected none, the model's own is used, came {came}")
+        if max(self.eval.k, default=1) > self.eval.samples:
+            raise ValueError(f"eval.k: expected values up to eval.samples = {self.eval.samples}, came {self.eval.k}")
         needs_reference = self.loss_config().uses_reference  # raises with the argument's name
         if needs_reference and self.reference.kind == "none":
             raise ValueError("reference.kind: loss.beta is not 0, so it must be frozen or synced, came none")
@@ -236,15 +251,23 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> RunCon
     Keys are dotted (``optim.lr=1e-4``, ``rewards.0.weight=2``); values are read as YAML. Raises ValueError that names
     the unknown key and the nearest known one, or the value that does not fit.
     """
-    settings = yaml.safe_load(_recipe_text(name_or_path))
+    settings = read_yaml(_recipe_text(name_or_path), f"recipe {name_or_path}")
     if not isinstance(settings, dict):
         raise ValueError(f"recipe {name_or_path}: expected a mapping of keys, came {type(settings).__name__}")
     for override in overrides or []:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"override: expected key=value, came {override!r}")
-        set_key(settings, key.split("."), yaml.safe_load(value), override)
+        set_key(settings, key.split("."), read_yaml(value, key), override)
     return parse_config(settings)
+
+
+def read_yaml(text: str, name: str) -> Any:
+    """Plain data from YAML. Raises ValueError, naming what was read, for anything else."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: expected plain YAML, got {text[:60]!r}: {' '.join(str(error).split())}") from None
 
 
 def parse_config(settings: dict[str, Any]) -> RunConfig:
@@ -252,7 +275,8 @@ def parse_config(settings: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        raise ValueError("configuration refused:\n" + "\n".join(_explain(e) for e in error.errors())) from None
+        lines = [explain(e, RunConfig) for e in error.errors()]
+        raise ValueError("\n".join(["configuration refused:", *lines])) from None
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
@@ -274,7 +298,7 @@ def _recipe_text(name_or_path: str) -> str:
         return Path(name_or_path).read_text(encoding="utf-8")
     raise ValueError(
         f"recipe: expected one of {', '.join(names)} or a YAML file, came {name_or_path!r}"
-        + _nearest(name_or_path, names)
+        + nearest(name_or_path, names)
     )
 
 
@@ -296,35 +320,3 @@ def set_key(node: Any, keys: list[str], value: Any, override: str) -> None:
             if isinstance(node, dict) and node.get(index) is None:
                 node[index] = {}
             node = node[index]
-
-
-def _explain(error: Any) -> str:
-    path = [p for p in error["loc"] if not (isinstance(p, str) and p.endswith("Config]"))]
-    where = ".".join(str(p) for p in path)
-    if error["type"] == "extra_forbidden":
-        return f"  {where}: unknown key" + _nearest(str(path[-1]), _known_keys(path[:-1]))
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "missing":
-        return f"  {where}: is missing"
-    came = "" if isinstance(error["input"], (dict, BaseModel)) else f", came {error['input']!r}"
-    return f"  {where}: {message}{came}" if where else f"  {message}"
-
-
-def _known_keys(path: list[Any]) -> list[str]:
-    section: Any = RunConfig
-    for part in path:
-        if isinstance(part, int):
-            continue
-        section = _section_of(section.model_fields[part].annotation)
-    return list(section.model_fields)
-
-
-def _section_of(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_section_of, getattr(annotation, "__args__", ()))), None)
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    return f"; nearest: {close[0]}" if close else f"; known: {', '.join(known)}"

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.files import read_examples
 from grpo_fast.rewards import build_rewards, scorer_for
-from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe
+from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe, read_yaml
 from grpo_fast.train.evaluate import evaluate, policy_generate
 from grpo_fast.train.setup import token_counter
 
@@ -57,7 +56,7 @@ def parse_settings(assignments: Sequence[str]) -> EvalSettings:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise ValueError(f"expected key=value, got {word!r}")
-        given[key] = yaml.safe_load(value)
+        given[key] = read_yaml(value, key)
     if "k" in given and given["k"] is not None and not isinstance(given["k"], list):
         given["k"] = str(given["k"]).split(",")  # k=1,4,8
     try:
@@ -75,6 +74,8 @@ def run_eval(model: str, settings: EvalSettings) -> dict[str, dict[str, float]]:
 
     Raises ValueError for data or a model that cannot be loaded.
     """
+    if settings.out and not Path(settings.out).parent.is_dir():
+        raise ValueError(f"out: expected a file in a folder that exists, got {settings.out!r}")
     run = _run_config(model)
     data = _data_config(settings, run)
     path = str(Path(model) / "model") if run else model
@@ -129,8 +130,12 @@ def _data_config(settings: EvalSettings, run: RunConfig | None) -> DataConfig:
             fields[name] = value
     fields["chat"] = fields.get("chat", False) or settings.chat
     if fields["task"] in ("gsm8k", "jsonl") and not (fields.get("path") or fields.get("name")):
-        raise ValueError("data: expected data=<jsonl file, folder or hub id> for a model that is not a run's folder")
-    return DataConfig.model_validate(fields)
+        whose = "for a model that is not a run's folder" if run is None else f"with task={fields['task']}"
+        raise ValueError(f"data: expected data=<jsonl file, folder or hub id> {whose}, got nothing")
+    try:
+        return DataConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
 
 
 def _examples(data: DataConfig, settings: EvalSettings, model: str) -> Sequence[Example]:
@@ -154,10 +159,7 @@ def _tokenizer(model: str) -> Any:
 def _load(path: str, settings: EvalSettings) -> Any:
     from grpo_fast.train.policy import load_policy
 
-    try:
-        return load_policy(ModelConfig(path=path, dtype=settings.dtype, device=settings.device))
-    except OSError as error:  # transformers' word for "neither a folder nor on the hub"
-        raise ValueError(f"model: could not load {path!r}: {str(error).strip().splitlines()[0]}") from error
+    return load_policy(ModelConfig(path=path, dtype=settings.dtype, device=settings.device))
 
 
 def _explain(error: Any) -> str:

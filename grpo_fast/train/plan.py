@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from grpo_fast.train.config import ModelConfig, RunConfig, load_recipe, parse_config, recipe_names, set_key
+from grpo_fast.train.config import ModelConfig, RunConfig, load_recipe, parse_config, read_yaml, recipe_names, set_key
 from grpo_fast.train.known_models import KNOWN_MODELS
 from grpo_fast.train.memory_model import Memory, Shape, predict_run
 
@@ -137,7 +135,7 @@ def _split(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if key not in OWN_KEYS:
             overrides.append(setting)
             continue
-        number = yaml.safe_load(value) if equals else None
+        number = read_yaml(value, key) if equals else None
         if not isinstance(number, (int, float)) or isinstance(number, bool) or number <= 0:
             raise ValueError(f"{key}: expected {key}=<a number above 0>, came {setting!r}")
         own[key] = OWN_KEYS[key](number)
@@ -157,7 +155,7 @@ def _run_config(model: str, overrides: list[str]) -> RunConfig:
         key, equals, value = override.partition("=")
         if not (key and equals):
             raise ValueError(f"override: expected key=value, came {override!r}")
-        set_key(settings, key.split("."), yaml.safe_load(value), override)
+        set_key(settings, key.split("."), read_yaml(value, key), override)
     return parse_config(settings)
 
 

@@ -171,14 +171,19 @@ def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
     """Load `config.path`, or make a model from `config.config` for `tokenizer` (random start, torch's seed)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    dtype = getattr(torch, config.dtype)
+    dtype, device = getattr(torch, config.dtype), _device(config.device)
     if config.path is not None:
         options = {"trust_remote_code": config.trust_remote_code}
-        model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, **options)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.path, padding_side="left", **options)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, **options)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.path, padding_side="left", **options)
+        except OSError as error:  # transformers' word for "neither a folder nor on the hub"
+            reason = str(error).strip().splitlines()[0]
+            expected = "expected a model's folder or hub id"
+            raise ValueError(f"model.path: {expected}, got {config.path!r}: {reason}") from error
     else:
         model = _from_config(dict(config.config or {}), tokenizer).to(dtype)
-    model.to(_device(config.device))
+    model.to(device)
     apply_options(model, config)
     if config.lora is not None:
         model = _with_adapter(model, config.lora, config.gradient_checkpointing)
@@ -198,7 +203,10 @@ def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
     unknown = [name for name in fields if not hasattr(plain, name)]
     if unknown:
         raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**special, **fields}))
+    try:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**special, **fields}))
+    except Exception as error:  # every architecture has its own words, and classes, for fields that do not fit
+        raise ValueError(f"model.config: {fields['model_type']} refuses it: {' '.join(str(error).split())}") from error
 
 
 def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
@@ -231,4 +239,8 @@ def _special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # unknown, or not here
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model.device: expected auto or a device of this machine, got {name!r}: {reason}") from error

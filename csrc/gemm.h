@@ -19,16 +19,15 @@ constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 8 << 20;  // below this, waking other threads costs more than they give
 constexpr int64_t kSharedWords = 4 << 20;  // of b that are packed once for all blocks
 
-// T: what is multiplied; S: what a is stored in.
+// T: what is multiplied; S: what a is stored in, T or a type with more digits that is rounded to T while it is packed.
 template <class S, class T>
 struct Problem {
   int64_t m, n, k;
   Operand<S> a;
   Operand<T> b;
-  int parts = 1;                      // of an fp32 a that is multiplied as bf16: 2 keep 16 of its 24 bits
+  int parts = 1;                      // of an a with more digits than T: 2 keep 16 of them
   const float* scales = nullptr;      // (K,): rows of a transposed a are multiplied by these first
-  bool keeps_heavy = false;           // with parts = 1 and b (K, N): elements that dominate a sum keep both parts,
-  const float* thresholds = nullptr;  // (M,): in a row of a above these; in a column of a transposed a, see pack.h
+  bool keeps_heavy = false;           // of a transposed a, b (K, N): elements that dominate a sum keep both, see pack.h
 
   int64_t words() const { return (k + kPerWord<T> - 1) / kPerWord<T>; }
   int64_t slices() const { return std::max<int64_t>(1, (words() + kSliceWords - 1) / kSliceWords); }
@@ -128,10 +127,8 @@ Rows<T> rows_of(const Problem<S, T>& p, const Block& block, int64_t group, int64
 
 template <class S, class T>
 void add_heavy(const Problem<S, T>& p, const Block& block, std::vector<Heavy>& heavy, float* sums, int64_t stride) {
-  for (const Heavy& at : heavy) {
-    const T* b = p.b.data + at.k * p.b.stride + block.column;
-    for (int64_t c = 0; c < block.columns; ++c) sums[at.row * stride + c] += at.rest * load_one(b + c);
-  }
+  for (const Heavy& at : heavy)
+    add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns, sums + at.row * stride);
   heavy.clear();
 }
 
@@ -146,31 +143,23 @@ struct Worker {
   uint32_t* packed_rows = scratch<uint32_t>(Purpose::kRows, (p.parts + 1) * height * kSliceWords);
   float* sums = scratch<float>(Purpose::kSums, height * blocks.columns);
   std::vector<Heavy> heavy = {};
-  std::vector<int64_t> heavy_counts = {};  // of each row
   std::vector<float> limits = {};          // of each row of the result, where a is transposed
 
   // after: the block that comes next, whose first operands are asked for during the last slice of this one.
   void sum(const Block& block, const Block& after) {
-    if constexpr (std::is_same_v<S, float>)
-      if (p.keeps_heavy && p.a.transposed) {
+    if constexpr (!std::is_same_v<S, T>)
+      if (p.keeps_heavy) {
         limits.resize(block.rows);
         find_limits(p.a.data + block.row, p.a.stride, p.k, block.rows, p.scales, limits.data());
       }
-    heavy_counts.assign(block.rows, 0);
     for (int64_t slice = 0; slice < p.slices(); ++slice) {
       const bool is_last = slice + 1 == p.slices();
-      sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1);
+      sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
     }
     add_heavy(p, block, heavy, sums, blocks.columns);
   }
 
-  void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then) {
-    if constexpr (std::is_same_v<S, float>)
-      if (p.keeps_heavy && !p.a.transposed) {
-        const int64_t depth = std::min(p.slice_words(slice) * kPerWord<T>, p.k - p.first_k(slice));
-        find_heavy_in_rows(p.a.data + block.row * p.a.stride + p.first_k(slice), p.a.stride, block.rows, depth,
-                           p.thresholds + block.row, p.first_k(slice), heavy_counts, heavy);
-      }
+  void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then, const Block& after) {
     Rows<T> rows[2];
     for (int part = 0; part < p.parts; ++part) {
       const float* scales = p.scales ? p.scales + p.first_k(slice) : nullptr;
@@ -179,7 +168,8 @@ struct Worker {
                            {packed_rows + (part + 1) * height * kSliceWords, packed_rows});
     }
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    const Pieces rows_then = p.row_pieces(slice_then, then.row, then.rows);
+    Pieces rows_then = p.row_pieces(slice_then, then.row, then.rows);
+    if (p.keeps_heavy) rows_then = p.row_pieces(slice, after.row, after.rows);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p, slice, first + i, panel);
       const uint32_t* packed = shared ? shared + (slice * p.panels() + first + i) * kPanelWords : panel;

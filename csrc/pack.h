@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "vec.h"
+#include "storage.h"
 
 namespace grpo_fast {
 
@@ -57,13 +57,23 @@ T* scratch(Purpose purpose, int64_t size) {
 
 // Memory that is read soon: pieces of `lines` cache lines, `stride` bytes apart.
 struct Pieces {
-  const char* start = nullptr;
-  int64_t stride = 0, count = 0, lines = 0;
+  const char* start;
+  int64_t stride, count, lines;
 
   // Asks for one of `parts` equal parts.
   void prefetch(int64_t part, int64_t parts) const {
     for (int64_t i = count * part / parts; i < count * (part + 1) / parts; ++i)
-      for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(start + i * stride + line * 64, 0, 2);
+      for (int64_t line = 0; line < lines; ++line) ask_for(start + i * stride + line * 64);
+  }
+
+ private:
+  // Into L2. GCC takes a function of nothing but __builtin_prefetch for one without effects, and leaves out its calls.
+  static void ask_for(const char* x) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht1 %0" : : "m"(*x));
+#else
+    __builtin_prefetch(x, 0, 2);
+#endif
   }
 };
 
@@ -100,7 +110,6 @@ struct Heavy {
   float rest;
 };
 
-constexpr int64_t kMostHeavy = 64;        // in a row; a threshold is meant to let fewer through
 constexpr float kHeavyShare = 1 / 16.0f;  // of the sum of squares of a column
 
 inline float rest_of(float x) {
@@ -117,6 +126,13 @@ struct Entry {
 
   float scale(int64_t row) const { return scales ? scales[row] : 1.0f; }
 };
+
+// note(lane, what rounding leaves) for the lanes of x that are heavy, of the first `count`.
+template <class Note>
+inline void note_heavy(Floats x, Ints is_heavy, int64_t count, const Note& note) {
+  for (uint32_t bits = bits_of(is_heavy) & ((1u << count) - 1u); bits; bits &= bits - 1)
+    note(__builtin_ctz(bits), rest_of(x[__builtin_ctz(bits)]));
+}
 
 // The words of kLanes columns: low halves from x, high halves from next.
 GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
@@ -174,23 +190,23 @@ void pack_transposed(const T* x, int64_t stride, int64_t rows, int64_t k_left, i
       to[k * to_stride + r] = r < rows ? word(x + r * stride + k * kPerWord<T>, 1, k_left - k * kPerWord<T>) : 0u;
 }
 
-// One row of words from two rows of fp32 numbers, `next` null after the last; columns up to a whole vector are written.
-inline void pack_pair(const float* row, const float* next, int64_t columns, int64_t k, const Entry& entry,
-                      uint32_t* to) {
+// One row of words from two rows of numbers, `next` null after the last; columns up to a whole vector are written.
+template <class S>
+void pack_pair(const S* row, const S* next, int64_t columns, int64_t k, const Entry& entry, uint32_t* to) {
   const float scale = entry.scale(k), next_scale = next ? entry.scale(k + 1) : 0.0f;
-  Floats over = splat(-1.0f);
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t count = std::min<int64_t>(kLanes, columns - c);
+  by_vectors(columns, [&](int64_t c, int64_t count) GRPO_FAST_BODY {
     const Floats x = load_up_to(row + c, count) * scale, y = next ? load_up_to(next + c, count) * next_scale : Floats{};
-    const Words both = pairs_of(x, y, entry.part);
-    std::memcpy(to + c, &both, count * sizeof(uint32_t));
-    if (entry.limits) over = max(max(x * x, y * y) - load_up_to(entry.limits + c, count), over);
-  }
-  if (!entry.limits || !(max_lane(over) > 0)) return;
-  for (const auto& [x, factor, at] : {std::tuple(row, scale, k), std::tuple(next, next_scale, k + 1)})
-    for (int64_t c = 0; x && c < columns; ++c)
-      if (const float d = x[c] * factor; d * d > entry.limits[c])
-        entry.heavy->push_back({c, entry.first_k + at, rest_of(d)});
+    store_up_to(reinterpret_cast<float*>(to) + c, bit_cast<Floats>(pairs_of(x, y, entry.part)), count);
+    if (!entry.limits) return;
+    const Floats limits = load_up_to(entry.limits + c, count);
+    if (bits_of(max(x * x, y * y) > limits) == 0) return;
+    note_heavy(x, x * x > limits, count, [&](int lane, float rest) {
+      entry.heavy->push_back({c + lane, entry.first_k + k, rest});
+    });
+    note_heavy(y, y * y > limits, count, [&](int lane, float rest) {
+      entry.heavy->push_back({c + lane, entry.first_k + k + 1, rest});
+    });
+  });
 }
 
 // to[k][c] = the word of column c in the rows of x that make step k; zeros from `columns` to `width`. T is the type
@@ -238,37 +254,26 @@ void pack_along(const S* x, int64_t stride, int64_t rows, int64_t k_left, int64_
       std::memcpy(row, x, count * sizeof(T));
     } else {
       int64_t k = 0;
+      for (; part == 0 && k + kLanes <= count; k += kLanes) store(row + k, load(x + k));
       for (; k + kLanes <= count; k += kLanes) store(row + k, bit_cast<Floats>(rounded_part(load(x + k), part)));
-      for (; k < count; ++k) row[k].bits = narrowed(x[k], part) >> 16;
+      for (; k < count; ++k) row[k].bits = narrowed(load_one(x + k), part) >> 16;
     }
   }
 }
 
-// Of (rows, columns) fp32 numbers those above the threshold of their row; counts: of each row until now.
-inline void find_heavy_in_rows(const float* x, int64_t stride, int64_t rows, int64_t columns, const float* thresholds,
-                               int64_t first_k, std::vector<int64_t>& counts, std::vector<Heavy>& found) {
-  for (int64_t r = 0; r < rows; ++r, x += stride) {
-    Floats largest = load_up_to(x, columns);
-    for (int64_t k = kLanes; k < columns; k += kLanes) largest = max(load_up_to(x + k, columns - k), largest);
-    if (!(max_lane(largest) > thresholds[r])) continue;
-    for (int64_t k = 0; k < columns; ++k)
-      if (x[k] > thresholds[r] && counts[r]++ < kMostHeavy) found.push_back({r, first_k + k, rest_of(x[k])});
-  }
-}
-
-// Of (depth, columns) fp32 numbers, a scale per row: the limits that Entry wants.
-inline void find_limits(const float* x, int64_t stride, int64_t depth, int64_t columns, const float* scales,
+// Of (depth, columns) numbers, a scale per row: the limits that Entry wants.
+template <class S>
+void find_limits(const S* x, int64_t stride, int64_t depth, int64_t columns, const float* scales,
                         float* limits) {
   constexpr int64_t kAhead = 8;  // rows: their pieces are too short for the machine to foresee the next
   std::fill(limits, limits + columns, 0.0f);
   for (int64_t k = 0; k < depth; ++k, x += stride) {
     const float scale = scales ? scales[k] : 1.0f;
-    for (int64_t c = 0; c < columns; c += kLanes) {
+    by_vectors(columns, [&](int64_t c, int64_t count) GRPO_FAST_BODY {
       __builtin_prefetch(x + kAhead * stride + c);
-      const int64_t count = std::min<int64_t>(kLanes, columns - c);
-      const Floats d = load_up_to(x + c, count) * scale, sum = fma(d, d, load_up_to(limits + c, count));
-      count == kLanes ? store(limits + c, sum) : store_tail(limits + c, sum, count);
-    }
+      const Floats d = load_up_to(x + c, count) * scale;
+      store_up_to(limits + c, fma(d, d, load_up_to(limits + c, count)), count);
+    });
   }
   for (int64_t c = 0; c < columns; ++c) limits[c] *= kHeavyShare;
 }

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <limits>
 
-#include "vec.h"
+#include "storage.h"
 
 namespace grpo_fast {
 
@@ -46,11 +46,18 @@ inline double final_logit(float raw, const RowRule& rule) {
   return kSoftcap ? rule.outer * std::tanh(scaled) : scaled;
 }
 
-// z - shift, floored for exp; one FMA, so a large |z| near the shift loses nothing.
+struct Exponent {
+  Floats t;      // z - shift; one FMA, so a large |z| near the shift loses nothing
+  Floats slope;  // 1 - tanh^2 under a soft cap, else 1
+};
+
 template <bool kSoftcap>
-GRPO_FAST_INLINE Floats exponent(Floats raw, const RowRule& rule, float shift) {
-  if constexpr (kSoftcap) return floor_exponent(fma(tanh_and_slope(raw * rule.inner).value, rule.outer, -shift));
-  return floor_exponent(fma(raw, rule.inner, -shift));
+GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowRule& rule, float shift) {
+  if constexpr (kSoftcap) {
+    const TanhAndSlope bent = tanh_and_slope(raw * rule.inner);
+    return {fma(bent.value, rule.outer, -shift), bent.slope};
+  }
+  return {fma(raw, rule.inner, -shift), splat(1.0f)};
 }
 
 // The largest raw * inner of a block. A NaN is skipped here and shows in the sums.
@@ -68,47 +75,61 @@ inline float block_max(const T* x, int64_t columns, float inner) {
   return max_lane(max(max(a, b), max(c, d)));
 }
 
-template <bool kEntropy>
+template <bool kEntropy, bool kLargest>
 struct Sums {
-  Floats sum = {}, moment = {};
+  Floats sum = {}, moment = {}, largest = {};
 
-  GRPO_FAST_INLINE void add(Floats t) {
-    const Floats e = exp_floored(t);
+  GRPO_FAST_INLINE void add(Floats t, Floats e) {
     sum += e;
     if constexpr (kEntropy) moment = fma(e, t, moment);
+    if constexpr (kLargest) largest = max(e, largest);
   }
 };
 
+// What the sums of a run do besides: nothing.
+struct Ignore {
+  static constexpr bool kFindsLargest = false;
+  GRPO_FAST_INLINE static Floats floored(Floats t) { return floor_exponent(t); }
+  GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
+};
+
 // Four vectors that the end of the row or the target runs through: what does not count is left out of the sums.
-template <class T, bool kSoftcap, bool kEntropy>
-inline void add_ragged(const T* x, int64_t columns, int64_t target, const RowRule& rule, float shift,
-                       Sums<kEntropy> (&sums)[4]) {
+template <class T, bool kSoftcap, bool kEntropy, class Emit>
+inline void add_ragged(const T* x, int64_t begin, int64_t columns, int64_t target, const RowRule& rule, float shift,
+                       Sums<kEntropy, Emit::kFindsLargest> (&sums)[4], const Emit& emit) {
   const Ints lanes = lane_numbers();
   for (int part = 0; part < 4 && part * kLanes < columns; ++part) {
     const Ints here = lanes + part * kLanes;
     const Ints counted = (here < static_cast<int32_t>(std::min<int64_t>(columns, 4 * kLanes))) &
                          (here != static_cast<int32_t>(target));
-    const Floats t = exponent<kSoftcap>(load_up_to(x + part * kLanes, columns - part * kLanes), rule, shift);
-    const Floats e = exp_floored(t);
-    sums[part].sum += keep_where(counted, e);
-    if constexpr (kEntropy) sums[part].moment += keep_where(counted, e * t);
+    const int64_t column = begin + part * kLanes, left = columns - part * kLanes;
+    const Exponent found = exponent<kSoftcap>(load_up_to(x + column, left), rule, shift);
+    const Floats t = Emit::floored(found.t), e = keep_where(counted, exp_floored(t));
+    sums[part].add(keep_where(counted, t), e);
+    emit(column, left, e, found.slope);
   }
 }
 
 // sum += e^t and moment += e^t * t over a run of at most kRun columns, t = z - shift, without the target.
-template <class T, bool kSoftcap, bool kEntropy>
-inline void add_run(const T* x, int64_t columns, int64_t target, const RowRule& rule, float shift, Doubles& sum,
-                    Doubles& moment) {
+// emit(column, count, e^t, slope) sees every vector, with 0 for e^t in the target's lane. -> the largest e^t by lane,
+// where somebody asks for it.
+template <class T, bool kSoftcap, bool kEntropy, class Emit = Ignore>
+inline Floats add_run(const T* x, int64_t columns, int64_t target, const RowRule& rule, float shift, Doubles& sum,
+                    Doubles& moment, const Emit& emit = {}) {
   constexpr int64_t kStep = 4 * kLanes;
-  Sums<kEntropy> sums[4];  // four chains of additions hide each other's latency
-  const auto add_whole = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
-    Sums<kEntropy> a = sums[0], b = sums[1], c = sums[2], d = sums[3];
+  using Lanes = Sums<kEntropy, Emit::kFindsLargest>;
+  Lanes sums[4];  // four chains of additions hide each other's latency
+  const auto add_whole = [&](int64_t begin, int64_t end) GRPO_FAST_BODY {
+    Lanes a = sums[0], b = sums[1], c = sums[2], d = sums[3];
+    const auto add = [&](Lanes& to, int64_t column) GRPO_FAST_BODY {
+      const Exponent found = exponent<kSoftcap>(load(x + column), rule, shift);
+      const Floats t = Emit::floored(found.t), e = exp_floored(t);
+      to.add(t, e);
+      emit(column, kLanes, e, found.slope);
+    };
     for (int64_t column = begin; column < end; column += kStep) {
       prefetch<kStep>(x + column + kBlock);  // the next block's maximum would otherwise wait for memory
-      a.add(exponent<kSoftcap>(load(x + column), rule, shift));
-      b.add(exponent<kSoftcap>(load(x + column + kLanes), rule, shift));
-      c.add(exponent<kSoftcap>(load(x + column + 2 * kLanes), rule, shift));
-      d.add(exponent<kSoftcap>(load(x + column + 3 * kLanes), rule, shift));
+      add(a, column), add(b, column + kLanes), add(c, column + 2 * kLanes), add(d, column + 3 * kLanes);
     }
     sums[0] = a, sums[1] = b, sums[2] = c, sums[3] = d;
   };
@@ -116,15 +137,16 @@ inline void add_run(const T* x, int64_t columns, int64_t target, const RowRule& 
   const int64_t odd = target >= 0 && target < whole ? target / kStep * kStep : whole;  // the step with the target
   add_whole(0, odd);
   if (odd < whole) {
-    add_ragged<T, kSoftcap, kEntropy>(x + odd, kStep, target - odd, rule, shift, sums);
+    add_ragged<T, kSoftcap, kEntropy>(x, odd, kStep, target - odd, rule, shift, sums, emit);
     add_whole(odd + kStep, whole);
   }
   if (whole < columns) {
     const int64_t tail_target = target >= whole && target < columns ? target - whole : -1;
-    add_ragged<T, kSoftcap, kEntropy>(x + whole, columns - whole, tail_target, rule, shift, sums);
+    add_ragged<T, kSoftcap, kEntropy>(x, whole, columns - whole, tail_target, rule, shift, sums, emit);
   }
   sum += widen((sums[0].sum + sums[1].sum) + (sums[2].sum + sums[3].sum));
   if constexpr (kEntropy) moment += widen((sums[0].moment + sums[1].moment) + (sums[2].moment + sums[3].moment));
+  return max(max(sums[0].largest, sums[1].largest), max(sums[2].largest, sums[3].largest));
 }
 
 // Sums over some columns of a row but the target's: rest = sum e^t and moment = sum e^t * t, t = z - shift.
@@ -197,33 +219,39 @@ PartialSums joined(const PartialSums* slices, int64_t count) {
   PartialSums all{std::numeric_limits<float>::lowest(), 0, 0};
   for (int64_t i = 0; i < count; ++i) all.shift = std::max(all.shift, slices[i].shift);
   for (int64_t i = 0; i < count; ++i) {
-    const double change = static_cast<double>(slices[i].shift) - all.shift, factor = std::exp(change);
+    const double change = static_cast<double>(slices[i].shift) - all.shift, factor = change == 0 ? 1 : std::exp(change);
     all.rest += slices[i].rest * factor;
     if constexpr (kEntropy) all.moment += (slices[i].moment + slices[i].rest * change) * factor;
   }
   return all;
 }
 
-// out_j = e^(z_j - normaliser) * dz_j/draw_j / chain, 0 in the target's column; finite whatever the row holds.
-template <bool kSoftcap>
-void write_weights(const float* x, float* out, int64_t columns, int64_t target, const RowRule& rule, float normaliser) {
-  const auto weight = [&](Floats raw) __attribute__((always_inline)) {
-    Floats t, slope = {};
-    if constexpr (kSoftcap) {
-      const TanhAndSlope bent = tanh_and_slope(raw * rule.inner);
-      t = fma(bent.value, rule.outer, -normaliser);
-      slope = bent.slope;
-    } else {
-      t = fma(raw, rule.inner, -normaliser);
-    }
-    Floats e = exp_floored(floor_exponent(-max(-t, splat(kExpFloor))));
-    if constexpr (kSoftcap) e = e * slope;
-    return max(e, Floats{});  // drops a NaN
-  };
-  int64_t column = 0;
-  for (; column + kLanes <= columns; column += kLanes) store(out + column, weight(load(x + column)));
-  if (column < columns) store_tail(out + column, weight(load_tail(x + column, columns - column)), columns - column);
-  if (target >= 0 && target < columns) out[target] = 0;
+// Weights: e^(z_j - shift) * dz_j/draw_j / chain, 0 in the target's column; finite whatever the row holds.
+template <bool kSoftcap, class Out>
+struct WriteWeights {
+  static constexpr bool kFindsLargest = sizeof(Out) == 2;
+  Out* out;
+
+  // A NaN becomes the largest: its row then counts as far from its target.
+  GRPO_FAST_INLINE static Floats floored(Floats t) { return floor_exponent(min(t, splat(-kExpFloor))); }
+  GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
+    store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);  // max drops a NaN
+  }
+};
+
+// Nothing is written, and the sums are those of WriteWeights.
+struct SumWeights : Ignore {
+  GRPO_FAST_INLINE static Floats floored(Floats t) { return WriteWeights<false, float>::floored(t); }
+};
+
+// Of at most kRun columns, relative to a shift that may be too small: `rest` is then inf, or e^20 and more.
+template <bool kSoftcap, bool kEntropy, class Emit>
+PartialSums shifted_sums(const float* x, int64_t columns, int64_t target, const RowRule& rule, float shift,
+                         const Emit& emit, Floats* largest = nullptr) {
+  Doubles sum = {}, moment = {};
+  const Floats found = add_run<float, kSoftcap, kEntropy>(x, columns, target, rule, shift, sum, moment, emit);
+  if (largest) *largest = found;
+  return {shift, sum_lanes(sum), kEntropy ? sum_lanes(moment) : 0};
 }
 
 // d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw, read once and written once. `out` may be `x`, or
@@ -241,21 +269,15 @@ void write_row_gradient(const In* x, Out* out, int64_t columns, int64_t target, 
   const float constant =
       static_cast<float>(scale * (row.grad_logp + row.grad_entropy * (row.entropy + (shift - lse))));
   const float linear = static_cast<float>(scale * row.grad_entropy);
-  const auto gradient = [&](Floats raw) __attribute__((always_inline)) {
-    Floats t, bend = {};
-    if constexpr (kSoftcap) {
-      const TanhAndSlope bent = tanh_and_slope(raw * rule.inner);
-      t = floor_exponent(fma(bent.value, rule.outer, -shift));
-      bend = bent.slope;
-    } else {
-      t = floor_exponent(fma(raw, rule.inner, -shift));
-    }
+  const auto gradient = [&](Floats raw) GRPO_FAST_BODY {
+    const Exponent found = exponent<kSoftcap>(raw, rule, shift);
+    const Floats t = floor_exponent(found.t);
     Floats d = exp_floored(t);
     if constexpr (kEntropy)
       d = d * fma(t, linear, constant);
     else
       d = d * constant;
-    if constexpr (kSoftcap) d = d * bend;
+    if constexpr (kSoftcap) d = d * found.slope;
     return d;
   };
   int64_t column = 0;

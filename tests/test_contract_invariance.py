@@ -125,7 +125,7 @@ def test_a_row_does_not_see_the_chunks(H, V, dtype, backend, monkeypatch):
     index = torch.arange(150)
     expected = rows_of(*problem, index, backend)
     for rows in (1, 32, 64, 96, 149):
-        monkeypatch.setattr(linear, "workspace_bytes", lambda device, rows=rows: rows * V * 4)
+        monkeypatch.setattr(linear, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
         chunked = rows_of(*problem, index, backend)
         assert torch.equal(expected[0], chunked[0]) and torch.equal(expected[1], chunked[1]), rows
 
@@ -208,7 +208,7 @@ def test_weight_gradient_is_the_same_from_run_to_run(chunks, dtype, backend, mon
     from grpo_fast.kernels import linear
 
     hidden, weight, ids, A, old = token_problem(dtype, 130, 96, 777)
-    monkeypatch.setattr(linear, "workspace_bytes", lambda device: -(-130 // chunks) * 777 * 4)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: -(-130 // chunks) * 777 * 4)
     config = grpo_fast.LossConfig(loss_type="dapo", epsilon_low=50.0, epsilon_high=50.0, entropy_coef=0.1)
     results = []
     for _ in range(3):

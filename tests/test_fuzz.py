@@ -160,7 +160,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
         return
     rows = call["workspace_rows"]
     real = linear.workspace_bytes
-    monkeypatch.setattr(linear, "workspace_bytes", real if rows is None else lambda device: rows * call["V"] * 4)
+    monkeypatch.setattr(linear, "workspace_bytes", real if rows is None else lambda *_: rows * call["V"] * 4)
     result = run(call["function"], case, layout=call["layout"], backend=call["backend"], upstream=call["upstream"])
     size = sum(w.abs().sum().item() for w in expected.losses) + 1.0
     assert abs(result.loss.item() - expected.loss.item()) <= 1e-5 * size

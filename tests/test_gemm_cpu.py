@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_fast import LossConfig, linear_grpo_loss
 from grpo_fast.kernels import csrc_loader, gemm_cpu, products
+from grpo_fast.kernels.added_rows import AddedRows
 
 REASON = csrc_loader.load("gemm")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}")
@@ -50,6 +51,14 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Ten
     return x.t() if transposed else x
 
 
+def positive16(x: Tensor) -> Tensor:
+    """x ≥ 0 with ten digits, in a larger matrix."""
+    stored = x if x.stride(1) == 1 else x.t()
+    out = torch.full((stored.shape[0] + 2, stored.shape[1] + 3), -1, dtype=torch.int16)[1:-1, 1:-2]
+    out.copy_(((stored.contiguous().view(torch.int32) - (29 << 23) + 0x2000).clamp(min=0) >> 14).to(torch.int16))
+    return out if x.stride(1) == 1 else out.t()
+
+
 def multiply(
     a: Tensor,
     b: Tensor,
@@ -60,13 +69,12 @@ def multiply(
     tiles: bool = False,
     scales: Tensor | None = None,
     keeps_heavy: bool = False,
-    thresholds: Tensor | None = None,
 ) -> Tensor:
     (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
     if a.shape[0] == 1 or a.shape[1] == 1:  # both readings are right; some arguments want one of them
         a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
     layout = a_transposed, b_transposed, add, parts, tiles
-    torch.ops.grpo_fast_gemm.mm_(a, b, out, *layout, scales, keeps_heavy, thresholds, None, None, None)
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, *layout, scales, keeps_heavy, *[None] * 6)
     return out
 
 
@@ -126,41 +134,63 @@ def test_an_fp32_operand_beside_a_bf16_one(parts: int, bound: float, tiles: bool
             assert torch.equal(out, multiply(a.bfloat16(), b, torch.empty(m, n), tiles=tiles))
 
 
+def test_a_number_without_a_sign_has_two_digits_more() -> None:
+    x = torch.cat(
+        [torch.rand(1000) * torch.logspace(-27, 9, 1000), torch.tensor([0.0, 1.0, 1 + 2**-9, 2.0**30 - 2**20])]
+    )
+    back = gemm_cpu.widened(positive16(x[None]))[0]
+    assert ((back - x).abs() <= 2**-10 * x).all() and torch.equal(back[-4:], x[-4:])
+    assert gemm_cpu.widened(positive16(torch.tensor([[2.0**-99, 1e-38]]))).eq(0).all()
+    assert gemm_cpu.widened(x) is x and gemm_cpu.widened(x.double()).dtype == torch.float64
+    assert torch.equal(gemm_cpu.widened(x.bfloat16()), x.bfloat16().float())
+
+
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
-def test_elements_that_dominate_a_row_keep_their_digits(tiles: bool) -> None:
-    """One element of 1.005 (bf16: 1.0078) among small ones: only its own rounding matters, and it is made good."""
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ten_digits_beside_a_bf16_operand(parts: int, tiles: bool) -> None:
+    """The bits are those of the same numbers in fp32, whatever the layout."""
+    torch.manual_seed(0)
+    for (m, n, k), a_transposed, b_transposed in itertools.product(SHAPES, (False, True), (False, True)):
+        a = positive16(matrix(m, k, torch.float32, a_transposed).abs())
+        b, scales = matrix(k, n, torch.bfloat16, b_transposed), torch.randn(k) if a_transposed else None
+        wide, options = gemm_cpu.widened(a), {"parts": parts, "tiles": tiles, "scales": scales}
+        out = multiply(a, b, torch.empty(m, n), **options)
+        assert torch.equal(out, multiply(wide, b, torch.empty(m, n), **options))
+        if a_transposed and not b_transposed and parts == 1:
+            options |= {"keeps_heavy": True}
+            out = multiply(a, b, torch.empty(m, n), **options)
+            assert torch.equal(out, multiply(wide, b, torch.empty(m, n), **options))
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+@pytest.mark.parametrize("is_positive", [False, True])
+def test_elements_that_dominate_a_row_keep_their_digits(is_positive: bool, tiles: bool) -> None:
+    """One element of 1.006 (bf16: 1.0078) among small ones: only its own rounding matters, and it is made good."""
     torch.manual_seed(0)
     m, n, k = 300, 150, 700
     a, b = 1e-4 * torch.rand(m, k), torch.randn(k, n).bfloat16()
     places = torch.randint(k, (m,))
-    a[torch.arange(m), places] = 1.005
-    truth = a.double() @ b.double()
-    plain, kept = torch.empty(m, n), torch.empty(m, n)
-    multiply(a, b, plain, tiles=tiles)
-    multiply(a, b, kept, tiles=tiles, keeps_heavy=True, thresholds=torch.full((m,), 0.5))
-    error = [((x.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() for x in (plain, kept)]
+    a[torch.arange(m), places] = 1.005859375  # 1 + 3/512, has ten digits
+    a = positive16(a) if is_positive else a
+    a, truth = a.t().contiguous().t(), gemm_cpu.widened(a).double() @ b.double()
+    error = []
+    for keeps_heavy in (False, True):
+        out = multiply(a, b, torch.empty(m, n), tiles=tiles, keeps_heavy=keeps_heavy)
+        error.append(((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max())
     assert error[0] > 1e-3 and error[1] < 1e-4
-    down = multiply(a.t().contiguous().t(), b, torch.empty(m, n), tiles=tiles, keeps_heavy=True)
-    assert ((down.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 1e-4
-    # Many above the threshold: the first 64 of a row are made good, in a bounded time.
-    low = multiply(a, b, torch.empty(m, n), tiles=tiles, keeps_heavy=True, thresholds=torch.zeros(m))
-    assert ((low.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 5e-3
 
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
-def test_every_row_has_a_threshold_and_many_heavy_elements(tiles: bool) -> None:
-    """Up to 64 above it, or those with a 16th of the squares; among 10 equal ones each has a 10th."""
+def test_each_of_ten_heavy_elements_keeps_its_digits(tiles: bool) -> None:
+    """Among 10 equal ones each has a 10th of the squares."""
     torch.manual_seed(0)
     m, n, k = 300, 70, 700
-    b, size = torch.randn(k, n).bfloat16(), torch.logspace(0, -3, m)
-    for count, thresholds in ((60, size / 2), (10, None)):
-        a = 1e-4 * torch.rand(m, k)
-        a.scatter_(1, torch.rand(m, k).argsort(1)[:, :count], 1.005)
-        a *= size[:, None]
-        a = a if thresholds is not None else a.t().contiguous().t()
-        truth = a.double() @ b.double()
-        out = multiply(a, b, torch.empty(m, n), tiles=tiles, keeps_heavy=True, thresholds=thresholds)
-        assert ((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 1e-4
+    a, b = 1e-4 * torch.rand(m, k), torch.randn(k, n).bfloat16()
+    a.scatter_(1, torch.rand(m, k).argsort(1)[:, :10], 1.005)
+    a *= torch.logspace(0, -3, m)[:, None]
+    out = multiply(a.t().contiguous().t(), b, torch.empty(m, n), tiles=tiles, keeps_heavy=True)
+    truth = a.double() @ b.double()
+    assert ((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -182,15 +212,38 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
     m, n, k = 700, 1100, 40
     a, b, start = torch.randn(k, m).t(), torch.randn(k, n), torch.randn(m, n).to(dtype)
     ids = torch.cat([torch.tensor([0, 699, 5, 5, 5]), torch.randint(m, (35,))])
-    values = torch.randn(40, n) * torch.logspace(-3, 3, 40)[:, None]
-    expected = multiply(a, b, torch.empty(m, n)).index_add_(0, ids, values)
-    added = gemm_cpu.AddedRows(ids, values)
+    values, coefficients = torch.randn(40, n), 2.0 ** torch.arange(-20, 20)
+    coefficients[7], values[7] = 0, torch.nan
+    expected = multiply(a, b, torch.empty(m, n))
+    AddedRows(coefficients, values, ids=ids).add_to_(expected)
+    assert expected.isfinite().all()
+    added = AddedRows(coefficients, values, ids=ids)
     if dtype == torch.float32:
         assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=added), expected)
+        shuffled = torch.randperm(40)
+        again = AddedRows(coefficients, values[shuffled], ids=ids, rows=shuffled.argsort())
+        assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=again), expected)
     out = gemm_cpu.mm_(a, b, start.clone(), add=True, added=added)
     torch.testing.assert_close(
         out, (start.float() + expected).to(dtype), rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
+    """As dH is made: one row of W for each, in order; a scale of 0 gives zeros, whatever the product holds."""
+    torch.manual_seed(0)
+    m, n, k = 70, 130, 40
+    a, b, scales, rows = torch.randn(m, k), torch.randn(k, n), torch.randn(m), torch.randint(9, (m,))
+    a[3], scales[3] = torch.nan, 0
+    values, coefficients = torch.randn(9, n).to(dtype), torch.randn(m)
+    added = AddedRows(coefficients, values, rows=rows)
+    out = gemm_cpu.mm_(a, b, torch.empty(m, n), out_scales=scales, added=added)
+    true = torch.where(scales[:, None] == 0, 0, (a.double() @ b.double()) * scales[:, None].double())
+    true += coefficients[:, None].double() * values[rows].double()
+    torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
+    narrow = gemm_cpu.mm_(a, b, torch.empty(m, n, dtype=torch.bfloat16), out_scales=scales, added=added)
+    assert torch.equal(narrow, out.bfloat16())
 
 
 def test_a_nan_stays_in_its_row() -> None:
@@ -216,22 +269,34 @@ def test_what_it_does_not_take() -> None:
     a, out = torch.zeros(4, 3), torch.zeros(4, 5)
     for operands, message in [
         ((a, torch.zeros(2, 5), out), "b: expected K = 3 as in a, got 2"),
-        ((a.bfloat16(), torch.zeros(3, 5), out), "b: expected the dtype of a, bfloat16"),
+        ((a.bfloat16(), torch.zeros(3, 5), out), "b: expected bfloat16 beside an a of 16 bits"),
+        ((a.to(torch.int16), torch.zeros(3, 5), out), "b: expected bfloat16 beside an a of 16 bits"),
         ((a, torch.zeros(3, 5), torch.zeros(4, 4)), r"out: expected \(4, 5\)"),
         ((a.double(), torch.zeros(3, 5).double(), out), "a: expected float32 or bfloat16"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             multiply(*operands)
-    with pytest.raises(RuntimeError, match="parts: expected 1, or 2 for a float32 a and a bfloat16 b, got 2"):
+    with pytest.raises(RuntimeError, match="parts: expected 1, or 2 for an a that is rounded .*, got 2"):
         multiply(a, torch.zeros(3, 5), out, parts=2)
-    with pytest.raises(RuntimeError, match="scales: expected a transposed float32 a"):
+    with pytest.raises(RuntimeError, match="scales: expected a transposed a that is float32 or rounded"):
         multiply(a, torch.zeros(3, 5), out, scales=torch.ones(3))
-    with pytest.raises(RuntimeError, match="keeps_heavy: expected parts = 1, a float32 a and a bfloat16 b"):
-        multiply(a, torch.zeros(3, 5), out, keeps_heavy=True)
-    with pytest.raises(RuntimeError, match="thresholds: expected them with keeps_heavy"):
-        multiply(a, torch.zeros(3, 5).bfloat16(), out, keeps_heavy=True)
+    for b in (torch.zeros(3, 5), torch.zeros(3, 5).bfloat16()):
+        with pytest.raises(RuntimeError, match="keeps_heavy: expected parts = 1, a transposed a that is rounded"):
+            multiply(a, b, out, keeps_heavy=True)
     with pytest.raises(RuntimeError, match="tiles: expected a bfloat16 b"):
         multiply(a, torch.zeros(3, 5), out, tiles=True)
+    with pytest.raises(RuntimeError, match="out_scales: expected one value for each of 4 rows"):
+        gemm_cpu.mm_(a, torch.zeros(3, 5), out, out_scales=torch.ones(3))
+    ones, rows = torch.ones(4), torch.arange(4)
+    for added, message in [
+        (AddedRows(ones, torch.zeros(4, 6)), "added: expected 5 columns, got 6"),
+        (AddedRows(ones, torch.zeros(3, 5)), "added: expected 4 rows, got 3"),
+        (AddedRows(ones, torch.zeros(4, 5), ids=rows + 1), "added_ids: expected indices from 0 to 3, got 4"),
+        (AddedRows(ones, torch.zeros(3, 5), rows=rows), "added_rows: expected indices from 0 to 2, got 3"),
+        (AddedRows(ones.double(), torch.zeros(4, 5)), "added_coefficients: expected float32"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            gemm_cpu.mm_(a, torch.zeros(3, 5), out, added=added)
 
 
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
@@ -281,7 +346,7 @@ def test_the_loss_is_the_same_with_the_vendors_product(
     hidden, weight = torch.randn(4, 32, 33).to(dtype), torch.randn(vocab, 33).to(dtype)
     ids, advantages, bias = torch.randint(0, vocab, (4, 32)), torch.randn(4), torch.randn(vocab).to(dtype)
     tensors = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    monkeypatch.setattr("grpo_fast.kernels.linear.workspace_bytes", lambda device: 128 // chunks * vocab * 4)
+    monkeypatch.setattr("grpo_fast.kernels.linear.workspace_bytes", lambda *_: 128 // chunks * vocab * 4)
     calls = []
 
     def run(own: bool) -> list[Tensor]:

@@ -41,7 +41,7 @@ def run(leaves, ids, advantages, config=LossConfig(), **kw):  # noqa: B008
 )
 def test_bounds(config, tolerance, rows, monkeypatch):
     """The reported share is that of the d-logits, at most the tolerance, and every gradient is within its bound."""
-    monkeypatch.setattr("grpo_fast.kernels.linear.workspace_bytes", lambda device: rows * V * 8)
+    monkeypatch.setattr("grpo_fast.kernels.linear.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
     exact, exact_grads = run(leaves, ids, advantages, config)
     out, grads = run(leaves, ids, advantages, config, grad_filter=tolerance)

@@ -53,7 +53,7 @@ def run(backend, retain=False):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
 def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
-    monkeypatch.setattr(linear, "workspace_bytes", lambda device: rows * V * 4)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     run(backend)
     forward = [rows] * (T // rows)
     assert products == forward + forward[:-1]
@@ -63,7 +63,7 @@ def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypa
 @pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
 def test_a_second_backward_forms_them_again_to_the_same_bits(rows, backend, products, monkeypatch):
     """The first backward overwrites what was kept; dH is the same bit for bit, dW but for the order of its chunks."""
-    monkeypatch.setattr(linear, "workspace_bytes", lambda device: rows * V * 4)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     first, second = run(backend, retain=True)
     assert len(products) == 3 * T // rows - 1
     assert torch.equal(first[0], second[0])

@@ -55,7 +55,7 @@ def test_values_against_fp64(V: int, name: str, dtype: torch.dtype) -> None:
     g = torch.randn(T, generator=torch.Generator().manual_seed(0))
     logps, entropy, gradient = in_fp64(hidden, weight, bias, ids, rule, g)
     out = torch.full((T, V + 3), math.nan)[:, :V]
-    stats, *units = linear_cpu.linear_weights(hidden, weight, bias, ids, rule, out, return_entropy=True)
+    stats, *units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, rule, out, return_entropy=True)
     assert (stats[1].double() - logps).abs().max() <= 1e-5 and (stats[2].double() - entropy).abs().max() <= 1e-5
     assert (out.gather(1, ids[:, None]) == 0).all()
     error = d_logits(out, *units, ids, g).double() - gradient
@@ -68,9 +68,61 @@ def test_values_against_fp64(V: int, name: str, dtype: torch.dtype) -> None:
     exact = hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(raw.double(), exact, rtol=1e-5, atol=1e-5)
     known = torch.full_like(out, math.nan)
-    same, *same_units = linear_cpu.linear_weights(hidden, weight, bias, ids, rule, known, known=stats)
+    same, *same_units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, rule, known, known=stats)
     assert torch.equal(known, out) and same is stats
     assert all(torch.equal(x, y) for x, y in zip(same_units, units, strict=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("V", [2, 257, 1031])
+def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name: str) -> None:
+    hidden, weight, bias, ids = problem(V, torch.bfloat16)
+    wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=gemm_cpu.POSITIVE16)
+    stats, *units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, RULES[name], wide)
+    same, *same_units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, RULES[name], narrow[:, :V])
+    assert all(torch.equal(x, y) for x, y in zip((*stats[:2], *units), (*same[:2], *same_units), strict=True))
+    bits = (wide.view(torch.int32) - (29 << 23) + 0x2000).clamp(min=0) >> 14
+    assert torch.equal(narrow[:, :V].to(torch.int32) & 0xFFFF, bits)
+    assert (narrow[:, V:] == -1).all()
+    assert ((gemm_cpu.widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide).all()
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("spread", [1, 8])
+def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name: str) -> None:
+    """Those of more than a 16th of the row's sum, and only those; also in rows whose target is far below the rest."""
+    V = 1031
+    hidden, weight, _, ids = problem(V, torch.bfloat16)
+    rule = RULES[name]
+    hidden, ids[::5] = hidden * spread, (hidden[::5].float() @ weight.float().t()).argmin(1)
+    wide, narrow = torch.empty(T, V), torch.empty(T, V, dtype=gemm_cpu.POSITIVE16)
+    stats = linear_cpu.linear_logps(hidden, weight, None, ids, rule, return_entropy=False)
+    known = stats if is_known else None
+    *_, nothing = linear_cpu.linear_weights(hidden, weight, None, ids, rule, wide, known=known)
+    *_, dominant = linear_cpu.linear_weights(hidden, weight, None, ids, rule, narrow, known=known)
+    assert nothing is None
+    z, slope = rows_torch.final_logits(hidden.double() @ weight.double().t(), rule)
+    p = z.softmax(1).scatter(1, ids[:, None], 0.0)
+    share = p / p.sum(1, keepdim=True)
+    is_dominant = torch.zeros(T, V, dtype=torch.bool).index_put_((dominant.rows, dominant.columns), torch.tensor(True))
+    assert is_dominant[share > 1.001 / 16].all() and not is_dominant[share < 0.999 / 16].any()
+    assert is_dominant.any(1).sum() > (5 if spread == 1 else 30) or name == "softcap"
+    assert torch.equal(dominant.values, wide[dominant.rows, dominant.columns])
+    order = dominant.rows * V + dominant.columns
+    assert (order.diff() > 0).all()
+
+
+@pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
+def test_a_row_without_a_target_has_an_lse(level: float) -> None:
+    """Its logp is NaN, and it is summed relative to its maximum, for want of a target's logit."""
+    hidden, weight, bias, ids = problem(700, torch.float32)
+    ids[3], ids[5] = -100, 700
+    bias = bias + level
+    lse, logps, _ = linear_cpu.linear_logps(hidden, weight, bias, ids, LogitRule(), return_entropy=False)
+    z = hidden.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-6)
+    assert logps.isnan().nonzero()[:, 0].tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,7 +136,7 @@ def test_a_row_depends_on_itself_only(dtype: torch.dtype, monkeypatch: pytest.Mo
         torch.set_num_threads(threads)
         try:
             out = torch.empty(ids[rows].shape[0], 2000)
-            stats, *units = linear_cpu.linear_weights(
+            stats, *units, _ = linear_cpu.linear_weights(
                 hidden[rows], weight, bias, ids[rows], rule.rows(rows), out, return_entropy=True
             )
         finally:
@@ -107,10 +159,10 @@ def test_more_rows_than_a_group() -> None:
     torch.testing.assert_close(logps.double(), z.log_softmax(1)[torch.arange(1030), ids], rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("nats", [30.0, 39.9, 40.1, 200.0])
+@pytest.mark.parametrize("nats", [15.0, 19.9, 20.1, 40.0, 200.0])
 @pytest.mark.parametrize("softcap", [None, 500.0])
 def test_targets_far_below_the_rest(nats: float, softcap: float | None) -> None:
-    """Beyond 40 nats a row is weighed against its lse; d-logits and statistics stay those of fp64, weights finite."""
+    """Beyond 20 nats a row is weighed against its lse; d-logits and statistics stay those of fp64, weights finite."""
     V, ids = 300, torch.arange(T) % 300
     weight, hidden = torch.zeros(V, H), torch.zeros(T, H)
     weight[:, 0] = torch.linspace(-1, 1, V)
@@ -120,7 +172,7 @@ def test_targets_far_below_the_rest(nats: float, softcap: float | None) -> None:
     g = torch.ones(T)
     logps, _, gradient = in_fp64(hidden, weight, None, ids, rule, g)
     out = torch.empty(T, V)
-    stats, *units = linear_cpu.linear_weights(hidden, weight, None, ids, rule, out)
+    stats, *units, _ = linear_cpu.linear_weights(hidden, weight, None, ids, rule, out)
     assert logps.min() < -0.8 * nats
     torch.testing.assert_close(stats[1].double(), logps, rtol=1e-6, atol=1e-5)
     assert out.isfinite().all()
@@ -147,7 +199,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(rule: LogitRule) 
         bad = hidden.clone()
         bad[3, column] = value
         out = torch.full((T, 600), math.nan)
-        stats, *units = linear_cpu.linear_weights(bad, weight, bias, ids, rule, out, return_entropy=True)
+        stats, *units, _ = linear_cpu.linear_weights(bad, weight, bias, ids, rule, out, return_entropy=True)
         others = torch.arange(T) != 3
         expected = in_fp64(bad, weight, bias, ids, rule, torch.ones(T))[0]  # a soft cap makes inf finite
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
@@ -183,8 +235,12 @@ def test_what_it_does_not_take() -> None:
     ]:
         with pytest.raises(RuntimeError, match=message):
             linear_cpu.linear_logps(*arguments, LogitRule(), return_entropy=False)
+    for out in (torch.empty(37, 299), torch.empty(37, 300).double()):
+        with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\), or int16 for weights"):
+            linear_cpu.linear_weights(hidden, weight, None, ids, LogitRule(), out)
+    logits = torch.empty(37, 300, dtype=torch.int16)
     with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\)"):
-        linear_cpu.linear_weights(hidden, weight, None, ids, LogitRule(), torch.empty(37, 299))
+        linear_cpu.linear_logps(hidden, weight, None, ids, LogitRule(), return_entropy=False, logits_out=logits)
 
 
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def many_rows(loss_type: str, level: str, **options):
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, monkeypatch):
     """Five chunks, each with rows that are left out of its GEMMs: dH, dW and db keep their places."""
     case = many_rows(loss_type, level)
-    monkeypatch.setattr(linear, "workspace_bytes", lambda device: 32 * len(case.weight) * 4)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
     assert_same("linear", case, run("linear", case, layout=layout, backend=backend), **EXACT)
 
 
@@ -52,7 +52,7 @@ def test_chunks_without_a_gap(backend, monkeypatch):
     """Every row active, so that slices, not index tensors, say where a chunk lies."""
     case = make_case(23, mask=torch.ones(7, 20, dtype=torch.bool), **options_for("grpo"))
     case = case.but(advantages=torch.where(IDLE, 0.0, case.advantages + 0.05))
-    monkeypatch.setattr(linear, "workspace_bytes", lambda device: 32 * len(case.weight) * 4)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
     assert_same("linear", case, run("linear", case, backend=backend), **EXACT)
 
 

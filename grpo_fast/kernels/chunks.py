@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
+from grpo_fast.kernels.dominant_weights import DominantWeights
 from grpo_fast.kernels.gradient_sums import ChunkGradients, RowCoefficients, pad_rows
 from grpo_fast.kernels.memory import give_back_workspace, take_workspace
 from grpo_fast.kernels.products import is_wide, matmul_wide
@@ -123,6 +124,7 @@ class WeightChunks:
         self.most_rows = 0
         self._weights: Tensor | None = None
         self._units: tuple[Tensor, Tensor] | None = None  # (C,): of the weights, of the target's column
+        self._dominant: DominantWeights | None = None
 
     def workspace(self, rows: int) -> Tensor:
         """(rows, V): the one buffer of weights of this pass."""
@@ -140,14 +142,16 @@ class WeightChunks:
     def _fill(self, h: Tensor, target_ids: Tensor, rule: LogitRule, **options) -> RowStats:
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
-        stats, *units = self.door(h[:count], self.weight, self.bias, target_ids, rule, out, **options)
+        stats, *units, self._dominant = self.door(h[:count], self.weight, self.bias, target_ids, rule, out, **options)
         self._units = (units[0], units[1])
         return stats
 
     def _times(self, g: Tensor, target_ids: Tensor, rows: int) -> ChunkGradients:
         assert self._units is not None
         unit, target_unit = (torch.where(g == 0, 0.0, g * x) for x in self._units)
-        return ChunkGradients(self.workspace(rows), RowCoefficients(pad_rows(unit), pad_rows(target_unit), target_ids))
+        weights = self.workspace(rows)
+        rest = None if self._dominant is None else self._dominant.rest(weights)
+        return ChunkGradients(weights, RowCoefficients(pad_rows(unit), pad_rows(target_unit), target_ids, rest))
 
     def logps(self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool) -> RowStats:
         """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the weights stay."""

@@ -13,16 +13,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels import csrc_loader
+from grpo_fast.kernels.added_rows import AddedRows
 
 logger = logging.getLogger("grpo_fast")
 
 CHOICES = ("auto", "own", "vendor")
+# Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/storage.h): torch has no such dtype.
+POSITIVE16 = torch.int16
 
 
 @functools.cache
@@ -60,7 +63,7 @@ def _is_right(tiles: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))  # whole tiles and edges
     out = torch.empty(130, 70)
-    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, False, *[None] * 4)
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, False, *[None] * 6)
     error = (out - a.float() @ b.float().t()).abs().amax().item()
     if not error <= 1e-4:
         logger.warning("grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead", error)
@@ -77,46 +80,49 @@ def _door() -> Any:
     return torch.ops.grpo_fast_gemm.mm_.default
 
 
-class AddedRows(NamedTuple):
-    """Rows that a product gets on top in fp32, before it is rounded: values[t] goes to row ids[t]."""
-
-    ids: Tensor  # (T,) int64
-    values: Tensor  # (T, N) fp32
+def widened(x: Tensor) -> Tensor:
+    """16-bit numbers, POSITIVE16 included, in fp32; others as they are."""
+    if x.dtype == POSITIVE16:
+        bits = x.to(torch.int32) & 0xFFFF
+        return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
+    return x if x.dtype.itemsize >= 4 else x.float()
 
 
 def mm_(
-    a: Tensor,  # (M, K) fp32 or bf16; or the transpose of such a matrix
-    b: Tensor,  # (K, N), likewise
+    a: Tensor,  # (M, K) fp32, bf16 or POSITIVE16; or the transpose of such a matrix
+    b: Tensor,  # (K, N) fp32 or bf16, likewise
     out: Tensor,  # (M, N) fp32 or bf16, contiguous rows
     *,
     add: bool = False,
     parts: int = 1,
     scales: Tensor | None = None,  # (K,) fp32
     keeps_heavy: bool = False,
-    thresholds: Tensor | None = None,  # (M,) fp32
+    out_scales: Tensor | None = None,  # (M,) fp32
     added: AddedRows | None = None,
 ) -> Tensor:  # (M, N)
     """out = a·b, or out += a·b: products exact, sums in fp32, rounded once to the dtype of `out`.
 
-    An fp32 a beside a bf16 b is rounded to bf16 with `parts=1`; with 2, what the rounding leaves is multiplied as well
-    (16 of its 24 bits, at twice the time). `keeps_heavy`: with 1 part, elements that dominate a sum keep both: those
-    above the threshold of their row of a, or where a is a transpose those with a 16th of the squares of their row.
-    `scales`: the columns of an fp32 a, which must be a transpose, are multiplied by these first. An element's bits
-    depend on its row of a and its column of b only: not on M, N, or the number of threads.
+    An fp32 or POSITIVE16 a beside a bf16 b is rounded to bf16 with `parts=1`; with 2, what the rounding leaves is
+    multiplied as well (16 digits, at twice the time). `keeps_heavy`, of an a that is a transpose: with 1 part, elements
+    that dominate a sum keep both, those with a 16th of the squares of their row. `scales`: the columns of a, which must
+    be a transpose and no bf16, are multiplied by these first. `out_scales`: the rows of a·b, by these before anything
+    is added (exact zeros where they are 0). An element's bits depend on its row of a and its column of b only: not on
+    M, N, or the number of threads.
 
     Raises:
         RuntimeError: a dtype, shape or stride that it does not take.
     """
-    is_transpose = scales is not None or (keeps_heavy and thresholds is None)
+    is_transpose = scales is not None or keeps_heavy
     a, a_transposed = (a.t(), True) if is_transpose else _as_stored(a)
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
-    rows: tuple[Tensor | None, ...] = (None, None, None)
+    extra: tuple[Tensor | None, ...] = (None,) * 5
     if added is not None:
-        ids, order = added.ids.sort(stable=True)  # equal ids are added in their order
-        rows = ids, order, added.values.contiguous()
+        values = detached(added.values)
+        values = values if values.stride(1) == 1 else values.contiguous()
+        extra = *added.by_id(), detached(added.coefficients), added.rows, values
     tiles = b.dtype == torch.bfloat16 and has_tiles()
     layout = a_transposed, b_transposed, add, parts, tiles
-    _door()(detached(a), detached(b), detached(out), *layout, scales, keeps_heavy, thresholds, *rows)
+    _door()(detached(a), detached(b), detached(out), *layout, scales, keeps_heavy, out_scales, *extra)
     return out
 
 

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.gemm_cpu import widened
+
 # Gathering columns costs about as much as multiplying by this share of them.
 WORTH_BELOW = 0.6
 # Rows whose absolute values are summed at a time.
@@ -55,7 +57,7 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
     """(V,) fp64: Σ_t |scale_t·d_tj| of (C, V) d-logits."""
     masses = torch.zeros(d.shape[1], dtype=torch.float64, device=d.device)
     for start in range(0, d.shape[0], ROWS):
-        block = d[start : start + ROWS].abs()
+        block = widened(d[start : start + ROWS]).abs()
         if scale is not None:
             block = block * scale[start : start + ROWS, None].abs()
         masses += block.sum(0, dtype=torch.float32)

@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gemm_cpu import AddedRows
+from grpo_fast.kernels.added_rows import AddedRows, add_rows_
+from grpo_fast.kernels.dominant_weights import DominantWeights
 from grpo_fast.kernels.grad_filter import WORTH_BELOW, column_masses, heavy_columns
-from grpo_fast.kernels.products import (
-    accumulate_outer,
-    add_rows_,
-    matmul_narrow,
-    scaled_rows,
-    weighted_column_sum,
-)
+from grpo_fast.kernels.products import accumulate_outer, matmul_narrow, weighted_column_sum, weighted_product
 
 if TYPE_CHECKING:
     from grpo_fast.kernels.linear import LinearHead
@@ -40,16 +35,13 @@ class RowCoefficients(NamedTuple):
     weights: Tensor  # (padded C,) fp32
     target: Tensor  # (padded C,) fp32
     target_ids: Tensor  # (C,)
-
-    def large_weights(self) -> Tensor:
-        """(padded C,): above a 16th of the target's d-logit a weight dominates its row of dH; there are few of them."""
-        large = self.target.abs() / (16 * self.weights.abs())
-        return torch.where(large > 0, large, torch.inf)
+    rest: DominantWeights | None = None  # of weights that the product rounds
 
     def select(self, rows: Tensor) -> RowCoefficients:
         """Those of some rows, padded again."""
         weights, target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
-        return RowCoefficients(weights, target, self.target_ids.index_select(0, rows))
+        rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
+        return RowCoefficients(weights, target, self.target_ids.index_select(0, rows), rest)
 
 
 class ChunkGradients(NamedTuple):
@@ -110,14 +102,15 @@ class GradientSums:
         target = by.target[:count]
         d, weight, columns = self._filter(d, count, by)
         if self.wanted.hidden:
-            thresholds = None if d.dtype == weight.dtype else by.large_weights()
-            product = matmul_narrow(d, weight, wide=True, thresholds=thresholds)
-            dh = scaled_rows(product[:count], by.weights[:count])
-            self._keep_hidden(dh + scaled_rows(self.head.weight.index_select(0, by.target_ids), target), index)
+            added = AddedRows(target, self.head.weight, rows=by.target_ids)
+            dtype = self.head.compute_dtype if self.head.rows_repeat else self.head.hidden.dtype
+            if by.rest is not None:
+                rest = by.rest if columns is None else by.rest.of_columns(columns)
+                added = rest.added_to(added, by.weights)
+            self._keep_hidden(weighted_product(d, weight, by.weights[:count], added, dtype), index)
         if self.wanted.weight:
-            added = AddedRows(by.target_ids, scaled_rows(h[:count], target))
-            is_only = self.head.is_single_chunk
-            self._keep_weight(d, h, columns, is_only=is_only, scales=by.weights, added=added)
+            added = AddedRows(target, h[:count], ids=by.target_ids)
+            self._keep_weight(d, h, columns, is_only=self.head.is_single_chunk, scales=by.weights, added=added)
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.weights), columns)
             assert self.d_bias is not None
@@ -176,7 +169,7 @@ class GradientSums:
         own = h.new_empty((columns.shape[0], h.shape[1]), dtype=dtype)
         self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales))
         if added is not None:
-            add_rows_(self.d_weight, added.ids, added.values)
+            added.add_to_(self.d_weight)
 
     def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
         if columns is not None:

@@ -69,7 +69,7 @@ class LinearHead:
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
         row_bytes = max(self.vocab_size, 1) * self.chunk.bytes_per_logit
-        most = max(workspace_bytes(self.weight.device) // row_bytes, 1)
+        most = max(workspace_bytes(self.weight.device, self.chunk.bytes_per_logit) // row_bytes, 1)
         chunks = -(-self.num_rows // most) or 1
         even = -(-self.num_rows // chunks)
         return max(padded(even), ROW_MULTIPLE)

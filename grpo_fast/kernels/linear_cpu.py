@@ -2,8 +2,9 @@
 
 The product hidden·Wᵀ is taken block by block, and what a softmax needs of a block is summed while it is in cache:
 without a gradient no logits exist. With one, every logit is written once, as the weight that is its d-logit up to a
-coefficient by row (weights_triton.py has the algebra); no row kernel runs. The weights are fp32, for bf16 inputs too:
-the products round them to bf16, and where an element dominates a sum they keep what its rounding leaves (gemm_cpu.mm_).
+coefficient by row (weights_triton.py has the algebra); no row kernel runs. For bf16 inputs the weights have 16 bits and
+two digits more than bf16, which dW's product uses where an element dominates a sum (gemm_cpu.mm_); the weights that
+dominate a row of dH come beside them in fp32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import csrc_loader, gemm_cpu
+from grpo_fast.kernels.dominant_weights import DominantWeights
 from grpo_fast.kernels.gemm_cpu import detached
 from grpo_fast.kernels.rows_cpu import rule_arguments, vector
 from grpo_fast.kernels.rows_torch import LogitRule
@@ -36,7 +38,7 @@ def fuses(weight: Tensor) -> bool:
 
 def stores(weight: Tensor) -> torch.dtype | None:
     """The dtype of the weights that `linear_weights` writes for a head; None where it takes none."""
-    return torch.float32
+    return gemm_cpu.POSITIVE16 if weight.dtype == torch.bfloat16 else torch.float32
 
 
 def _rows(
@@ -80,12 +82,14 @@ def linear_weights(
     bias: Tensor | None,  # (V,)
     target_ids: Tensor,  # (T,)
     rule: LogitRule,
-    out: Tensor,  # (T, V) fp32, any row stride
+    out: Tensor,  # (T, V) fp32 or POSITIVE16, any row stride
     *,
     return_entropy: bool = False,
     known: tuple[Tensor, Tensor, Tensor | None] | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor, DominantWeights | None]:
     """(lse, logps, entropy) as `linear_logps` gives them, unit and target_unit (T,) fp32; the weights E go to `out`.
+
+    Of weights in 16 bits those come on top that make up more than a 16th of their row, before they were rounded.
 
     The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·out, with g·target_unit in the targets'
     columns, where out is 0. `known`: the statistics of these rows from another call; they are then not computed again,
@@ -95,6 +99,8 @@ def linear_weights(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy, *units = _rows(hidden, weight, bias, target_ids, rule, out, True, known, return_entropy)
+    lse, logps, entropy, unit, target_unit, *dominant = _rows(
+        hidden, weight, bias, target_ids, rule, out, True, known, return_entropy
+    )
     stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
-    return stats, units[0], units[1]
+    return stats, unit, target_unit, DominantWeights(*dominant) if out.dtype == gemm_cpu.POSITIVE16 else None

@@ -14,12 +14,12 @@ from torch import Tensor
 HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
 
 
-def workspace_bytes(device: torch.device) -> int:
-    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 512 MiB on the CPU and 1 GiB on a GPU.
+def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
+    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 1 GiB on a GPU, 128 Mi logits on the CPU.
 
-    512 MiB hold 128 Mi fp32 logits, as many as 256 MiB do at 16 bits; a second chunk costs a second sweep of W and dW.
+    These take 512 MiB in fp32 and 256 MiB at 16 bits. A second chunk costs a second sweep of W and dW.
     """
-    default = "1024" if device.type == "cuda" else "512"
+    default = 1024 if device.type == "cuda" else 128 * bytes_per_logit
     return int(os.environ.get("GRPO_FAST_WORKSPACE_MIB", default)) << 20
 
 

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import gemm_cpu
-from grpo_fast.kernels.gemm_cpu import AddedRows
+from grpo_fast.kernels.added_rows import AddedRows, scaled_rows
+from grpo_fast.kernels.gemm_cpu import widened
 
 # Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32 output.
 WIDEN_ROWS = 16384
+# Rows of a matrix of weights that are widened at a time.
+COLUMN_SUM_ROWS = 64
 
 
 def is_wide(x: Tensor) -> bool:
@@ -33,20 +36,15 @@ def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
             matmul_wide(h, weight[v : v + WIDEN_ROWS].float(), out=out[:, v : v + WIDEN_ROWS])
 
 
-def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False, thresholds: Tensor | None = None) -> Tensor:
+def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     """(C, H) = d (C, V) · weight (V, H), summed in fp32.
 
     d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU may round it to the
-    weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps the digits these leave: with `thresholds` (C,)
-    only where it is larger than they say, at half the time (gemm_cpu.mm_).
+    weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps 16 digits.
     """
     if gemm_cpu.multiplies(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
-        if d.dtype == weight.dtype:
-            return gemm_cpu.mm_(d, weight, out)
-        if thresholds is None:
-            return gemm_cpu.mm_(d, weight, out, parts=2)
-        return gemm_cpu.mm_(d, weight, out, keeps_heavy=True, thresholds=thresholds)
+        return gemm_cpu.mm_(d, weight, out, parts=1 if d.dtype == weight.dtype else 2)
     if is_wide(weight):
         return d @ weight
     if weight.is_cuda:
@@ -58,9 +56,18 @@ def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False, thresholds: 
     return dh
 
 
-def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
-    """(C, H) fp32 coefficients[:, None]·x, exact zeros where the coefficient is 0 (x may hold NaN there)."""
-    return torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])
+def weighted_product(weights: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype) -> Tensor:
+    """(C, H) = diag(scales)·weights · weight + added, for (C,) scales; summed in fp32, rounded to `dtype` once.
+
+    `weights`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those 16 bits where the
+    product takes such.
+    """
+    count = scales.shape[0]
+    if gemm_cpu.multiplies(weight):
+        out = weight.new_empty((count, weight.shape[1]), dtype=dtype)
+        return gemm_cpu.mm_(weights[:count], weight, out, out_scales=scales, added=added)
+    product = scaled_rows(matmul_narrow(weights, weight, wide=True)[:count], scales)
+    return (product + added.terms()).to(dtype)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -81,10 +88,10 @@ def accumulate_outer(
     """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the weight's dtype.
 
     `scales` (C,) fp32: the rows of d are weights, to be multiplied by these (exact zeros where they are 0). `added`:
-    rows that the sum gets on top; equal ids in their order.
+    rows that the sum gets on top.
     """
     is_own = gemm_cpu.multiplies(h)
-    if scales is not None and not (is_own and d.dtype == torch.float32):
+    if scales is not None and not (is_own and d.dtype in (torch.float32, gemm_cpu.POSITIVE16)):
         h, scales = scaled_rows(h, scales).to(h.dtype), None
     if is_own:
         is_new = total is None
@@ -97,7 +104,7 @@ def accumulate_outer(
         return gemm_cpu.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added, **digits)
     total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
     if added is not None:
-        add_rows_(total, added.ids, added.values)
+        added.add_to_(total)
     return total
 
 
@@ -121,23 +128,15 @@ def _accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
-    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], for a 16-bit matrix (C, V) and (C,) fp32 coefficients."""
+    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], for a matrix (C, V) of weights and (C,) fp32 coefficients."""
     if not matrix.is_cuda:
-        return coefficients @ matrix.float()
+        total = coefficients.new_zeros(matrix.shape[1])
+        for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):
+            total += coefficients[t : t + COLUMN_SUM_ROWS] @ widened(matrix[t : t + COLUMN_SUM_ROWS])
+        return total
     # Three 16-bit numbers hold the 24 digits of an fp32 one: one thin GEMM, no fp32 copy of the matrix.
     parts, left = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype), coefficients
     for i in range(3):
         parts[:, i] = left
         left = left - parts[:, i].float()
     return torch.mm(matrix.t(), parts, out_dtype=torch.float32).sum(1)
-
-
-def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """total[index] += rows; equal indices are summed in their order, on every device and with any number of threads.
-
-    On a GPU index_put_ sorts and index_add_ races; on a CPU index_add_ goes through the rows and index_put_ races.
-    """
-    if total.is_cuda:
-        total.index_put_((index,), rows, accumulate=True)
-    else:
-        total.index_add_(0, index, rows)

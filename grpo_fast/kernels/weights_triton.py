@@ -95,12 +95,13 @@ def linear_weights(
     *,
     return_entropy: bool = False,
     known: tuple[Tensor, Tensor, Tensor | None] | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor]:
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor, Tensor, None]:
     """(lse, logps, entropy) as `linear_logps` gives them, unit and target_unit (T,) fp32; the weights E go to `out`.
 
     The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·out, with g·target_unit in the targets'
     columns, where out is 0. `known`: the statistics of these rows from another call; they are then not computed again,
-    and the bits of `out` are the same. A target id outside [0, V) has no column, and counts as a logit of 0.
+    and the bits of `out` are the same. A target id outside [0, V) has no column, and counts as a logit of 0. No weights
+    are kept in more digits (the None: see linear_cpu.py).
 
     Raises:
         ValueError: hidden and weight of different dtype.
@@ -109,7 +110,7 @@ def linear_weights(
     rows = p.hidden.shape[0]
     unit, target_unit = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2))
     if not rows:
-        return known or statistics(p, return_entropy=return_entropy), unit, target_unit
+        return known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
     raw_target = target_logits(p)
     if known is None:
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
@@ -123,4 +124,4 @@ def linear_weights(
         units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit, target_unit, rows,
         *scalars, BLOCK_T=128, num_warps=4,
     )  # fmt: skip
-    return stats, unit, target_unit
+    return stats, unit, target_unit, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PREPARE, ROWS, LINEAR, CHUNKS, SUMS, PRODUCTS, FILTER, LOGITS, OPS, OPS_LOGPS, PASSES = (
+PREPARE, ROWS, LINEAR, CHUNKS, SUMS, PRODUCTS, ADDED, FILTER, LOGITS, OPS, OPS_LOGPS, PASSES = (
     f"grpo_fast/{x}.py"
     for x in (
         "prepare",
@@ -13,6 +13,7 @@ PREPARE, ROWS, LINEAR, CHUNKS, SUMS, PRODUCTS, FILTER, LOGITS, OPS, OPS_LOGPS, P
         "kernels/chunks",
         "kernels/gradient_sums",
         "kernels/products",
+        "kernels/added_rows",
         "kernels/grad_filter",
         "logits",
         "ops",
@@ -120,7 +121,7 @@ MUTANTS = [
     Mutant("grad-filter-without-coefficients", FILTER,
            "block = block * scale[start : start + ROWS, None].abs()", "pass",
            "the masses do not hold the rows' coefficients", "grad_filter"),
-    Mutant("linear-repeated-rows-overwrite", PRODUCTS,
+    Mutant("linear-repeated-rows-overwrite", ADDED,
            "total.index_add_(0, index, rows)", "total.index_copy_(0, index, rows)",
            "a row that predicts several targets keeps the gradient of one", "hidden_rows"),
     # ---- logits.py, passes.py

@@ -6,7 +6,7 @@ from tests.mutation.mutants import Mutant
 
 ROW, RULE, DOORS, TOKENS = "csrc/row_kernels.h", "csrc/chunk.h", "csrc/rows.cpp", "csrc/active_tokens.h"
 ROWS, MATH, LINEAR, WEIGHTS = (f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights"))
-EPILOGUE, PRODUCTS, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "products", "chunks"))
+EPILOGUE, ADDED, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "added_rows", "chunks"))
 
 CSRC = [
     Mutant("csrc-target-column", ROW,
@@ -115,11 +115,11 @@ TRITON = [
            "a row of NaN without coefficient reaches dW", "triton_weights"),
     Mutant("triton-weights-softcap", EPILOGUE,
            "weights *= tanh_slope", "weights *= 1.0", "the soft cap is not applied in the gradient", "triton_weights"),
-    Mutant("triton-weights-zero", PRODUCTS,
+    Mutant("triton-weights-zero", ADDED,
            "torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])", "x * coefficients[:, None]",
            "a row of NaN is multiplied by 0 instead of replaced", "triton_weights"),
-    Mutant("triton-weights-repeated-target", PRODUCTS,
-           "add_rows_(total, added.ids, added.values)", "total.index_copy_(0, added.ids, added.values)",
+    Mutant("triton-weights-repeated-target", ADDED,
+           "add_rows_(total, self.ids, self.terms())", "total.index_copy_(0, self.ids, self.terms())",
            "dW of a token that is the target of several rows has one of them, and nothing else", "triton_weights"),
     Mutant("triton-weights-known", CHUNKS,
            "if not held:\n            self._fill", "if False:\n            self._fill",

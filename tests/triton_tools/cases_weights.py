@@ -33,7 +33,7 @@ def weights_of(hidden, weight, bias, target, rule, **options):
     rows, vocab = hidden.shape[0], weight.shape[0]
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), float("nan"), dtype=torch.bfloat16)
     out = buffer[:, :vocab]
-    stats, *units = weights_triton.linear_weights(hidden, weight, bias, target, rule, out, **options)
+    stats, *units, _ = weights_triton.linear_weights(hidden, weight, bias, target, rule, out, **options)
     assert buffer[:, vocab:].isnan().all(), "written beyond the vocabulary"
     return stats, torch.stack(units), out
 
@@ -200,7 +200,9 @@ def test_memory_and_program_order(monkeypatch):
     def run():
         out.fill_(float("nan"))
         with only_memory_of(hidden, weight, bias, target, rule.temperature, out):
-            stats, *units = weights_triton.linear_weights(hidden, weight, bias, target, rule, out, return_entropy=True)
+            stats, *units, _ = weights_triton.linear_weights(
+                hidden, weight, bias, target, rule, out, return_entropy=True
+            )
         return [*stats, *units, out.clone()]
 
     forward = run()
@@ -248,7 +250,7 @@ CONFIGS = {
 @pytest.fixture(params=["one chunk", "chunks"])
 def chunks(request, monkeypatch):
     if request.param == "chunks":
-        monkeypatch.setattr(linear, "workspace_bytes", lambda device: 0)
+        monkeypatch.setattr(linear, "workspace_bytes", lambda *_: 0)
     return request.param
 
 
@@ -274,7 +276,7 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
     config = LossConfig(loss_type="dapo")
 
     def run(index, spare=0, total=True):
-        monkeypatch.setattr(linear, "workspace_bytes", lambda device: spare * 150 * 2)
+        monkeypatch.setattr(linear, "workspace_bytes", lambda *_: spare * 150 * 2)
         return loss_gradients(hidden[index], weight, bias, target[index], advantages[index], config, "triton")[:2]
 
     logps, d_hidden = run(torch.arange(70), spare=96)
@@ -305,7 +307,7 @@ def test_held_and_computed_again(monkeypatch):
 
     held, held_sweeps = run()
     assert held_sweeps == ["store", "far"]
-    monkeypatch.setattr(linear, "workspace_bytes", lambda device: 0)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: 0)
     again, again_sweeps = run()
     assert again_sweeps == ["bare", "bare", "store", "far", "store", "store"], "the last of three chunks is kept"
     assert torch.equal(held[0], again[0]) and torch.equal(held[1], again[1])
@@ -351,7 +353,7 @@ def test_a_head_that_the_vendor_multiplies(monkeypatch):
 def test_an_entropy_gradient_forms_the_logits_again(rows, monkeypatch):
     """What `linear_logps` kept for its backward are weights, which know the logps' gradient only."""
     hidden, weight, bias, target, _ = make(40, 32, 70)
-    monkeypatch.setattr(linear, "workspace_bytes", lambda device: rows * 70 * 2)
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * 70 * 2)
 
     def run(backend, *shares):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]

@@ -109,6 +109,53 @@ bool with_reader(const Tensor& x, const F& run) {
   }
 }
 
+// A caller's tensors; all but the advantages are optional.
+struct TokenTensors {
+  const std::optional<Tensor>& target_ids;
+  const Tensor& advantages;
+  const std::optional<Tensor>& cu_seqlens;
+  int64_t num_completions;
+  const std::optional<Tensor>&mask, &old_logps, &ref_logps, &sampling_logps, &temperature;
+  int64_t num_rows, vocab_size;
+};
+
+// Not ok, and empty: something is odd, or of a dtype that is not taken here.
+inline ActiveTokens find_active_tokens(const TokenTensors& x) {
+  const auto takes = [](const std::optional<Tensor>& tensor, int64_t size, ScalarType dtype) {
+    return !tensor || (tensor->is_cpu() && tensor->dim() == 1 && tensor->size(0) == size && tensor->is_contiguous() &&
+                       tensor->scalar_type() == dtype);
+  };
+  TokenColumns from{x.num_rows, x.num_completions, x.vocab_size, nullptr, nullptr, false, {}};
+  from.per_completion = x.advantages.size(0) == x.num_completions;
+  const std::optional<Tensor>* floats[4] = {&x.old_logps, &x.ref_logps, &x.sampling_logps, &x.temperature};
+  bool ok = x.num_rows > 0 && x.num_completions > 0 && takes(x.target_ids, x.num_rows, ScalarType::Long) &&
+            takes(x.advantages, from.per_completion ? x.num_completions : x.num_rows, ScalarType::Float) &&
+            (!x.cu_seqlens || takes(x.cu_seqlens, x.num_completions + 1, x.cu_seqlens->scalar_type())) &&
+            (!x.mask || takes(x.mask, x.num_rows, x.mask->scalar_type())) &&
+            (x.cu_seqlens || x.num_rows % x.num_completions == 0);
+  for (int column = 0; column < 4; ++column) ok = ok && takes(*floats[column], x.num_rows, ScalarType::Float);
+  ActiveTokens to;
+  if (ok) {
+    if (x.target_ids) from.target_ids = data<int64_t>(*x.target_ids);
+    from.advantages = data<float>(x.advantages);
+    for (int column = 0; column < 4; ++column)
+      if (*floats[column]) from.floats[column] = data<float>(**floats[column]);
+    const auto with_offsets = [&](auto offset) {
+      if (!x.mask) return void(to = find_active_tokens(from, offset, [](int64_t) { return 1; }));
+      ok = with_reader(*x.mask, [&](auto kept) { to = find_active_tokens(from, offset, kept); });
+    };
+    const int64_t length = x.num_rows / x.num_completions;
+    if (x.cu_seqlens)
+      ok = with_reader(*x.cu_seqlens, with_offsets) && ok;
+    else
+      with_offsets([length](int64_t b) { return b * length; });
+    ok = ok && to.ok;
+  }
+  if (!ok) to = ActiveTokens{};
+  to.ok = ok;
+  return to;
+}
+
 // -> status, lengths (B,), segments (T,), advantages (T,), weights (T,), index (T,), then target_ids, old_logps,
 // ref_logps, sampling_logps, temperature gathered by it. Status 0: something is odd, or of a dtype that is not taken
 // here; nothing else is set. 1: all N rows are active; index and the gathered tensors are empty. 2: some are.
@@ -118,41 +165,12 @@ active_tokens(
     std::optional<Tensor> mask, std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
     std::optional<Tensor> sampling_logps, std::optional<Tensor> temperature, int64_t num_rows, int64_t vocab_size,
     std::optional<double> total, bool by_length) {
-  const auto takes = [](const std::optional<Tensor>& x, int64_t size, ScalarType dtype) {
-    return !x || (x->is_cpu() && x->dim() == 1 && x->size(0) == size && x->is_contiguous() &&
-                  x->scalar_type() == dtype);
-  };
-  TokenColumns from{num_rows, num_completions, vocab_size, nullptr, nullptr, false, {}};
-  from.per_completion = advantages.size(0) == num_completions;
-  const std::optional<Tensor>* floats[4] = {&old_logps, &ref_logps, &sampling_logps, &temperature};
-  bool ok = num_rows > 0 && num_completions > 0 && takes(target_ids, num_rows, ScalarType::Long) &&
-            takes(advantages, from.per_completion ? num_completions : num_rows, ScalarType::Float) &&
-            (!cu_seqlens || takes(cu_seqlens, num_completions + 1, cu_seqlens->scalar_type())) &&
-            (!mask || takes(mask, num_rows, mask->scalar_type())) &&
-            (cu_seqlens || num_rows % num_completions == 0);
-  for (int column = 0; column < 4; ++column) ok = ok && takes(*floats[column], num_rows, ScalarType::Float);
-  ActiveTokens to;
-  if (ok) {
-    if (target_ids) from.target_ids = data<int64_t>(*target_ids);
-    from.advantages = data<float>(advantages);
-    for (int column = 0; column < 4; ++column)
-      if (*floats[column]) from.floats[column] = data<float>(**floats[column]);
-    const auto with_offsets = [&](auto offset) {
-      if (!mask) return void(to = find_active_tokens(from, offset, [](int64_t) { return 1; }));
-      ok = with_reader(*mask, [&](auto kept) { to = find_active_tokens(from, offset, kept); });
-    };
-    const int64_t length = num_rows / num_completions;
-    if (cu_seqlens)
-      ok = with_reader(*cu_seqlens, with_offsets) && ok;
-    else
-      with_offsets([length](int64_t b) { return b * length; });
-    ok = ok && to.ok;
-  }
-  if (!ok) to = ActiveTokens{};
-  const bool all = ok && static_cast<int64_t>(to.index.size()) == num_rows;
+  const ActiveTokens to = find_active_tokens({target_ids, advantages, cu_seqlens, num_completions, mask, old_logps,
+                                              ref_logps, sampling_logps, temperature, num_rows, vocab_size});
+  const bool all = to.ok && static_cast<int64_t>(to.index.size()) == num_rows;
   const Tensor none = torch::stable::new_empty(advantages, {0}, ScalarType::Long);
-  const auto pick = [&](const std::optional<Tensor>& x) { return gathered(none, x, to.index, ok && !all); };
-  return {ok ? (all ? 1 : 2) : 0, copied(advantages, to.lengths), copied(advantages, to.segments),
+  const auto pick = [&](const std::optional<Tensor>& x) { return gathered(none, x, to.index, to.ok && !all); };
+  return {to.ok ? (all ? 1 : 2) : 0, copied(advantages, to.lengths), copied(advantages, to.segments),
           copied(advantages, to.advantages), copied(advantages, to.weights(total, by_length)),
           all ? none : copied(advantages, to.index), pick(target_ids), pick(old_logps), pick(ref_logps),
           pick(sampling_logps), pick(temperature)};

@@ -69,27 +69,23 @@ def token_arguments(
     ):
         validation.normaliser(name, value)
         totals.append(total(value, like))
-    if advantages.dim() == like.dim() and tuple(advantages.shape) == tuple(like.shape):
+    if advantages.dim() == 2:
         advantages = advantages.reshape(-1)
-    flat = (
-        None if x is None else x.reshape(-1)
-        for x in (completion_mask, old_logps, ref_logps, sampling_logps, temperature)
-    )
-    mask, old, ref, sampling, temperature = flat
-    targets = None if target_ids is None else target_ids.reshape(-1)
+    per_token = (completion_mask, old_logps, ref_logps, sampling_logps, temperature)
     return (
-        targets,
+        flat(target_ids),
         advantages,
         cu_seqlens,
         num_completions,
-        mask,
-        old,
-        ref,
-        sampling,
-        temperature,
+        *[flat(x) for x in per_token],
         *totals,
         config.key,
     )
+
+
+def flat(x: Tensor | None) -> Tensor | None:
+    """(B, L) or (T,) → (N,)."""
+    return x if x is None or x.dim() == 1 else x.reshape(-1)
 
 
 def total(value: float | Tensor | None, like: Tensor) -> float | Tensor | None:

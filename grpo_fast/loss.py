@@ -12,6 +12,7 @@ from grpo_fast import ops, ops_logps, validation
 from grpo_fast.arguments import logit_rows, row_arguments, token_arguments
 from grpo_fast.config import LossConfig, choice, number
 from grpo_fast.kernels.backends import BACKENDS
+from grpo_fast.kernels.gemm_cpu import detached
 from grpo_fast.kernels.metrics import metric_names
 from grpo_fast.prepare import TokenInputs
 
@@ -233,7 +234,7 @@ def linear_grpo_loss(
     if grad_filter is not None:
         number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
     wanted = ops.wants_gradient(hidden, lm_head_weight, bias)
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     results = ops.call(
         ops.linear_grpo, flat, lm_head_weight, bias, chosen, grad_filter, wanted, backend, validate, *tokens
     )
@@ -306,10 +307,15 @@ def _output(
 ) -> LossOutput:
     loss, logps, entropy, *filtered = results
     kept = filtered[0] if filtered and filtered[0].numel() else None
-    entropy = entropy.detach().reshape(like.shape) if has_entropy else None
+    logps, entropy = _like(logps, like), _like(entropy, like) if has_entropy else None
     # Copies: the caller may reuse its buffers before the metrics are read. They do not depend on the targets.
-    inputs = [None, *[x.detach().clone() if isinstance(x, Tensor) else x for x in tokens[1:]]]
-    return LossOutput(loss, logps.detach().reshape(like.shape), entropy, config, inputs, kept)
+    inputs = [None, *[detached(x).clone() if isinstance(x, Tensor) else x for x in tokens[1:]]]
+    return LossOutput(loss, logps, entropy, config, inputs, kept)
+
+
+def _like(x: Tensor, like: Tensor) -> Tensor:
+    x = detached(x)
+    return x if like.dim() == 1 else x.reshape(like.shape)
 
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "linear_logps", "logits_grpo_loss", "logits_logps"]

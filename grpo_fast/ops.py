@@ -27,6 +27,9 @@ TOKEN_ARGS = (
 )
 LOSS = "Tensor loss, Tensor logps, Tensor entropy"
 
+# How many of its first inputs an operator has a gradient for.
+DIFFERENTIABLE = {"linear_grpo": 3, "logits_grpo": 1, "logps_grpo": 2}
+
 library = torch.library.Library("grpo_fast", "DEF")
 library.define(
     "linear_grpo(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, float? grad_filter, "
@@ -167,7 +170,8 @@ class Eager(torch.autograd.Function):
     """A loss operator outside of torch.compile: the same functions without the dispatcher (0.2 ms of schemas)."""
 
     @staticmethod
-    def forward(ctx, operator, *inputs):
+    def forward(ctx, operator, others, *differentiable):
+        inputs = (*(None if x is None else x.detach() for x in differentiable), *others)
         output = operator(*inputs)
         remember(ctx, inputs, output)
         ctx.operator = operator
@@ -177,7 +181,8 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, *unused):
-        return (None, *hand_over(ctx, grad_loss, ctx.needs_input_grad[1:], ctx.operator))
+        needs_grad = ctx.needs_input_grad[2:]
+        return (None, None, *hand_over(ctx, grad_loss, needs_grad, ctx.operator)[: len(needs_grad)])
 
 
 def call(operator: Callable, *inputs: Any) -> tuple[Tensor, ...]:
@@ -185,7 +190,8 @@ def call(operator: Callable, *inputs: Any) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         output = getattr(torch.ops.grpo_fast, operator.__name__)(*inputs)
         return (*output[:3], *output[6:])
-    return Eager.apply(operator, *inputs)
+    count = DIFFERENTIABLE[operator.__name__]  # autograd looks at every input it is given: it gets no others
+    return Eager.apply(operator, inputs[count:], *inputs[:count])
 
 
 def logits_grpo_(logits, wanted, backend, validate, *token_args):

@@ -61,18 +61,7 @@ def active_tokens(
     inputs: TokenInputs, num_rows: int, vocab_size: int | None, config: LossConfig, validate: str
 ) -> ActiveTokens:
     """Gather the active tokens and check every value that was not checked on the host."""
-    items, completions = (
-        _checked_total(name, getattr(inputs, name), validate)
-        for name in ("num_items_in_batch", "num_completions_in_batch")
-    )
-    total = denominator(
-        str(config.aggregation),
-        inputs.num_completions,
-        max_completion_length=config.max_completion_length,
-        num_items_in_batch=items,
-        num_completions_in_batch=completions,
-    )
-    by_length = AGGREGATIONS[str(config.aggregation)].by_length
+    items, total, by_length = totals(inputs, config, validate)
     found = _gathered_on_host(inputs, num_rows, vocab_size, total, by_length)
     if found is None:
         found = _gathered(inputs, num_rows, vocab_size, total, by_length, validate)
@@ -89,6 +78,20 @@ def active_tokens(
     temperature = config.temperature if found.temperature is None else found.temperature
     rule = LogitRule(config.logit_scale, config.softcap, temperature)
     return ActiveTokens(num_rows, found.rows, found.target_ids, batch, rule)
+
+
+def totals(inputs: TokenInputs, config: LossConfig, validate: str) -> tuple[Total | None, Total | None, bool]:
+    """Checked num_items_in_batch; what the weights divide by, None for the call's own tokens; and whether by length."""
+    items = _checked_total("num_items_in_batch", inputs.num_items_in_batch, validate)
+    completions = _checked_total("num_completions_in_batch", inputs.num_completions_in_batch, validate)
+    total = denominator(
+        str(config.aggregation),
+        inputs.num_completions,
+        max_completion_length=config.max_completion_length,
+        num_items_in_batch=items,
+        num_completions_in_batch=completions,
+    )
+    return items, total, AGGREGATIONS[str(config.aggregation)].by_length
 
 
 def _gathered_on_host(

@@ -337,5 +337,5 @@ def test_the_leaves_are_numbered_and_take_what_the_kernel_hands_over() -> None:
     assert set(numbers) == set(OBJECTIVES) and set(estimators) == set(KL_ESTIMATORS)
     for name in LOCAL:
         config = LossConfig(loss_type=name, max_completion_length=8)
-        assert rows_cpu._leaf_arguments(config)[3 : 3 + len(objective_params(config))] == objective_params(config)
-        assert len(rows_cpu._leaf_arguments(config)) == 7
+        assert rows_cpu.leaf_arguments(config.key)[3 : 3 + len(objective_params(config))] == objective_params(config)
+        assert len(rows_cpu.leaf_arguments(config.key)) == 7

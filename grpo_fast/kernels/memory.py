@@ -30,23 +30,24 @@ _spare: list[Tensor] = []  # at most one; taken and put by single operations, wh
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """(rows, columns), unset, on the device of `like`."""
-    size = rows * columns * dtype.itemsize
-    if like.device.type != "cpu" or size > KEPT_BYTES:
+    kept = None
+    if _spare and like.is_cpu:
+        try:
+            kept = _spare.pop()
+        except IndexError:  # another thread was faster
+            kept = None
+    if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
         return on_huge_pages(like.new_empty((rows, columns), dtype=dtype))
-    try:
-        kept = _spare.pop()
-    except IndexError:
-        kept = None
-    if kept is None or kept.numel() < size:
-        kept = on_huge_pages(torch.empty(size, dtype=torch.uint8))
-    return kept[:size].view(dtype).view(rows, columns)
+    return kept if kept.shape == (rows, columns) else kept.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
     """Nobody reads it any more: the next call may have it."""
-    base = None if workspace is None else workspace._base
-    if base is not None and base.dtype == torch.uint8 and base.numel() <= KEPT_BYTES:
-        _spare[:] = [base]
+    if workspace is None or not workspace.is_cpu or workspace.is_inference():
+        return
+    whole = workspace if workspace._base is None else workspace._base
+    if whole.nbytes <= KEPT_BYTES:
+        _spare[:] = [whole]
 
 
 def on_huge_pages(buffer: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ that row only, bitwise: not on the thread count, nor on the chunk.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_fast.config import LossConfig
 from grpo_fast.kernels import csrc_loader, leaves_cpp
 from grpo_fast.kernels.gemm_cpu import detached
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums
@@ -20,12 +21,9 @@ from grpo_fast.kernels.tokens import GatheredTokens
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES, objective_params
 
-if TYPE_CHECKING:
-    from grpo_fast.config import LossConfig
-
 
 @functools.cache
-def _door(name: str) -> Any:
+def door(name: str) -> Any:
     csrc_loader.require("rows")
     return getattr(torch.ops.grpo_fast_rows, name).default
 
@@ -39,7 +37,9 @@ def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor 
 
 def vector(x: Tensor | None) -> Tensor | None:
     """Values by row as the kernels read them: fp32, contiguous."""
-    return None if x is None else detached(x).float().contiguous()
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
+        return x
+    return detached(x).float().contiguous()
 
 
 def row_logps(
@@ -57,7 +57,7 @@ def row_logps(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy = _door("row_logps")(
+    lse, logps, entropy = door("row_logps")(
         detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy
     )
     return lse, logps, entropy if return_entropy else None
@@ -85,7 +85,7 @@ def row_grad_(
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     out = logits if out is None else out
-    _door("row_grad_")(
+    door("row_grad_")(
         detached(logits),
         detached(out),
         target_ids.contiguous(),
@@ -109,9 +109,10 @@ def _leaf_numbers() -> tuple[dict, dict]:
     )
 
 
-def _leaf_arguments(config: LossConfig) -> tuple:
-    """(objective, kl, kl_times_ratio, p0, …, p3) of the C++ door."""
-    objectives, estimators = _leaf_numbers()
+@functools.lru_cache(maxsize=256)
+def leaf_arguments(key: str) -> tuple:
+    """(objective, kl, kl_times_ratio, p0, …, p3) of the C++ doors, for the config with this key."""
+    config, (objectives, estimators) = LossConfig.from_key(key), _leaf_numbers()
     params = objective_params(config)
     padding = (0.0,) * (leaves_cpp.MAX_PARAMS - len(params))
     return objectives[config.loss_type], estimators[config.kl_estimator], config.kl_times_ratio, *params, *padding
@@ -141,7 +142,7 @@ def row_loss_(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy, losses, grad_logps, *sums = _door("row_loss_")(
+    lse, logps, entropy, losses, grad_logps, *sums = door("row_loss_")(
         detached(logits),
         detached(out),
         target_ids.contiguous(),
@@ -151,7 +152,7 @@ def row_loss_(
         vector(old_logps),
         vector(ref_logps),
         vector(grad_entropy),
-        *_leaf_arguments(config),
+        *leaf_arguments(config.key),
         *rule_arguments(rule),
         return_entropy,
     )
@@ -180,7 +181,7 @@ def active_tokens(
     long way, which also knows what to say.
     """
     optional = (old_logps, ref_logps, sampling_logps, temperature)
-    status, lengths, segments, spread, weights, index, targets, *picked = _door("active_tokens")(
+    status, lengths, segments, spread, weights, index, targets, *picked = door("active_tokens")(
         target_ids, advantages, cu_seqlens, num_completions, completion_mask, *optional, num_rows, vocab_size,
         total, by_length,
     )  # fmt: skip

@@ -39,6 +39,7 @@ SUITES: dict[str, list[str]] = {
     "csrc_tokens": ["tests/test_csrc_tokens.py"],
     "csrc_gemm": ["tests/test_gemm_cpu.py"],
     "csrc_linear": ["tests/test_linear_cpu.py"],
+    "csrc_head": ["tests/test_head_cpu.py", "tests/test_workspace.py"],
     "csrc_sums": [
         "tests/test_mutation_survivors.py",
         "tests/test_grad_filter.py",

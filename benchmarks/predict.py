@@ -18,6 +18,7 @@ import sys
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import MODELS, Shape, name_of
+from grpo_fast.kernels.configs import SLICE_COLUMNS
 
 # One NVIDIA H200: measured limits of other work (../shared/design/PEERS.md), and two assumptions.
 GEMM_FLOPS = 785e12  # bf16 on random data, 770-800 seen
@@ -105,7 +106,7 @@ def estimate(case: Case, form: Form) -> Estimate:
         return logits_loss(n, v)
     if case.operation == "linear_logps":
         forward = gemm(n, h, v) / TRITON_GEMM
-        partial = 3 * 4 * n * -(-v // 4096)
+        partial = 3 * 4 * n * -(-v // SLICE_COLUMNS)
         return Estimate(gemm(n, h, v), forward, partial, {"slice_kernel": forward})
     # Masked rows never reach the head; the others are known to be inactive once their logp is. Whole completions have
     # advantage zero: one in eight at the least is active.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend, resolve
+from grpo_fast.kernels.capture import refuse
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.metrics import metric_names, token_metrics
 from grpo_fast.kernels.rows_torch import RowLoss
@@ -69,6 +70,8 @@ def linear_loss(
 ) -> LossResult:
     """hidden → loss; gradients are (dH, dW, db)."""
     assert inputs.target_ids is not None
+    refuse("grad_filter", hidden, grad_filter)
+    refuse("validate", hidden, validate, "auto")
     tokens = active_tokens(inputs, inputs.target_ids.shape[0], weight.shape[0], config, validate)
     assert tokens.target_ids is not None
     index, rows_repeat = tokens.rows, hidden_rows is not None
@@ -115,6 +118,7 @@ def logits_loss(
     validate: str,
 ) -> LossResult:
     """logits → loss; d-logits are written to `out`, which may be `logits` itself."""
+    refuse("validate", logits, validate, "auto")
     tokens = active_tokens(inputs, logits.shape[0], logits.shape[1], config, validate)
     kernels = pick_backend(backend, logits)
     sweep = LogitsSweep(logits, out, tokens, config, kernels)

@@ -77,6 +77,13 @@ def test_tensor_descriptors(monkeypatch, dtype):
         result = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
     assert_close(result, expected)
     assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
+    for loops in ({"flatten": True}, {"specialize": True}):
+        other, kept = config._replace(**loops), out.clone()
+        monkeypatch.setattr(linear_triton, "linear_config", lambda *a, other=other, **k: other)
+        with only_memory_of(hidden, weight, bias, target, out):
+            again = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
+        assert_same(again, result)
+        assert torch.equal(out, kept)
     # An unaligned hidden is copied and meets the same tile.
     unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
     assert_same(linear_triton.linear_logps(unaligned, weight, bias, target, rule, return_entropy=True), result)
@@ -99,8 +106,8 @@ def test_several_slices(monkeypatch):
 
 def test_default_slices():
     """More than one slice of the shipped width, targets on both sides of the cut."""
-    hidden, weight, _, _ = make(2, 8, 4100, torch.bfloat16, 0.7)
-    target, rule = torch.tensor([4095, 4096]), LogitRule(1.0, None, 1.0)
+    hidden, weight, _, _ = make(2, 8, 2052, torch.bfloat16, 0.7)
+    target, rule = torch.tensor([2047, 2048]), LogitRule(1.0, None, 1.0)
     _, expected = truth(hidden, weight, None, target, rule)
     assert_close(linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=True), expected)
 
@@ -153,6 +160,22 @@ def test_confident_token():
     # 2e-6 is half a unit in the last place of logits near 40, which the inputs of the softmax carry anyway.
     for actual in (logps, from_rows):
         assert ((actual - expected).abs() <= 4e-6 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 64, 70])
+def test_more_slices_than_a_block_of_the_join(monkeypatch, vocab):
+    """Up to 70 slices of 32 columns, in blocks of 32 slices: against one slice and fp64, targets in every block."""
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 32, 32, 4, 2, 32))
+    hidden, weight, bias, _ = make(40, 24, vocab * 32, torch.float32, 0.4)
+    weight[32:64] *= 40  # the maximum rises by blocks, and falls
+    target, rule = torch.arange(40) * (vocab * 32 - 1) // 39, LogitRule(1.0, None, 0.8)
+    _, expected = truth(hidden, weight, bias, target, rule)
+    for columns in (32, 1 << 20):
+        monkeypatch.setattr(linear_triton, "SLICE_COLUMNS", columns)
+        with only_memory_of(hidden, weight, bias, target):
+            result = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+        for got, want in zip(result, expected, strict=True):
+            assert ((got - want).abs() <= 1e-6 * want.abs() + LP_BAR).all()
 
 
 def test_bad_ids_are_never_read():

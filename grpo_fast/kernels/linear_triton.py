@@ -2,7 +2,7 @@
 
     raw = hidden · Wᵀ + bias,   z = softcap·tanh(logit_scale·raw/softcap)/temperature   ->   lse, lp, entropy
 
-HBM: hidden and W are read (W once per group of row blocks that run side by side), 16·ceil(V/2048) bytes per row of
+HBM: hidden and W are read (W once per 24 MiB of hidden), 16·ceil(V/2048) bytes per row of
 partial sums are written and read. No logits exist, unless somebody asks for them: the same kernel with one more store,
 of the raw logits or of the weights of weights_triton.py, so the log-probabilities of a pass with gradient and of one
 without are equal bit for bit.
@@ -23,8 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.configs import SLICE_COLUMNS, VENDOR_GEMM_FROM, LinearConfig, architecture, linear_config
-from grpo_fast.kernels.epilogue_triton import fold_parts
+from grpo_fast.kernels.configs import (
+    GROUP_BYTES,
+    SLICE_COLUMNS,
+    VENDOR_GEMM_FROM,
+    LinearConfig,
+    architecture,
+    linear_config,
+)
+from grpo_fast.kernels.epilogue_triton import fold_tile
 from grpo_fast.kernels.math_triton import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kernels.rows_triton import launch, rule_arguments
@@ -47,13 +54,13 @@ def load_tile(
     return tile
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "group_blocks"])
 def slice_kernel(
     hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr, partial_ptr,
-    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns,
+    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns, group_blocks,
     logit_scale, softcap, temperature,
     STORE: tl.constexpr, ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
-    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
+    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     if SPECIALIZE:
@@ -62,10 +69,14 @@ def slice_kernel(
         weight = tl.make_tensor_descriptor(weight, [V, H], [stride_weight_v, 1], [BLOCK_V, BLOCK_H])
         if STORE_TMA:
             out = tl.make_tensor_descriptor(out, [n_rows, V], [stride_out_t, 1], [BLOCK_T, BLOCK_V // PARTS])
-    # Neighbouring programs share a slice of W (hidden is small): its tiles come from L2 for all but the first of them.
-    row_blocks = tl.cdiv(n_rows, BLOCK_T)
-    slice_id = tl.program_id(0) // row_blocks
-    row_start = (tl.program_id(0) % row_blocks) * BLOCK_T
+    # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of them. So does their
+    # part of hidden, which they read once per tile: a group of row blocks takes all slices before the next one starts.
+    row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
+    first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
+    place = tl.program_id(0) % (group_blocks * slices)
+    blocks = tl.minimum(row_blocks - first_block, group_blocks)
+    slice_id = place // blocks
+    row_start = (first_block + place % blocks) * BLOCK_T
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
@@ -102,15 +113,14 @@ def slice_kernel(
             a = load_tile(hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA)
             b = load_tile(weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA)
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
-        high, rest, moment, z_target = fold_parts(
+        high, rest, moment, z_target = fold_tile(
             raw, start, (high, rest, moment, z_target), (target, normaliser, row_inv_temperature),
             (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
-            STORE, ENTROPY, STORE_TMA, BLOCK_T, BLOCK_V, PARTS,
+            STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
         )  # fmt: skip
 
     if partial_ptr is not None:
         # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
-        slices = tl.num_programs(0) // row_blocks
         plane = tl.cast(slices, tl.int64) * n_rows
         here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
         tl.store(here, high, mask=in_rows)
@@ -226,19 +236,20 @@ def sweep(
     is_light = not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
     config = linear_config(p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light)
     store_tma = config.use_tma and raw_target is not None and is_aligned(out)
-    if config.specialize and partial is None:
-        config = config._replace(specialize=False)  # Triton 3.9 compiles a specialised loop without results to nothing
+    if partial is None:  # Triton 3.9 compiles a warp-specialised loop that only stores to an empty kernel
+        config = config._replace(specialize=False)
     if config.specialize:
         set_descriptor_memory(p.hidden.device)
+    group_blocks = max(GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1)
     destination = tiles(out, config.block_t, config.piece) if store_tma and not config.specialize else out
     launch(
         slice_kernel, triton.cdiv(rows, config.block_t) * p.slices, *sources(p.hidden, p.weight, config), p.bias,
         p.target_ids, temperature_ptr, destination, raw_target, lse,
         partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0), p.weight.stride(1),
-        0 if out is None else out.stride(0), SLICE_COLUMNS, *scalars,
+        0 if out is None else out.stride(0), SLICE_COLUMNS, group_blocks, *scalars,
         STORE="" if out is None else "logits" if raw_target is None else "weights", ONLY_FAR=only_far,
         ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
-        FLATTEN=config.flatten, SPECIALIZE=config.specialize,
+        FLATTEN=config.flatten, SPECIALIZE=config.specialize, BRANCH=is_light and not config.specialize,
         BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h, PARTS=config.block_v // config.piece,
         num_warps=4 if config.specialize else config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

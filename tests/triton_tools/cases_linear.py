@@ -70,6 +70,7 @@ def test_tensor_descriptors(monkeypatch, dtype):
     config = LinearConfig(64, 64, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
     hidden, weight, bias, target = make(70, 72, 200, dtype, 0.2)
+    target %= 40  # tiles without a target: the short form of the epilogue, which "specialize" does not take
     rule = LogitRule(1.0, None, 0.9)
     raw, expected = truth(hidden, weight, bias, target, rule)
     out = torch.empty(70, 200)
@@ -102,6 +103,20 @@ def test_several_slices(monkeypatch):
     monkeypatch.undo()
     assert configs.SLICE_COLUMNS == linear_triton.SLICE_COLUMNS
     assert_close(linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
+
+
+def test_groups_of_row_blocks(monkeypatch):
+    """5 row blocks in groups of 1, 2 and all: another order of the programs, the same bits, every row written."""
+    monkeypatch.setattr(linear_triton, "SLICE_COLUMNS", 128)
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 32, 16, 4, 2, 32))
+    hidden, weight, bias, target = make(130, 16, 300, torch.float32, 0.4)
+    rule = LogitRule(1.0, None, 0.8)
+    expected = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+    assert_close(expected, truth(hidden, weight, bias, target, rule)[1])
+    for blocks in (1, 2, 4):
+        monkeypatch.setattr(linear_triton, "GROUP_BYTES", blocks * 32 * 16 * 4)
+        with only_memory_of(hidden, weight, bias, target):
+            assert_same(linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
 
 
 def test_default_slices():

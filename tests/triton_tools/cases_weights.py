@@ -85,6 +85,7 @@ def test_against_fp64(rows, hidden_size, vocab, rule):
 def test_tensor_descriptors(monkeypatch, block_v, loops):
     """The TMA path, loads and stores, with tiles of one and of several pieces: the bits do not depend on them."""
     hidden, weight, _, target, g = make(70, 72, 200)
+    target %= 40  # tiles without a target: the short form of the epilogue, which "specialize" does not take
 
     def run(config):
         monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)

@@ -109,7 +109,7 @@ def fold_tile(
     """`fold` of a whole tile; with BRANCH one without a target takes 8 instead of 17 instructions per logit.
 
     Four of five tiles of 128 x 256 are such ones at V = 151936. (A loop with a branch is not warp specialised; with
-    entropy, bias or a soft cap the branch costs registers that some architectures do not have.)
+    entropy, bias, a soft cap or fp32 operands the branch costs registers that some architectures do not have.)
     """
     if BRANCH:
         target, _, _ = row

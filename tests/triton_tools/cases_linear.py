@@ -105,6 +105,21 @@ def test_several_slices(monkeypatch):
     assert_close(linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
 
 
+@pytest.mark.parametrize("first", [0, 31, 32, 63, 64, 95, 149])
+def test_tiles_with_and_without_a_target(monkeypatch, first):
+    """The short form of the epilogue, for calls without options: targets at both ends of a tile of 64, and nowhere."""
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 64, 16, 4, 2, 32))
+    hidden, weight, _, _ = make(9, 16, 150, torch.bfloat16, 0.8)
+    target, rule = torch.full((9,), first), LogitRule(1.0, None, 1.0)
+    target[5:8] = torch.tensor([-100, 10**12, 150])
+    lse, logps, _ = linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=False)
+    inside = torch.tensor([0, 1, 2, 3, 4, 8])
+    _, expected = truth(hidden[inside], weight, None, target[inside], rule)
+    assert_close((lse[inside], logps[inside]), expected[:2])
+    heavy = linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=True)
+    assert_same((lse, logps), heavy[:2])  # the entropy takes the long form everywhere
+
+
 def test_groups_of_row_blocks(monkeypatch):
     """5 row blocks in groups of 1, 2 and all: another order of the programs, the same bits, every row written."""
     monkeypatch.setattr(linear_triton, "SLICE_COLUMNS", 128)
@@ -182,7 +197,7 @@ def test_more_slices_than_a_block_of_the_join(monkeypatch, vocab):
     """Up to 70 slices of 32 columns, in blocks of 32 slices: against one slice and fp64, targets in every block."""
     monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 32, 32, 4, 2, 32))
     hidden, weight, bias, _ = make(40, 24, vocab * 32, torch.float32, 0.4)
-    weight[32:64] *= 40  # the maximum rises by blocks, and falls
+    weight[16 * vocab : 16 * vocab + 32] *= 40  # the maximum rises from block to block of the join, and falls
     target, rule = torch.arange(40) * (vocab * 32 - 1) // 39, LogitRule(1.0, None, 0.8)
     _, expected = truth(hidden, weight, bias, target, rule)
     for columns in (32, 1 << 20):

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.shapes import MODELS, Shape, name_of
 from grpo_fast.kernels.configs import SLICE_COLUMNS
-from grpo_fast.kernels.gradient_sums import GATHER_BELOW
-from grpo_fast.kernels.linear import TILE_ROWS, even_rows
+from grpo_fast.kernels.gradient_sums import GATHER_BELOW, ROW_MULTIPLE, padded
 
 # One NVIDIA H200: measured limits of other work (../shared/design/PEERS.md), and two assumptions.
 GEMM_FLOPS = 785e12  # bf16 on random data, 770-800 seen
@@ -153,8 +152,9 @@ def sweep(rows: int, kept: int, shape: Shape, form: Form) -> tuple[dict[str, flo
 
 def chunk_plan(rows: int, v: int, form: Form) -> tuple[int, int]:
     """(chunks, rows of each) as `LinearHead._chunk_rows` cuts them."""
-    chunk_rows = even_rows(rows, max(WORKSPACE // (form.held * v), 1), TILE_ROWS)
-    return -(-rows // chunk_rows), chunk_rows
+    most = max(WORKSPACE // (form.held * v), 1)
+    chunks = -(-rows // most)
+    return chunks, max(padded(-(-rows // chunks)), ROW_MULTIPLE)
 
 
 def gemm(n: int, h: int, v: int) -> float:

@@ -33,9 +33,6 @@ from grpo_fast.kernels.tokens import FusedInputs
 
 __all__ = ["LinearHead", "RowStats", "Wanted"]
 
-# A GPU's products go by tiles of 128 rows, ours and the vendor's: half a tile costs as much as a whole one.
-TILE_ROWS = 128
-
 
 class LinearHead:
     """One pass of T active rows through the head: logits by chunk, and the gradients that come back."""
@@ -74,7 +71,9 @@ class LinearHead:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
         row_bytes = max(self.vocab_size, 1) * self.chunk.bytes_per_logit
         most = max(workspace_bytes(self.weight.device) // row_bytes, 1)
-        return even_rows(self.num_rows, most, TILE_ROWS if self.weight.is_cuda else ROW_MULTIPLE)
+        chunks = -(-self.num_rows // most) or 1
+        even = -(-self.num_rows // chunks)
+        return max(padded(even), ROW_MULTIPLE)
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the active rows, in order."""
@@ -160,14 +159,6 @@ class LinearHead:
             sums.add(index, h, d_logits, count, keep)
         self.chunk.release()
         return sums.finish()
-
-
-def even_rows(total: int, most: int, multiple: int) -> int:
-    """Rows of a chunk: `total` evened out over as few chunks as `most` allows, in full tiles where they still fit."""
-    chunks = -(-total // most) or 1
-    even = -(-total // chunks)
-    tiles = -(-even // multiple) * multiple
-    return max(tiles if tiles <= most else padded(even), ROW_MULTIPLE)
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:

@@ -240,7 +240,9 @@ def sweep(
         config = config._replace(specialize=False)
     if config.specialize:
         set_descriptor_memory(p.hidden.device)
-    has_room = p.hidden.dtype.itemsize == 2  # fp32 operands take the registers of the second form
+    # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and not in the weights
+    # from known statistics, where Triton 3.6 spills on sm_100).
+    has_room = is_light and p.hidden.dtype.itemsize == 2 and partial is not None
     group_blocks = max(GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1)
     destination = tiles(out, config.block_t, config.piece) if store_tma and not config.specialize else out
     launch(
@@ -250,7 +252,7 @@ def sweep(
         0 if out is None else out.stride(0), SLICE_COLUMNS, group_blocks, *scalars,
         STORE="" if out is None else "logits" if raw_target is None else "weights", ONLY_FAR=only_far,
         ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
-        FLATTEN=config.flatten, SPECIALIZE=config.specialize, BRANCH=is_light and has_room and not config.specialize,
+        FLATTEN=config.flatten, SPECIALIZE=config.specialize, BRANCH=has_room and not config.specialize,
         BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h, PARTS=config.block_v // config.piece,
         num_warps=4 if config.specialize else config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +23,11 @@ from grpo_fast.kernels.configs import LinearConfig, RowConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 64
-TILES = [
-    (128, 128, 64), (128, 256, 64), (256, 128, 64), (64, 256, 64), (128, 128, 128), (256, 64, 64), (64, 128, 128)
-]  # fmt: skip
-KINDS = ("linear", "linear store", "weights")
+# Without multicast a tile of R x C reads (R + C)/(R·C) bytes per flop from L2: 1/85 for 128 x 256, 1/64 for 128 x 128,
+# 1/51 for 64 x 256. At 785 TFLOP/s these are 9, 12 and 15 TB/s: smaller tiles cannot be worth a try.
+TILES = [(128, 256, 64), (256, 128, 64), (128, 128, 64), (64, 256, 64)]
+LOOPS: tuple[dict[str, bool], ...] = ({}, {"flatten": True}, {"specialize": True})
+KINDS = ("weights", "linear", "linear store")
 
 
 class Candidate(NamedTuple):
@@ -58,18 +62,18 @@ def candidates() -> list[Candidate]:
         if 4 <= block_v // (32 * warps) <= 32
     ]
     for kind in KINDS:
-        for (block_t, block_v, block_h), warps, stages in itertools.product(TILES, (4, 8), (3, 4)):
+        for (block_t, block_v, block_h), stages, loops in itertools.product(TILES, (3, 4), LOOPS):
             shared = (block_t + block_v) * block_h * 2 * stages
-            if shared <= 228 * 1024 and block_t * block_v // (32 * warps) <= 256:
-                found.append(Candidate(kind, "bfloat16", tile(block_t, block_v, block_h, warps, stages)))
+            if shared <= 228 * 1024 and (block_t >= 128 or not loops.get("specialize")):
+                found.append(Candidate(kind, "bfloat16", tile(block_t, block_v, block_h, 8, stages, **loops)))
     return found
 
 
-def tile(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int) -> tuple:
+def tile(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int, **loops: bool) -> tuple:
     """The fields of LinearConfig with TMA; its epilogue works in pieces of 32 columns, wider ones spill."""
     fields: dict[str, Any] = {
         "block_t": block_t, "block_v": block_v, "block_h": block_h, "num_warps": num_warps, "num_stages": num_stages,
-        "use_tma": True,
+        "use_tma": True, **loops,
     }  # fmt: skip
     return tuple(LinearConfig(**fields, piece=32))
 
@@ -89,8 +93,11 @@ def using(candidate: Candidate) -> Iterator[None]:
         rows_triton.row_config, linear_triton.linear_config = before
 
 
-def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: str) -> Callable[[], object]:
-    """A call of the kernel as the engine makes it: on a device, or (on "cpu") for the compiler alone."""
+def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: str) -> Callable[[], Any]:
+    """A call of the kernel as the engine makes it: on a device, or (on "cpu") for the compiler alone.
+
+    It returns what the kernel's door does; for "weights" (lse, logps, the weights).
+    """
     from grpo_fast.config import LossConfig
     from grpo_fast.kernels import linear_triton, rows_triton
     from grpo_fast.kernels.rows_torch import LogitRule
@@ -108,36 +115,50 @@ def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: st
         from grpo_fast.kernels.weights_triton import linear_weights
 
         weights = states.new_empty(rows, vocab)
-        return lambda: linear_weights(states, weight, None, targets, rule, weights, return_entropy=False)[0]
+        return lambda: (*linear_weights(states, weight, None, targets, rule, weights)[0][:2], weights)
     out = torch.empty(rows, vocab, device=device) if candidate.kind == "linear store" else None
     return lambda: linear_triton.linear_logps(states, weight, None, targets, rule, return_entropy=False, logits_out=out)
 
 
 def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """Registers, spills and shared memory of every candidate on `arch`; no GPU is needed. Minutes."""
+    """Registers, spills and shared memory of every candidate on `arch`; no GPU is needed. Minutes on two cores.
+
+    What is compiled stays in Triton's cache, where a run on a GPU of this architecture finds it.
+    """
+    found = []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for candidate, entry in zip(chosen, pool.map(compile_one, itertools.repeat(arch), chosen), strict=True):
+            found.append(entry)
+            print(f"{arch} {entry['kind']:12} {entry['dtype']:8} {candidate.line:62} {verdict(entry)}", flush=True)
+    return found
+
+
+def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
+    """One entry of the report. The active driver of this process is a fake one afterwards."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from triton_tools.fake_driver import compile_launches
     from triton_tools.resources import SHARED_LIMIT, resources
 
-    found = []
-    for candidate in chosen:
-        entry: dict[str, Any] = {**candidate._asdict(), "starts": False}
-        try:
-            with using(candidate), compile_launches(arch) as compiled:
-                call_of(candidate, ROWS, 896, 32000, "cpu")()
-            costs = [resources(kernel) for name, kernel in compiled if name != "join_kernel"]
-            entry |= {"registers": max(c.registers for c in costs), "spills": max(c.spills for c in costs)}
-            entry |= {"shared": max(c.shared for c in costs), "wgmma": max(c.counts["HGMMA"] for c in costs)}
-            entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
-        except Exception as error:  # the compiler refuses a tile in many ways; it is listed and left out
-            entry["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-        found.append(entry)
-        print(f"{arch} {entry['kind']:12} {entry['dtype']:8} {candidate.line:42} {verdict(entry)}", flush=True)
-    return found
+    entry: dict[str, Any] = {**candidate._asdict(), "starts": False}
+    try:
+        with using(candidate), compile_launches(arch) as compiled:
+            call_of(candidate, ROWS, 896, 32000, "cpu")()
+        costs = [resources(kernel) for name, kernel in compiled if name in ("slice_kernel", "row_loss_kernel")]
+        entry |= {"registers": max(c.registers for c in costs), "spills": max(c.spills for c in costs)}
+        entry |= {"shared": max(c.shared for c in costs), "matrix": min(c.matrix for c in costs)}
+        entry |= {"specialized": max(c.counts["USETMAXREG"] for c in costs) > 0}
+        entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
+        if candidate.kind != "rows":
+            wants = candidate.make().specialize  # type: ignore[union-attr]
+            entry["starts"] &= entry["matrix"] > 0 and entry["specialized"] == wants
+    except Exception as error:  # the compiler refuses a tile in many ways; it is listed and left out
+        entry["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+    return entry
 
 
 def verdict(entry: dict[str, Any]) -> str:
     if "reason" in entry:
         return f"does not compile: {entry['reason']}"
     numbers = f"registers {entry['registers']}, spills {entry['spills']}, shared {entry['shared']}"
+    numbers += ", warp specialised" if entry["specialized"] else ""
     return ("starts: " if entry["starts"] else "dropped: ") + numbers

@@ -14,18 +14,25 @@ have been, and is, so that each step can be confirmed or refuted by itself.
 from __future__ import annotations
 
 import argparse
+import heapq
 import sys
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import MODELS, Shape, name_of
+from grpo_fast.kernels.configs import SLICE_COLUMNS
+from grpo_fast.kernels.gradient_sums import GATHER_BELOW, ROW_MULTIPLE, padded
 
 # One NVIDIA H200: measured limits of other work (../shared/design/PEERS.md), and two assumptions.
 GEMM_FLOPS = 785e12  # bf16 on random data, 770-800 seen
 COPY_BYTES = 4.3e12  # per second, read + write
-TRITON_GEMM = 0.75  # assumed: rate of slice_kernel over the vendor library's
+TRITON_GEMM = 0.9  # assumed: rate of slice_kernel's inner loop over the vendor library's
+START = 3e-6  # assumed: seconds before a program's first product
+PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
+# Between two tiles, nothing overlapped: the instructions of the SASS (1030 a thread where no target is among the
+# columns, 2060 for 0.19 of the tiles; 1320 and 2660 with weights), 8 warps on 4 schedulers of 1.755 GHz.
+EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
 CHUNK_SYNC = 40e-6  # assumed: seconds that the host needs to see which rows of a chunk are active
 WORKSPACE = 1 << 30  # kernels/memory.py
-ROW_MULTIPLE, GATHER_BELOW = 32, 0.9  # of the chunk loop
 MIB = 2**20
 
 
@@ -104,18 +111,18 @@ def estimate(case: Case, form: Form) -> Estimate:
     if case.operation.startswith("logits"):
         return logits_loss(n, v)
     if case.operation == "linear_logps":
-        forward = gemm(n, h, v) / TRITON_GEMM
-        partial = 3 * 4 * n * -(-v // 4096)
-        return Estimate(gemm(n, h, v), forward, partial, {"slice_kernel": forward})
+        seconds = slices(n, h, v)
+        partial = 3 * 4 * n * -(-v // SLICE_COLUMNS)
+        return Estimate(gemm(n, h, v), seconds, partial, {"slice_kernel": seconds})
     # Masked rows never reach the head; the others are known to be inactive once their logp is. Whole completions have
     # advantage zero: one in eight at the least is active.
     share = max(1, round(8 * case.active)) / 8 if case.inactive == "zero-advantage" else case.active
     kept = round(n * share)
     parts, workspace = sweep(kept if case.inactive == "masked" else n, kept, case.shape, form)
     if case.operation == "linear_logps_backward":
-        chunks, _ = chunk_plan(n, v, form)
+        chunks, chunk_rows = chunk_plan(n, v, form)
         again = 0 if chunks == 1 else 1 if form is FORMS["weights"] else (chunks - 1) / chunks  # the last one is kept
-        parts["slice_kernel, forward"] = again * gemm(n, h, v) / TRITON_GEMM
+        parts["slice_kernel, forward"] = again * slices(n, h, v)
     return Estimate(3 * gemm(n, h, v), sum(parts.values()), workspace, parts)
 
 
@@ -128,7 +135,7 @@ def sweep(rows: int, kept: int, shape: Shape, form: Form) -> tuple[dict[str, flo
     # A row without a gradient is written (as zeros), not read.
     zeros = form.held * (rows - kept) * element if gathers and form.rewritten else 0.0
     parts = {
-        "forward GEMM and its stores": max(gemm(rows, h, v) / TRITON_GEMM, form.stored * rows * element),
+        "forward GEMM and its stores": max(forward(rows, chunk_rows, h, v), form.stored * rows * element),
         "row kernel": form.rewritten * kept * element + zeros,
         "gather of the active rows": 2 * min(form.held, 4) * kept * element if gathers else 0.0,
         "gradient to 16 bits": form.converted * kept * element,
@@ -147,12 +154,29 @@ def chunk_plan(rows: int, v: int, form: Form) -> tuple[int, int]:
     """(chunks, rows of each) as `LinearHead._chunk_rows` cuts them."""
     most = max(WORKSPACE // (form.held * v), 1)
     chunks = -(-rows // most)
-    even = -(-rows // chunks)
-    return chunks, max(-(-even // ROW_MULTIPLE) * ROW_MULTIPLE, ROW_MULTIPLE)
+    return chunks, max(padded(-(-rows // chunks)), ROW_MULTIPLE)
 
 
 def gemm(n: int, h: int, v: int) -> float:
     return 2 * n * h * v / GEMM_FLOPS
+
+
+def slices(n: int, h: int, v: int, epilogue: float = EPILOGUE, columns: int = SLICE_COLUMNS) -> float:
+    """slice_kernel: every program takes a block of rows and a slice of columns, whoever is free the next one."""
+    rows, width = TILE
+    tile = gemm(rows, h, width) * PROCESSORS / TRITON_GEMM + epilogue
+    free = [0.0] * PROCESSORS
+    for first in range(0, v, columns):
+        seconds = START + -(-min(columns, v - first) // width) * tile
+        for _ in range(-(-n // rows)):
+            heapq.heapreplace(free, free[0] + seconds)
+    return max(free)
+
+
+def forward(rows: int, chunk_rows: int, h: int, v: int) -> float:
+    """`slices` with a store, over all chunks."""
+    full, rest = divmod(rows, chunk_rows)
+    return full * slices(chunk_rows, h, v, EPILOGUE_STORE) + (slices(rest, h, v, EPILOGUE_STORE) if rest else 0.0)
 
 
 def logits_loss(n: int, v: int) -> Estimate:

@@ -98,11 +98,11 @@ def parts() -> dict[str, Part]:
             f"linear_grpo_loss --model qwen3-8b --tokens 512 1024 131072 {ours}",
         ),
         "bench-logits": bench(40, "logits_grpo_loss logits_grpo_loss_inplace --shapes 8192,64,151936 --budget 1"),
-        "bench-logps": bench(60, "linear_logps linear_logps_backward --model qwen3-8b qwen2.5-0.5b --budget 1"),
+        "bench-logps": bench(55, "linear_logps linear_logps_backward --model qwen3-8b qwen2.5-0.5b --budget 1"),
         "sanitize": Part(
-            80, sanitize, [[*checked, "--dry"]], measures=False, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            70, sanitize, [[*checked, "--dry"]], measures=False, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         ),
-        "tune": Part(45, [tune], [[*tune, "--dry"]]),
+        "tune": Part(70, [tune], [[*tune, "--dry"]]),
         "bench-step": script(40, "step", "rollout"),
         "attention": with_tests(script(45, "attention"), "tests/test_gpu_attention.py"),
         "trl": script(25, "trl"),

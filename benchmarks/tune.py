@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +31,10 @@ from benchmarks.runner import write
 
 RESULTS = ROOT / "benchmarks" / "results"
 ROW_VOCABS = (32000, 128256, 151936, 262144)
-LINEAR_HEADS = ((896, 151936), (2048, 151936), (4096, 151936), (4096, 128256))  # (H, V)
-ROWS = 2048
-WORKSPACES_MIB = (256, 512, 1024, 2048, 4096)
+LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
+ROWS = 2752  # a chunk of 1 GiB at V = 151936: the last round of programs is as full as in the engine
+WORKSPACES_MIB = (512, 1024, 2048, 4096)
+SLICES = (1024, 2048, 4096)
 # fp32 sums in another order: logps of two configurations differ by rounding alone.
 AGREEMENT = 2e-4
 
@@ -47,12 +49,14 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    for dtype in ("float32", "bfloat16"):
-        for vocab in ROW_VOCABS:
-            yield Setting("rows", dtype, 64, vocab)
-    for kind in KINDS:
+    """What decides the bars first."""
+    for kind in KINDS[:2]:
         for hidden, vocab in LINEAR_HEADS:
             yield Setting(kind, "bfloat16", hidden, vocab)
+    for dtype in ("bfloat16", "float32"):
+        for vocab in ROW_VOCABS:
+            yield Setting("rows", dtype, 64, vocab)
+    yield Setting(KINDS[2], "bfloat16", *LINEAR_HEADS[0])
 
 
 def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
@@ -72,18 +76,17 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
     torch.manual_seed(0)
     shipped = Candidate(setting.kind, setting.dtype, ())
     call = call_of(shipped, ROWS, setting.hidden, setting.vocab, "cuda")
-    expected = logps_of(call())
+    expected = copied(call())
     steps = {"shipped": Step(lambda: {"logps": logps_of(call())})}
     failures = {}
     for candidate in chosen:
         try:
             with using(candidate):
-                found = logps_of(call())
-                torch.cuda.synchronize()
+                is_right = agree(call(), expected)
         except Exception as error:  # a configuration may be refused at launch; the others go on
             failures[candidate.line] = f"{type(error).__name__}: {str(error)[:120]}"
             continue
-        if not float((found - expected).abs().max()) <= AGREEMENT:
+        if not is_right:
             failures[candidate.line] = "wrong: not timed"
             continue
         steps[candidate.line] = Step(timed(candidate, call))
@@ -105,6 +108,22 @@ def logps_of(result: Any) -> torch.Tensor:
     return result.logps if hasattr(result, "logps") else result[1]
 
 
+def copied(result: Any) -> list[torch.Tensor]:
+    """The logps and, of "weights", these: the next call writes over them."""
+    weights = [] if hasattr(result, "logps") else [x for x in result[2:] if x is not None]
+    return [x.clone() for x in (logps_of(result), *weights)]
+
+
+def agree(result: Any, expected: list[torch.Tensor]) -> bool:
+    """logps within `AGREEMENT`; weights, which are rounded to bf16, within two units in the last place."""
+    logps, *weights = copied(result)
+    right = bool((logps - expected[0]).abs().max() <= AGREEMENT)
+    for found, want in zip(weights, expected[1:], strict=True):
+        for part, exact in zip(found.split(256), want.split(256), strict=True):
+            right &= bool(((part - exact).abs() <= 2**-6 * exact.abs() + 1e-30).all())
+    return right
+
+
 def tune_workspace() -> dict[str, Any]:
     """linear_grpo_loss at the shapes of the bars, by the workspace that bounds its chunks."""
     from benchmarks.problem import make_problem
@@ -121,6 +140,36 @@ def tune_workspace() -> dict[str, Any]:
         del problem, base, steps
         torch.cuda.empty_cache()
     return rows
+
+
+def tune_slices() -> dict[str, Any]:
+    """linear_grpo_loss at the shapes of the bars, by the columns of a slice (configs.SLICE_COLUMNS)."""
+    from benchmarks.problem import make_problem
+    from benchmarks.providers.ours import loss
+    from benchmarks.shapes import Shape
+
+    rows: dict[str, Any] = {}
+    for hidden in (896, 4096):
+        base = loss("triton")(make_problem(Shape(8192, hidden, 151936), torch.bfloat16, "cuda"))
+        steps = {f"{columns} columns": Step(with_slices(columns, base)) for columns in SLICES}
+        samples = measure.interleaved(steps, "cuda", budget=0.4, rounds=7)
+        rows[f"8192,{hidden},151936"] = {name: measure.spread(times) for name, times in samples.items()}
+        del base, steps
+        torch.cuda.empty_cache()
+    return rows
+
+
+def with_slices(columns: int, step: Step) -> Any:
+    def run() -> dict[str, torch.Tensor]:
+        from grpo_fast.kernels import linear_triton
+
+        before, linear_triton.SLICE_COLUMNS = linear_triton.SLICE_COLUMNS, columns
+        try:
+            return step.run()
+        finally:
+            linear_triton.SLICE_COLUMNS = before
+
+    return run
 
 
 def with_workspace(mib: int, step: Step) -> Any:
@@ -147,7 +196,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
     parser.add_argument("--compile", metavar="ARCH", help="compile every candidate for ARCH (sm_90), without a GPU")
     parser.add_argument("--dry", action="store_true", help="list what would be timed")
-    parser.add_argument("--seconds", type=float, default=35, help="stop starting new settings after this long")
+    parser.add_argument("--seconds", type=float, default=50, help="stop starting new settings after this long")
     parser.add_argument("--out", help="where the JSON goes")
     options = parser.parse_args(arguments)
     base = {
@@ -180,23 +229,39 @@ def compile_report(arch: str, out: str | None, base: dict[str, Any]) -> int:
 
 
 def time_all(arch: str, plan: list, options: argparse.Namespace, base: dict[str, Any]) -> int:
-    started, found, workspaces = time.monotonic(), [], {}
+    started = time.monotonic()
     report = {"benchmark": "tune", **base, "hardware": measure.hardware("cuda"), "arch": arch, "cases": []}
+    report |= {"settings": [], "slices": {}, "workspaces": {}}
     path = Path(options.out) if options.out else RESULTS / f"tune-{arch}.json"
-    for setting, chosen in plan:
+    decisive = 2 * len(LINEAR_HEADS)
+    refused = not_starting(arch, [candidate for _, chosen in plan[:decisive] for candidate in chosen])
+    for number, (setting, chosen) in enumerate(plan):
         if time.monotonic() - started > options.seconds:
             print(f"{tuple(setting)}: no time left, not timed")
             continue
-        found.append(tune_setting(setting, chosen))
+        report["settings"].append(tune_setting(setting, [c for c in chosen if c not in refused]))
         torch.cuda.empty_cache()
-        print(table_line(arch, found[-1]), flush=True)
-        write(path, report | {"settings": found})
-    if time.monotonic() - started < options.seconds:
-        workspaces = tune_workspace()
-        for shape, rows in workspaces.items():
-            print(f"workspace at {shape}: " + ", ".join(f"{n} {r['median_ms']:.2f} ms" for n, r in rows.items()))
-    write(path, report | {"settings": found, "workspaces": workspaces})
+        print(table_line(arch, report["settings"][-1]), flush=True)
+        write(path, report)
+        if number + 1 == decisive:  # before the rest: both bear on the bars
+            report |= {"slices": tune_slices(), "workspaces": tune_workspace()}
+            for shape, rows in [*report["slices"].items(), *report["workspaces"].items()]:
+                print(f"{shape}: " + ", ".join(f"{n} {r['median_ms']:.2f} ms" for n, r in rows.items()), flush=True)
+            write(path, report)
     return 0
+
+
+def not_starting(arch: str, chosen: list[Candidate]) -> set[Candidate]:
+    """Those that this machine's Triton does not compile as wanted. The others are then in its cache: compiled on all
+    cores at once, which one after the other would take ten times as long as to time them.
+    """
+    chosen = list(dict.fromkeys(chosen))
+    try:
+        entries = compile_all(arch, chosen)
+    except BrokenProcessPool as error:  # a compiler that ends its process; what is refused shows when it is launched
+        print(f"not compiled beforehand: {error}")
+        return set()
+    return {candidate for candidate, entry in zip(chosen, entries, strict=True) if not entry["starts"]}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import validation
+from grpo_fast.kernels.capture import is_capturing
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.ops import library
@@ -39,8 +40,12 @@ class Rows:
     def __init__(self, vocab_size: int, target_ids, temperatures, temperature, softcap, logit_scale) -> None:
         self.num_rows = target_ids.shape[0]
         ignored = target_ids == validation.IGNORED_TARGET
-        keep = (~ignored).nonzero().squeeze(1)
-        self.index = None if keep.shape[0] == self.num_rows else keep
+        self.index = self.ignored = None
+        if is_capturing(target_ids):
+            self.ignored = ignored
+        else:
+            keep = (~ignored).nonzero().squeeze(1)
+            self.index = None if keep.shape[0] == self.num_rows else keep
         self.target_ids = self.active(target_ids).long()
         if temperatures is not None:
             temperatures = self.active(temperatures).float()
@@ -58,7 +63,7 @@ class Rows:
         if low.device.type == "cpu":
             message += f", got ids from {low.item()} to {high.item()}"
         validation.check_values([((low < 0) | (high >= vocab_size), message)], "auto")
-        if self.target_ids.is_cuda:
+        if self.target_ids.is_cuda or self.ignored is not None:
             self.target_ids = self.target_ids.clamp(0, vocab_size - 1)
 
     def active(self, x: Tensor) -> Tensor:
@@ -77,13 +82,15 @@ class Rows:
             rows_repeat=rows_repeat, entropy_gradient=entropy_gradient,
         )  # fmt: skip
 
+    def selected(self, x: Tensor) -> Tensor:
+        return x if self.ignored is None else torch.where(self.ignored, 0.0, x)
+
     def spread(self, x: Tensor) -> Tensor:
         return x if self.index is None else x.new_zeros(self.num_rows).index_copy_(0, self.index, x)
 
     def coefficients(self, d_logps: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(g, g_H) of the active rows in fp32."""
-        g = None if d_logps is None else self.active(d_logps).float()
-        g_entropy = None if d_entropy is None else self.active(d_entropy).float()
+        g, g_entropy = (None if d is None else self.selected(self.active(d).float()) for d in (d_logps, d_entropy))
         if g is None:
             assert g_entropy is not None
             g = torch.zeros_like(g_entropy)
@@ -117,7 +124,8 @@ def logits_logps(logits, target_ids, temperatures, temperature, softcap, logit_s
 def results(rows: Rows, stats: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     lse, logps, entropy = stats
     check_logps(logps, "auto")
-    return rows.spread(logps), lse.new_empty(0) if entropy is None else rows.spread(entropy), rows.spread(lse)
+    entropy = lse.new_empty(0) if entropy is None else rows.spread(rows.selected(entropy))
+    return rows.spread(rows.selected(logps)), entropy, rows.spread(lse)
 
 
 def linear_logps_grad(

@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels import head_cpu
 from grpo_fast.kernels.backends import Backend, resolve
+from grpo_fast.kernels.capture import refuse
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.metrics import metric_names, token_metrics
 from grpo_fast.kernels.rows_torch import RowLoss
@@ -78,6 +79,8 @@ def linear_loss(
 ) -> LossResult:
     """hidden → loss; gradients are (dH, dW, db)."""
     assert inputs.target_ids is not None
+    refuse("grad_filter", hidden, grad_filter)
+    refuse("validate", hidden, validate, "auto")
     if hidden_rows is None and grad_filter is None:
         result = _in_one_call(hidden, weight, bias, inputs, config, backend, validate, wanted)
         if result is not None:
@@ -156,6 +159,7 @@ def logits_loss(
     validate: str,
 ) -> LossResult:
     """logits → loss; d-logits are written to `out`, which may be `logits` itself."""
+    refuse("validate", logits, validate, "auto")
     tokens = active_tokens(inputs, logits.shape[0], logits.shape[1], config, validate)
     kernels = pick_backend(backend, logits)
     sweep = LogitsSweep(logits, out, tokens, config, kernels)

@@ -17,6 +17,7 @@ from grpo_fast.aggregation import AGGREGATIONS, Total, completion_weights, denom
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels import rows_cpu
 from grpo_fast.kernels.backends import unavailable
+from grpo_fast.kernels.capture import refuse
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kernels.tokens import GatheredTokens, TokenBatch
 
@@ -138,6 +139,7 @@ def _active_index(mask: Tensor | None, num_rows: int, validate: str) -> Tensor |
     """(T,) rows that the mask keeps; None when it keeps all."""
     if mask is None:
         return None
+    refuse("completion_mask", mask, mask)
     kept = mask if mask.dtype == torch.bool else mask != 0
     if mask.dtype != torch.bool:
         message = "completion_mask: expected only 0 and 1, got other values"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config import LossConfig
+from grpo_fast.kernels.capture import is_capturing
 from grpo_fast.objectives import OBJECTIVES
 
 VALIDATE = ("auto", "full")
@@ -33,7 +34,7 @@ _lock = threading.Lock()
 
 def raise_pending() -> None:
     """Raise what an earlier call on a GPU found wrong, as soon as its flags have arrived."""
-    if not _pending:
+    if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     with _lock:
         arrived = [check for check in _pending if check.ready.query()]
@@ -46,7 +47,7 @@ def raise_pending() -> None:
 
 def check_values(checks: list[tuple[Tensor, str]], validate: str) -> None:
     """Raise a ValueError for the first 0-d bool flag that is set: at once, or when it has reached the host."""
-    if not checks:
+    if not checks or is_capturing(checks[0][0]):
         return
     device = checks[0][0].device
     if device.type == "cuda" and validate == "auto":

@@ -228,10 +228,9 @@ def test_shapes():
 
 
 def test_predictions_count_the_code_as_it_is():
-    from grpo_fast.kernels import linear, memory
+    from grpo_fast.kernels import memory
 
     assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
-    assert linear.padded(1) == predict.ROW_MULTIPLE
     large, form = predict.Case("linear_grpo_loss", GPU[2], ""), predict.CURRENT
     chunks, rows = predict.chunk_plan(8192, 151936, form)
     assert rows * form.held * 151936 <= predict.WORKSPACE + predict.ROW_MULTIPLE * form.held * 151936

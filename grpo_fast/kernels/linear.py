@@ -23,6 +23,7 @@ from torch import Tensor
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend
+from grpo_fast.kernels.capture import is_capturing
 from grpo_fast.kernels.chunks import LogitChunks, RowStats, WeightChunks
 from grpo_fast.kernels.grad_filter import Filtered
 from grpo_fast.kernels.gradient_sums import ROW_MULTIPLE, GradientSums, Wanted, gathers, pad_rows, padded
@@ -125,7 +126,7 @@ class LinearHead:
             d_logits, part = self.chunk.row_loss(h, targets, chunk, config, rule)
             count = targets.shape[0]
             is_full = part.sums is not None and part.sums.active == count
-            keep = None if is_full else active_rows(part.grad_logps, chunk.grad_entropy)
+            keep = None if is_full or is_capturing(h) else active_rows(part.grad_logps, chunk.grad_entropy)
             sums.add(rows, h, d_logits, count, keep)
             parts.append(part)
         self.chunk.release()
@@ -140,13 +141,15 @@ class LinearHead:
         """
         sums = GradientSums(self, wanted)
         for rows in reversed(list(self.chunks())) if any(wanted) else ():
-            keep = active_rows(g[rows], None if g_entropy is None else g_entropy[rows])
-            if keep.shape[0] == 0:
-                continue
+            keep = None
+            if not is_capturing(g):
+                keep = active_rows(g[rows], None if g_entropy is None else g_entropy[rows])
+                if keep.shape[0] == 0:
+                    continue
             h, count = self.padded_rows(rows), self.target_ids[rows].shape[0]
             index: slice | Tensor = rows
             is_held, self.held = rows == self.held, None
-            if not is_held and gathers(keep, count):
+            if not is_held and keep is not None and gathers(keep, count):
                 h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
                 index, keep = keep + rows.start, torch.arange(count, device=keep.device)
             lse, logps, entropy = (None if x is None else x[index] for x in known)

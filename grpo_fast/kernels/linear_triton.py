@@ -2,12 +2,12 @@
 
     raw = hidden · Wᵀ + bias,   z = softcap·tanh(logit_scale·raw/softcap)/temperature   ->   lse, lp, entropy
 
-HBM: hidden and W are read (W once per group of row blocks that run side by side), 16·ceil(V/4096) bytes per row of
+HBM: hidden and W are read (W once per 24 MiB of hidden), 16·ceil(V/2048) bytes per row of
 partial sums are written and read. No logits exist, unless somebody asks for them: the same kernel with one more store,
 of the raw logits or of the weights of weights_triton.py, so the log-probabilities of a pass with gradient and of one
 without are equal bit for bit.
 
-One program takes BLOCK_T rows and one slice of 4096 columns and keeps (max, Σe, Σe·(z - max), z[target]) per row in
+One program takes BLOCK_T rows and one slice of 2048 columns and keeps (max, Σe, Σe·(z - max), z[target]) per row in
 registers, the sums without the target; a second kernel joins the slices of a row in their order. The slices depend on V
 alone and the tile on the device, the dtype and the layout of W alone, so a row's result depends on that row, W and its
 scalars: not on the batch around it.
@@ -23,8 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.configs import SLICE_COLUMNS, VENDOR_GEMM_FROM, LinearConfig, architecture, linear_config
-from grpo_fast.kernels.epilogue_triton import fold_parts
+from grpo_fast.kernels.configs import (
+    GROUP_BYTES,
+    SLICE_COLUMNS,
+    VENDOR_GEMM_FROM,
+    LinearConfig,
+    architecture,
+    linear_config,
+)
+from grpo_fast.kernels.epilogue_triton import fold_tile
 from grpo_fast.kernels.math_triton import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kernels.rows_triton import launch, rule_arguments
@@ -47,18 +54,29 @@ def load_tile(
     return tile
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "group_blocks"])
 def slice_kernel(
     hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr, partial_ptr,
-    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns,
+    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns, group_blocks,
     logit_scale, softcap, temperature,
     STORE: tl.constexpr, ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
+    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs share a slice of W (hidden is small): its tiles come from L2 for all but the first of them.
-    row_blocks = tl.cdiv(n_rows, BLOCK_T)
-    slice_id = tl.program_id(0) // row_blocks
-    row_start = (tl.program_id(0) % row_blocks) * BLOCK_T
+    if SPECIALIZE:
+        # The compiler halves the rows of a descriptor between two groups of warps only where it sees it being made.
+        hidden = tl.make_tensor_descriptor(hidden, [n_rows, H], [stride_hidden_t, 1], [BLOCK_T, BLOCK_H])
+        weight = tl.make_tensor_descriptor(weight, [V, H], [stride_weight_v, 1], [BLOCK_V, BLOCK_H])
+        if STORE_TMA:
+            out = tl.make_tensor_descriptor(out, [n_rows, V], [stride_out_t, 1], [BLOCK_T, BLOCK_V // PARTS])
+    # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of them. So does their
+    # part of hidden, which they read once per tile: a group of row blocks takes all slices before the next one starts.
+    row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
+    first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
+    place = tl.program_id(0) % (group_blocks * slices)
+    blocks = tl.minimum(row_blocks - first_block, group_blocks)
+    slice_id = place // blocks
+    row_start = (first_block + place % blocks) * BLOCK_T
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
@@ -89,21 +107,20 @@ def slice_kernel(
             if ONLY_FAR:
                 stop = tl.where(tl.max(far.to(tl.int32), 0) > 0, stop, first)
 
-    for start in range(first, stop, BLOCK_V):
+    for start in tl.range(first, stop, BLOCK_V, flatten=FLATTEN):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-        for h in range(0, H, BLOCK_H):
+        for h in tl.range(0, H, BLOCK_H, warp_specialize=SPECIALIZE):
             a = load_tile(hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA)
             b = load_tile(weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA)
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
-        high, rest, moment, z_target = fold_parts(
+        high, rest, moment, z_target = fold_tile(
             raw, start, (high, rest, moment, z_target), (target, normaliser, row_inv_temperature),
             (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
-            STORE, ENTROPY, STORE_TMA, BLOCK_T, BLOCK_V, PARTS,
+            STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
         )  # fmt: skip
 
     if partial_ptr is not None:
         # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
-        slices = tl.num_programs(0) // row_blocks
         plane = tl.cast(slices, tl.int64) * n_rows
         here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
         tl.store(here, high, mask=in_rows)
@@ -114,31 +131,38 @@ def slice_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows", "slices"])
-def join_kernel(partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices, BLOCK_T: tl.constexpr):
-    """Join the slices of BLOCK_T rows, first to last: the same online sum as inside a slice."""
+def join_kernel(
+    partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Join the slices of BLOCK_T rows, BLOCK_S at a time, first to last: the same online sum as inside a slice."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
+    offs_s = tl.arange(0, BLOCK_S)
     z_target = tl.zeros([BLOCK_T], tl.float32)
-    for slice_id in range(slices):
-        here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
-        z_target += tl.load(here + 2 * plane, mask=in_rows, other=0.0)
+    for first in range(0, slices, BLOCK_S):
+        here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
+        mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
+        z_target += tl.sum(tl.load(here + 2 * plane, mask=mask, other=0.0), 0)
     high = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
     rest = tl.zeros([BLOCK_T], tl.float32)
     moment = tl.zeros([BLOCK_T], tl.float32)
-    for slice_id in range(slices):
-        here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
-        high_s = tl.load(here, mask=in_rows, other=0.0)
-        rest_s = tl.load(here + plane, mask=in_rows, other=0.0)
-        raised = tl.maximum(high, high_s)
+    for first in range(0, slices, BLOCK_S):
+        here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
+        mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
+        high_s = tl.load(here, mask=mask, other=FLOOR)
+        rest_s = tl.load(here + plane, mask=mask, other=0.0)
+        raised = tl.maximum(high, tl.max(high_s, 0))
         shrink = exp_fp32(high - raised)
-        shrink_s = exp_fp32(high_s - raised)
+        below_s = high_s - raised[None, :]
+        shrink_s = exp_fp32(below_s)
         if entropy_ptr is not None:
-            moment_s = tl.load(here + 3 * plane, mask=in_rows, other=0.0)
-            moment = (moment + (high - raised) * rest) * shrink + (moment_s + (high_s - raised) * rest_s) * shrink_s
-        rest = rest * shrink + rest_s * shrink_s
+            moment_s = tl.load(here + 3 * plane, mask=mask, other=0.0)
+            moment = (moment + (high - raised) * rest) * shrink + tl.sum((moment_s + below_s * rest_s) * shrink_s, 0)
+        rest = rest * shrink + tl.sum(rest_s * shrink_s, 0)
         high = raised
     lse, lp, entropy = finish(high, rest, moment, z_target, inside)
     tl.store(lse_ptr + rows, lse, mask=in_rows)
@@ -162,9 +186,14 @@ def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
 
 def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
     """hidden and weight as the kernel takes them: tensors, or tensor descriptors for TMA."""
-    if not config.use_tma:
+    if not config.use_tma or config.specialize:
         return hidden, weight
     return tiles(hidden, config.block_t, config.block_h), tiles(weight, config.block_v, config.block_h)
+
+
+def set_descriptor_memory(device: torch.device) -> None:
+    """Give Triton memory for the descriptors that a kernel makes itself."""
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.uint8, device=device))
 
 
 class Problem(NamedTuple):
@@ -207,15 +236,25 @@ def sweep(
     is_light = not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
     config = linear_config(p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light)
     store_tma = config.use_tma and raw_target is not None and is_aligned(out)
+    if partial is None:  # Triton 3.9 compiles a warp-specialised loop that only stores to an empty kernel
+        config = config._replace(specialize=False)
+    if config.specialize:
+        set_descriptor_memory(p.hidden.device)
+    # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and not in the weights
+    # from known statistics, where Triton 3.6 spills on sm_100).
+    has_room = is_light and p.hidden.dtype.itemsize == 2 and partial is not None
+    group_blocks = max(GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1)
+    destination = tiles(out, config.block_t, config.piece) if store_tma and not config.specialize else out
     launch(
         slice_kernel, triton.cdiv(rows, config.block_t) * p.slices, *sources(p.hidden, p.weight, config), p.bias,
-        p.target_ids, temperature_ptr, tiles(out, config.block_t, config.piece) if store_tma else out, raw_target, lse,
+        p.target_ids, temperature_ptr, destination, raw_target, lse,
         partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0), p.weight.stride(1),
-        0 if out is None else out.stride(0), SLICE_COLUMNS, *scalars,
+        0 if out is None else out.stride(0), SLICE_COLUMNS, group_blocks, *scalars,
         STORE="" if out is None else "logits" if raw_target is None else "weights", ONLY_FAR=only_far,
         ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
+        FLATTEN=config.flatten, SPECIALIZE=config.specialize, BRANCH=has_room and not config.specialize,
         BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h, PARTS=config.block_v // config.piece,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=4 if config.specialize else config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -230,8 +269,8 @@ def statistics(
         partial = torch.empty(4 if return_entropy else 3, p.slices, rows, dtype=torch.float32, device=device)
         sweep(p, partial, out, raw_target)
         launch(
-            join_kernel, triton.cdiv(rows, 128), partial, p.target_ids, lse, logps, entropy, rows, p.weight.shape[0],
-            p.slices, BLOCK_T=128, num_warps=4,
+            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, lse, logps, entropy, rows, p.weight.shape[0],
+            p.slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
         )  # fmt: skip
     return lse, logps, entropy
 

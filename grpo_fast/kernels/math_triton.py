@@ -74,11 +74,13 @@ def softcapped(x, softcap):
 @triton.jit
 def bent(raw, logit_scale, softcap, inv_temperature):
     """Raw logits -> z and 1 - tanh²; softcap is None (a constexpr) or a number."""
-    z = raw * logit_scale
     tanh_slope = 1.0
-    if softcap is not None:
-        z, tanh_slope = softcapped(z, softcap)
-    return z * inv_temperature, tanh_slope
+    if softcap is None:
+        z = raw * (logit_scale * inv_temperature)
+    else:
+        z, tanh_slope = softcapped(raw * logit_scale, softcap)
+        z *= inv_temperature
+    return z, tanh_slope
 
 
 @triton.jit

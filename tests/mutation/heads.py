@@ -148,4 +148,10 @@ MUTANTS = [
            "torch.zeros_like(logits, memory_format=torch.contiguous_format).index_copy_(0, rows.index, out)",
            "torch.zeros_like(logits, memory_format=torch.contiguous_format).index_copy_(0, rows.index.flip(0), out)",
            "the gradients of active rows are written in the wrong order", "survivors"),
+    Mutant("graphs-compaction", LINEAR,
+           "keep = None if is_full or is_capturing(h) else", "keep = None if is_full else",
+           "the inactive rows are looked for while a CUDA graph is recorded", "graphs"),
+    Mutant("graphs-ignored", OPS_LOGPS,
+           "x if self.ignored is None else torch.where(self.ignored, 0.0, x)", "x",
+           "in a CUDA graph targets of -100 count", "graphs"),
 ]  # fmt: skip

@@ -29,6 +29,7 @@ SUITES: dict[str, list[str]] = {
     "autograd": ["tests/test_loss_autograd.py"],
     "grad_filter": ["tests/test_grad_filter.py", "-k", "masses or one_chunk or chunk"],
     "hidden_rows": ["tests/test_hidden_rows.py"],
+    "graphs": ["tests/test_cuda_graphs.py"],
     "survivors": ["tests/test_mutation_survivors.py"],
     "csrc": [
         "tests/test_csrc_loss.py",

@@ -70,6 +70,7 @@ def test_tensor_descriptors(monkeypatch, dtype):
     config = LinearConfig(64, 64, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
     hidden, weight, bias, target = make(70, 72, 200, dtype, 0.2)
+    target %= 40  # tiles without a target: the short form of the epilogue, which "specialize" does not take
     rule = LogitRule(1.0, None, 0.9)
     raw, expected = truth(hidden, weight, bias, target, rule)
     out = torch.empty(70, 200)
@@ -77,6 +78,13 @@ def test_tensor_descriptors(monkeypatch, dtype):
         result = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
     assert_close(result, expected)
     assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
+    for loops in ({"flatten": True}, {"specialize": True}):
+        other, kept = config._replace(**loops), out.clone()
+        monkeypatch.setattr(linear_triton, "linear_config", lambda *a, other=other, **k: other)
+        with only_memory_of(hidden, weight, bias, target, out):
+            again = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
+        assert_same(again, result)
+        assert torch.equal(out, kept)
     # An unaligned hidden is copied and meets the same tile.
     unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
     assert_same(linear_triton.linear_logps(unaligned, weight, bias, target, rule, return_entropy=True), result)
@@ -97,10 +105,39 @@ def test_several_slices(monkeypatch):
     assert_close(linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
 
 
+@pytest.mark.parametrize("first", [0, 31, 32, 63, 64, 95, 149])
+def test_tiles_with_and_without_a_target(monkeypatch, first):
+    """The short form of the epilogue, for calls without options: targets at both ends of a tile of 64, and nowhere."""
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 64, 16, 4, 2, 32))
+    hidden, weight, _, _ = make(9, 16, 150, torch.bfloat16, 0.8)
+    target, rule = torch.full((9,), first), LogitRule(1.0, None, 1.0)
+    target[5:8] = torch.tensor([-100, 10**12, 150])
+    lse, logps, _ = linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=False)
+    inside = torch.tensor([0, 1, 2, 3, 4, 8])
+    _, expected = truth(hidden[inside], weight, None, target[inside], rule)
+    assert_close((lse[inside], logps[inside]), expected[:2])
+    heavy = linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=True)
+    assert_same((lse, logps), heavy[:2])  # the entropy takes the long form everywhere
+
+
+def test_groups_of_row_blocks(monkeypatch):
+    """5 row blocks in groups of 1, 2 and all: another order of the programs, the same bits, every row written."""
+    monkeypatch.setattr(linear_triton, "SLICE_COLUMNS", 128)
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 32, 16, 4, 2, 32))
+    hidden, weight, bias, target = make(130, 16, 300, torch.float32, 0.4)
+    rule = LogitRule(1.0, None, 0.8)
+    expected = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+    assert_close(expected, truth(hidden, weight, bias, target, rule)[1])
+    for blocks in (1, 2, 4):
+        monkeypatch.setattr(linear_triton, "GROUP_BYTES", blocks * 32 * 16 * 4)
+        with only_memory_of(hidden, weight, bias, target):
+            assert_same(linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
+
+
 def test_default_slices():
     """More than one slice of the shipped width, targets on both sides of the cut."""
-    hidden, weight, _, _ = make(2, 8, 4100, torch.bfloat16, 0.7)
-    target, rule = torch.tensor([4095, 4096]), LogitRule(1.0, None, 1.0)
+    hidden, weight, _, _ = make(2, 8, 2052, torch.bfloat16, 0.7)
+    target, rule = torch.tensor([2047, 2048]), LogitRule(1.0, None, 1.0)
     _, expected = truth(hidden, weight, None, target, rule)
     assert_close(linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=True), expected)
 
@@ -153,6 +190,22 @@ def test_confident_token():
     # 2e-6 is half a unit in the last place of logits near 40, which the inputs of the softmax carry anyway.
     for actual in (logps, from_rows):
         assert ((actual - expected).abs() <= 4e-6 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 64, 70])
+def test_more_slices_than_a_block_of_the_join(monkeypatch, vocab):
+    """Up to 70 slices of 32 columns, in blocks of 32 slices: against one slice and fp64, targets in every block."""
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 32, 32, 4, 2, 32))
+    hidden, weight, bias, _ = make(40, 24, vocab * 32, torch.float32, 0.4)
+    weight[16 * vocab : 16 * vocab + 32] *= 40  # the maximum rises from block to block of the join, and falls
+    target, rule = torch.arange(40) * (vocab * 32 - 1) // 39, LogitRule(1.0, None, 0.8)
+    _, expected = truth(hidden, weight, bias, target, rule)
+    for columns in (32, 1 << 20):
+        monkeypatch.setattr(linear_triton, "SLICE_COLUMNS", columns)
+        with only_memory_of(hidden, weight, bias, target):
+            result = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+        for got, want in zip(result, expected, strict=True):
+            assert ((got - want).abs() <= 1e-6 * want.abs() + LP_BAR).all()
 
 
 def test_bad_ids_are_never_read():

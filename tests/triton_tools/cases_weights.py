@@ -80,23 +80,24 @@ def test_against_fp64(rows, hidden_size, vocab, rule):
     assert all(torch.equal(x, y) for x, y in zip(again, known, strict=True))
 
 
+@pytest.mark.parametrize("loops", [{}, {"flatten": True}, {"specialize": True}], ids=str)
 @pytest.mark.parametrize("block_v", [64, 128])
-def test_tensor_descriptors(monkeypatch, block_v):
+def test_tensor_descriptors(monkeypatch, block_v, loops):
     """The TMA path, loads and stores, with tiles of one and of several pieces: the bits do not depend on them."""
     hidden, weight, _, target, g = make(70, 72, 200)
+    target %= 40  # tiles without a target: the short form of the epilogue, which "specialize" does not take
 
     def run(config):
         monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
         return weights_of(hidden, weight, None, target, PLAIN)
 
-    stats, unit, out = run(LinearConfig(64, block_v, 32, 4, 2, 32, use_tma=True))
+    config = LinearConfig(64, block_v, 32, 4, 2, 32, use_tma=True, **loops)
+    stats, unit, out = run(config)
     assert_gradient(unit, out, g, hidden, weight, None, target, PLAIN)
     plain_stats, plain_unit, plain = run(LinearConfig(32, 32, 32, 4, 2, 32))
     assert torch.equal(stats[1], plain_stats[1]) and torch.equal(unit, plain_unit) and torch.equal(out, plain)
     unaligned = torch.full((70, 203), float("nan"), dtype=torch.bfloat16)[:, 1:201]
-    monkeypatch.setattr(
-        linear_triton, "linear_config", lambda *a, **k: LinearConfig(64, block_v, 32, 4, 2, 32, use_tma=True)
-    )
+    monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
     weights_triton.linear_weights(hidden, weight, None, target, PLAIN, unaligned)
     assert torch.equal(unaligned, out)
 

@@ -17,8 +17,8 @@ import triton
 # Bytes of shared memory one program may have; the compiler itself accepts more.
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 # Instructions worth counting: warpgroup and warp matrix products (Hopper, before), Blackwell's, TMA loads and stores,
-# fp32 FMA.
-COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "FFMA")
+# registers handed from one group of warps to another (warp specialisation), fp32 FMA.
+COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "FFMA")
 
 
 class Resources(NamedTuple):

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
+import triton
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels import linear_triton, rows_triton, scale_triton, weights_triton
@@ -14,6 +15,8 @@ from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES
 
 ROWS = 64
+# Triton 3.6 fails to compile these loops warp specialised.
+SPECIALIZES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
@@ -52,6 +55,20 @@ def weights(vocab: int, hidden_size: int, options: str, *, known: bool = False) 
         return weights_triton.linear_weights(*arguments, out, return_entropy=has_entropy, known=stats)
 
     return call
+
+
+def looped(call: Callable[[], object], **loops: bool) -> Callable[[], object]:
+    """The same in another form of the loops, which `benchmarks.tune` times."""
+
+    def changed() -> object:
+        original = linear_triton.linear_config
+        linear_triton.linear_config = lambda *args, **options: original(*args, **options)._replace(**loops)
+        try:
+            return call()
+        finally:
+            linear_triton.linear_config = original
+
+    return changed
 
 
 def rows(dtype: torch.dtype, vocab: int) -> Callable[[], object]:
@@ -102,6 +119,13 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for options in ("", "b", "be", "c") if arch == "sm_90" else ("",):
         yield f"weights bfloat16 V=32000 H=896 {options}", weights(32000, 896, options)
     yield "weights bfloat16 V=32000 H=896 known", weights(32000, 896, "", known=True)
+    if arch == "sm_90":
+        light = torch.bfloat16, 32000, 896, ""
+        yield "weights bfloat16 V=32000 H=896 bce, flatten", looped(weights(32000, 896, "bce"), flatten=True)
+        yield "linear bfloat16 V=32000 H=896, flatten", looped(linear(*light), flatten=True)
+        if SPECIALIZES:
+            yield "weights bfloat16 V=32000 H=896, specialize", looped(weights(32000, 896, ""), specialize=True)
+            yield "linear bfloat16 V=32000 H=896, specialize", looped(linear(*light), specialize=True)
     for dtype, vocab in (
         (torch.float16, 1000),
         (torch.float32, 1001),

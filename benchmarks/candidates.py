@@ -58,7 +58,7 @@ def candidates() -> list[Candidate]:
     found = [
         Candidate("rows", dtype, (block_v, warps))
         for dtype in ("float32", "bfloat16")
-        for block_v, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16))
+        for block_v, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16, 32))
         if 4 <= block_v // (32 * warps) <= 32
     ]
     for kind in KINDS:

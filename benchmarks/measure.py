@@ -20,6 +20,7 @@ import torch
 from benchmarks.exact import TOLERANCE as TOLERANCE
 from benchmarks.exact import relative_l2 as relative_l2
 from benchmarks.providers import Step
+from grpo_fast.kernels.memory import drop_workspace
 
 MIB = 2**20
 SLOW = 5.0  # seconds
@@ -118,8 +119,9 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
     """Peak memory of one warm call beyond what was there before it and the gradients it returns, in MiB.
 
     On the CPU: free pages go back to the kernel (malloc_trim), the high-water mark of the resident set is reset (5 into
-    /proc/self/clear_refs), the step runs, and VmHWM minus the resident set before is read. Buffers that a library keeps
-    between calls count as already there. `page_faults` are those of this call. On a GPU: torch's allocator statistics.
+    /proc/self/clear_refs), the step runs, and VmHWM minus the resident set before is read. The workspace that we
+    keep between calls is given up before, and so counted. `page_faults` are those of this call. On a GPU: torch's
+    allocator statistics.
     """
     step = as_step(step)
     gc.collect()
@@ -131,6 +133,7 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
         before = torch.cuda.memory_allocated()
         gradients = gradient_bytes(step.run()) - step.owned_bytes
         return {"workspace_mib": (torch.cuda.max_memory_allocated() - before - gradients) / MIB}
+    drop_workspace()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before, faults = resident("VmRSS"), resource.getrusage(resource.RUSAGE_SELF).ru_minflt

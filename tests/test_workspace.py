@@ -60,3 +60,15 @@ def test_none_of_inference_mode_is_kept():
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
     take(8, 8).add_(1)
+
+
+def test_what_is_kept_counts_as_memory_of_a_measured_call():
+    from benchmarks import measure
+
+    def call() -> None:
+        memory.give_back_workspace(take(4096, 4096).fill_(1.0))
+
+    call()
+    assert memory._spare
+    measured = [measure.peak_memory(call, "cpu")["workspace_mib"] for _ in range(2)]
+    assert all(abs(mib - 64) < 8 for mib in measured)

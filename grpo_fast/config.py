@@ -12,9 +12,23 @@ from torch import Tensor
 
 from grpo_fast.aggregation import AGGREGATIONS
 from grpo_fast.kl import KL_ESTIMATORS
-from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.objectives import OBJECTIVES, VESPO_PARAMS
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def _losses_with(param: str) -> list[str]:
+    return [name for name, objective in OBJECTIVES.items() if param in objective.params]
+
+
+# Options that only some losses read, and which do. Given to another loss they would be ignored: they are refused.
+# Not the clip range: one range is kept while losses are tried in turn, and `replace` keeps one that was filled in.
+READERS: dict[str, list[str]] = {
+    **{name: _losses_with(name) for name in ("delta", "dual_clip_c", "sapo_temperature_pos", "sapo_temperature_neg")},
+    **{name: _losses_with(name) for name in VESPO_PARAMS},
+    "cispo_bound": _losses_with("ratio_max"),
+    **dict.fromkeys(("kl_estimator", "kl_times_ratio"), [name for name, o in OBJECTIVES.items() if o.reference]),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +40,9 @@ class LossConfig:
         epsilon_low, epsilon_high: clip range of the ratio, `[1 - epsilon_low, 1 + epsilon_high]`; `epsilon_high=None`
             means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper bound (default 5.0) unless
             `cispo_bound="offset"`; for `gmpo` both are in log space; for `dppo_*` they are divergence thresholds.
-        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None.
-        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO).
+        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of the `grpo` family.
+        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO). `gspo` is "sequence"
+            whatever stands here: "token" is the default, and cannot be told from one that was asked for.
         aggregation: how tokens are averaged; None takes the loss type's own (`objectives.OBJECTIVES`).
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
     KL to the reference
@@ -48,7 +63,8 @@ class LossConfig:
         entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy without a bonus.
 
     Raises:
-        ValueError: an option out of range, or two that exclude each other; the message names the field.
+        ValueError: an option out of range, two that exclude each other, or one changed from its default that this
+            loss type does not read (`READERS`); the message names the field.
     """
 
     loss_type: str = "dapo"
@@ -159,6 +175,18 @@ class LossConfig:
             )
         if self.aggregation == "fixed_length" and self.max_completion_length is None:
             raise ValueError('max_completion_length: aggregation "fixed_length" expects a number of tokens, got None')
+        for name, losses in READERS.items():
+            value, default = getattr(self, name), getattr(LossConfig, name)
+            if value != default and self.loss_type not in losses:
+                raise ValueError(
+                    f"{name}: only loss_type {', '.join(losses)} reads it; with {self.loss_type!r} expected the "
+                    f"default {default!r}, got {value!r}"
+                )
+        if self.sampling_correction is None and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap:
+            raise ValueError(
+                f"sampling_correction: sampling_ratio_cap = {self.sampling_ratio_cap!r} expects one of "
+                f"{list(SAMPLING_CORRECTIONS)}, got None"
+            )
 
     @property
     def uses_reference(self) -> bool:

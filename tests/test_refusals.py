@@ -287,6 +287,13 @@ def test_per_token_temperature(function):
     call_with(function, CASE, config=grpo_fast.LossConfig(loss_type="grpo", temperature=t))
 
 
+def test_a_bad_temperature_of_a_target_is_quoted():
+    h, w, ids, t = torch.randn(4, 8), torch.randn(11, 8), torch.tensor([1, 2, -100, 3]), torch.ones(4)
+    t[1], t[2], t[3] = -0.5, NAN, INF
+    for call in (grpo_fast.linear_logps, lambda h, w, *a, **k: grpo_fast.logits_logps(h @ w.T, *a, **k)):
+        assert "got -0.5 (2 of 3 values)" in assert_refused(lambda c=call: c(h, w, ids, temperature=t), "temperature")
+
+
 @pytest.mark.parametrize("need", [{"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}])
 def test_grpo_loss_cannot_make_an_entropy_of_its_own(need):
     case = CASE.but(options=options_for("grpo", **need))

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from grpo_fast.aggregation import AGGREGATIONS
 from grpo_fast.kl import KL_ESTIMATORS
-from grpo_fast.objectives import OBJECTIVES, VESPO_PARAMS
+from grpo_fast.objectives import OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
-
-def _losses_with(param: str) -> list[str]:
-    return [name for name, objective in OBJECTIVES.items() if param in objective.params]
-
-
-# Options that only some losses read, and which do. Given to another loss they would be ignored: they are refused.
+# Options that only some losses read: given to another one they would be ignored, so they are refused (`reads`).
 # Not the clip range: one range is kept while losses are tried in turn, and `replace` keeps one that was filled in.
-READERS: dict[str, list[str]] = {
-    **{name: _losses_with(name) for name in ("delta", "dual_clip_c", "sapo_temperature_pos", "sapo_temperature_neg")},
-    **{name: _losses_with(name) for name in VESPO_PARAMS},
-    "cispo_bound": _losses_with("ratio_max"),
-    **dict.fromkeys(("kl_estimator", "kl_times_ratio"), [name for name, o in OBJECTIVES.items() if o.reference]),
-}
+OWN_OPTIONS = (
+    "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg", *VESPO_PARAMS,
+    "kl_estimator", "kl_times_ratio",
+)  # fmt: skip
+
+
+def reads(objective: Objective, option: str) -> bool:
+    """Whether one of OWN_OPTIONS does something for this objective: as a parameter of its leaf, or of its KL."""
+    if option.startswith("kl_"):
+        return objective.reference
+    return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LossConfig:
 
     Raises:
         ValueError: an option out of range, two that exclude each other, or one changed from its default that this
-            loss type does not read (`READERS`); the message names the field.
+            loss type does not read (`OWN_OPTIONS`); the message names the field.
     """
 
     loss_type: str = "dapo"
@@ -175,11 +175,12 @@ class LossConfig:
             )
         if self.aggregation == "fixed_length" and self.max_completion_length is None:
             raise ValueError('max_completion_length: aggregation "fixed_length" expects a number of tokens, got None')
-        for name, losses in READERS.items():
+        for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
-            if value != default and self.loss_type not in losses:
+            if value != default and not reads(objective, name):
+                readers = ", ".join(loss for loss, other in OBJECTIVES.items() if reads(other, name))
                 raise ValueError(
-                    f"{name}: only loss_type {', '.join(losses)} reads it; with {self.loss_type!r} expected the "
+                    f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected the "
                     f"default {default!r}, got {value!r}"
                 )
         if self.sampling_correction is None and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap:

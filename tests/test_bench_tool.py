@@ -313,8 +313,10 @@ def test_the_gate_forces_the_instruction_set(monkeypatch):
         "run_child",
         lambda plan, allocator, quiet: seen.append((os.environ["GRPO_FAST_CPU"], plan)) or [{"rows": rows}],
     )
-    setting = gate.settings([2])[0]
+    assert {setting.dtype for setting in gate.settings([2])} == {"fp32", "bf16"}
+    setting = next(s for s in gate.settings([2]) if s.dtype == "bf16")
     assert gate.ratio(setting, 0.1) == 1.5
+    assert seen[0][1].dtypes == ["bf16"] and " bf16 avx2 2 threads" in setting.key
     assert seen[0][0] == "avx2" and seen[0][1].threads == 2 and "GRPO_FAST_CPU" not in os.environ
     rows[gate.OURS] = {"status": "wrong", "reason": "beyond"}
     with pytest.raises(ValueError, match="not timed: wrong beyond"):

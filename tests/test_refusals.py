@@ -287,6 +287,27 @@ def test_per_token_temperature(function):
     call_with(function, CASE, config=grpo_fast.LossConfig(loss_type="grpo", temperature=t))
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_first_bad_value_is_quoted_and_the_others_are_counted(function):
+    tokens, odd = int(CASE.mask.sum()), CASE.mask.nonzero()[:3].tolist()
+    number = CASE.mask.float()
+    for (b, t), value in zip(odd, (0.5, 2.0, NAN), strict=True):
+        number[b, t] = value
+    wrong = [("completion_mask", number, f"got 0.5 (3 of {number.numel()} values)")]
+    for name, given in (("advantages", CASE.advantages[:, None].expand(5, 7)), ("old_logps", CASE.old)):
+        given = given.clone()
+        for b, t in odd[1:]:
+            given[b, t] = NAN
+        wrong.append((name, given, f"got nan (2 of {tokens} values)"))
+    for name, value, came in wrong:
+        assert came in assert_refused(lambda n=name, v=value: call_with(function, CASE, **{n: v}), name)
+    if function != "logps":
+        t = torch.where(number == 0.5, -3.0, 1.0)
+        config = grpo_fast.LossConfig(loss_type="grpo", temperature=t)
+        message = assert_refused(lambda: call_with(function, CASE, config=config), "temperature")
+        assert f"got -3 (1 of {tokens} values)" in message
+
+
 def test_a_bad_temperature_of_a_target_is_quoted():
     h, w, ids, t = torch.randn(4, 8), torch.randn(11, 8), torch.tensor([1, 2, -100, 3]), torch.ones(4)
     t[1], t[2], t[3] = -0.5, NAN, INF

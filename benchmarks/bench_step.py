@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model-config", default="tiny", choices=("tiny", *KNOWN_MODELS))
     parser.add_argument("--layers", type=int, help="instead of the model's own number of layers")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="default: float32 on the CPU, bfloat16 on a GPU")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt (CPU: k-shot, at least this many)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt, 2048 (CPU: k-shot, at least this many)")
     parser.add_argument("--completion", type=int, default=64, help="tokens of a completion, at most")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=1)
@@ -67,12 +67,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-per-microbatch", type=int, default=1 << 40)
     parser.add_argument("--padded-rows", type=int, help="rows per micro-batch of padded and TRL; default: all at once")
     parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K; without it the prompts are random")
+    parser.add_argument("--quick", action="store_true", help="prompts of 512 tokens, at most 5 s for each provider")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds of timing for each provider")
+    parser.add_argument("--budget", type=float, help="seconds of timing for each provider (default: 120)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", help="where the figures go")
     options = parser.parse_args()
     gpu = options.device == "cuda"
+    options.prompt = options.prompt or (512 if options.quick else 2048)
+    options.budget = options.budget or (5.0 if options.quick else 120.0)
     options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
     options.checkpointing = gpu if options.checkpointing is None else options.checkpointing
     options.model = ModelConfig(
@@ -221,7 +224,7 @@ def table(report: dict[str, Any]) -> str:
             f"{row['median_ms'] / ours['median_ms']:.2f}×  {row['peak_mib'] / ours['peak_mib']:.2f}×   "
             f"{row['error_loss']:.1e} {row['error_gradient']:.1e} {row['error_metrics']:.1e}"
         )
-    if report["settings"]["device"] == "cpu" and first == "shared":
+    if report["settings"]["device"] == "cpu" and first == "shared" and not report["settings"]["quick"]:
         for name, bar in BARS.items():
             if name in rows:
                 ratio = rows[name]["median_ms"] / ours["median_ms"]

@@ -1,4 +1,4 @@
-"""The command: which operations, shapes and providers; a table on the terminal, JSON under benchmarks/results/.
+"""Kernels, steps and rollouts against their peers and limits: a table on the terminal, JSON under benchmarks/results/.
 
 Every result is verified against fp64 before it is timed (a wrong one is listed, not timed). All candidates of a case
 are timed in one process on the same tensors, in interleaved rounds. On the CPU each case runs in two processes: under
@@ -16,6 +16,7 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import os
 import platform
 import subprocess
@@ -28,10 +29,15 @@ from benchmarks.operations import OPERATIONS, SCRIPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+# Options that the benchmarks with a script of their own do not take.
+KERNELS_ONLY = (
+    "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend", "providers", "allocator",
+    "verify_only",
+)  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; the exit code is 0, 1 when something asked for did not run, 2 for a usage error."""
+    """Runs the command; the exit code is 0, 1 when something did not run or ours is wrong, 2 for a usage error."""
     options = parse_arguments(arguments)
     measured = [name for name in options.operations if name in OPERATIONS]
     status = 0
@@ -65,10 +71,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     where.add_argument("--quick", action="store_true", help="two small shapes; under three minutes for all operations")
     where.add_argument("--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary")
     where.add_argument("--model", nargs="+", metavar="NAME", help=f"heads by name: {', '.join(shape_table.MODELS)}")
-    where.add_argument("--tokens", nargs="+", type=int, metavar="N", help="rows for --model (multiples of 8)")
+    where.add_argument("--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)")
     where.add_argument("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help="default: fp32 (CPU), bf16 (GPU)")
     where.add_argument("--active", nargs="+", type=float, default=[1.0], help="fraction of rows that have a gradient")
-    where.add_argument("--inactive", default="masked", choices=("masked", "zero-advantage", "clipped"))
+    where.add_argument(
+        "--inactive", choices=("masked", "zero-advantage", "clipped"), help="why the others have none (default: masked)"
+    )
     where.add_argument("--softmax", nargs="+", default=["flat"], choices=("flat", "peaked"))
     where.add_argument("--mask", nargs="+", default=["full"], choices=("full", "ragged"))
     who = parser.add_argument_group("candidates")
@@ -79,9 +87,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     how = parser.add_argument_group("measurement")
     how.add_argument("--device", choices=("cpu", "cuda"))
     how.add_argument("--allocator", nargs="+", choices=("default", "fair"), help="of the CPU; default: both")
-    how.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
-    how.add_argument("--budget", type=float, help="seconds of timing for each provider and case")
-    how.add_argument("--rounds", type=int, help="at most this many rounds; at least 2 are run")
+    how.add_argument("--threads", type=count, help="CPU threads (default: all cores)")
+    how.add_argument("--budget", type=duration, help="seconds of timing for each provider and case")
+    how.add_argument("--rounds", type=count, help="at most this many rounds; at least 2 are run")
     how.add_argument("--verify-only", action="store_true", help="check the results, time nothing")
     how.add_argument("--dry", action="store_true", help="say what would be run, and which providers cannot")
     how.add_argument("--out", help="where the JSON goes")
@@ -90,7 +98,33 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     unknown = [name for name in options.operations if name not in names]
     if unknown:
         parser.error(f"OPERATION: expected some of {', '.join(names)}, got {unknown[0]!r}")
+    if options.out and Path(options.out).is_dir():
+        parser.error(f"--out: expected a file, got the folder {options.out!r}")
+    if not set(options.operations) & set(OPERATIONS):
+        for name in KERNELS_ONLY:
+            if getattr(options, name) != parser.get_default(name):
+                operation, option = options.operations[0], name.replace("_", "-")
+                parser.error(
+                    f"--{option}: expected with {', '.join(OPERATIONS)}, got {operation!r} "
+                    f"(its own options: python benchmarks/{SCRIPTS[operation].file} --help)"
+                )
     return options
+
+
+def count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds > 0, got {text!r}")
+    return seconds
 
 
 def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str, Any]:
@@ -102,6 +136,7 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
     import torch
 
     from benchmarks.problem import Variant
+    from benchmarks.providers import providers_of
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not (torch.cuda.is_available() or options.dry):
@@ -109,8 +144,16 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
     for fraction in options.active:
         if not 0 < fraction <= 1:
             raise ValueError(f"active: expected fractions in (0, 1], got {fraction:g}")
+    if options.inactive and min(options.active) == 1:
+        raise ValueError(f"inactive: expected together with --active below 1, got {options.inactive}")
+    if options.allocator and device == "cuda":
+        raise ValueError(f"allocator: expected none on a GPU, it is the CPU's, got {options.allocator[0]}")
+    known = {p.name for name in operations for p in providers_of(name) if p.role != "limit"}
+    for part in options.providers:
+        if not any(part.lower() in name.lower() for name in known):
+            raise ValueError(f"providers: expected parts of {', '.join(sorted(known))}, got {part!r}")
     variants = [
-        Variant(active, options.inactive, softmax, mask)
+        Variant(active, options.inactive or "masked", softmax, mask)
         for active, softmax, mask in itertools.product(options.active, options.softmax, options.mask)
     ]
     quick = options.quick
@@ -145,7 +188,8 @@ def described(plan: Any) -> str:
     """What a plan would run, and why some of it would not."""
     from benchmarks.runner import DTYPES
 
-    lines = [f"device {plan.device}, allocators {plan.allocators}, {plan.threads} threads"]
+    cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
+    lines = [f"device {plan.device}{cpu if plan.device == 'cpu' else ''}"]
     for operation in plan.operations:
         cases = [
             f"{','.join(map(str, s))} {d} {tuple(v)}" for d in plan.dtypes for s in plan.shapes for v in plan.variants
@@ -173,20 +217,28 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
         "settings": json.loads(plan.to_json()),
         "method": {"memory": " ".join((measure.peak_memory.__doc__ or "").split())},
     }
-    path = Path(options.out) if options.out else default_path(plan, report["commit"], options.quick)
+    what = plan.operations[0] if len(plan.operations) == 1 else "operations"
+    path = Path(options.out) if options.out else default_path(what, plan.device, report["commit"], options.quick)
     cases = run(plan, lambda found: write(path, report | {"cases": found}))
     if not plan.verify_only:
         print(verdict(cases))
     print(f"written: {os.path.relpath(path)}")
+    wrong = [
+        f"{case['operation']} {case['shape']} {case['dtype']}: {name} {row['status']}: {row['reason']}"
+        for case in cases
+        for name, row in case["rows"].items()
+        if row["role"] == "ours" and row["status"] in ("wrong", "failed")
+    ]
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     wanted = len(plan.operations) * len(plan.shapes) * len(plan.dtypes) * len(plan.variants)
-    return 0 if len(cases) == wanted * (1 if plan.device == "cuda" else len(plan.allocators)) else 1
+    complete = len(cases) == wanted * (1 if plan.device == "cuda" else len(plan.allocators))
+    return 0 if complete and not wrong else 1
 
 
-def default_path(plan: Any, commit: str, quick: bool) -> Path:
+def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
     import torch
 
-    device = torch.cuda.get_device_name().replace(" ", "-") if plan.device == "cuda" else "cpu"
-    what = plan.operations[0] if len(plan.operations) == 1 else "operations"
+    device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
     day = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
     return RESULTS / f"{'quick-' if quick else ''}{what}-{device}-{day}-{commit}.json"
 
@@ -199,15 +251,22 @@ def run_script(name: str, options: argparse.Namespace) -> int:
         return 1
     environment = {**os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    from benchmarks import measure
+
     command = [sys.executable, str(script)]
     usage = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, check=False)
     if usage.returncode:
         print(f"{name}: benchmarks/{script.name} does not start: {(usage.stderr.splitlines() or ['?'])[-1]}")
         return 1
-    path = Path(options.out or RESULTS / f"quick-{name}.json")
-    wanted = {"--quick": options.quick, "--device": options.device, "--threads": options.threads}
-    wanted["--json"] = str(path.with_name(f"{path.stem}-{name}{path.suffix}")) if options.out or options.quick else None
-    if options.device == "cuda":
+    gpu = options.device == "cuda"
+    if options.out:
+        path = Path(options.out).with_name(f"{Path(options.out).stem}-{name}{Path(options.out).suffix}")
+    else:
+        path = default_path(name, "cuda" if gpu and not options.dry else "cpu", measure.commit(), options.quick)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wanted = {"--json": str(path)}
+    wanted |= {f"--{key}": getattr(options, key) for key in ("quick", "device", "threads", "budget", "rounds")}
+    if gpu:
         command += SCRIPTS[name].gpu.split()
     for option, value in wanted.items():
         if value and f"{option} " in usage.stdout.replace("]", " "):

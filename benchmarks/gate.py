@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import measure
+from benchmarks.command import count as positive
+from benchmarks.command import duration
 from benchmarks.problem import STANDARD
 from benchmarks.runner import Plan, run_child, write
 from benchmarks.shapes import Shape
@@ -28,11 +30,13 @@ TOLERANCE = 0.15
 ATTEMPTS = 3
 OURS = "grpo_fast (auto)"
 # Large enough that call overhead is small, small enough for a minute: the shapes of the README and one for the copies.
-WORK: list[tuple[str, Shape]] = [
-    ("linear_grpo_loss", Shape(1024, 256, 8192)),
-    ("linear_grpo_loss", Shape(512, 896, 32000)),
-    ("linear_logps", Shape(1024, 256, 8192)),
-    ("logits_grpo_loss_inplace", Shape(512, 64, 32000)),
+WORK: list[tuple[str, Shape, str]] = [
+    ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
+    ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
+    ("linear_grpo_loss", Shape(1024, 256, 8192), "bf16"),
+    ("linear_grpo_loss", Shape(512, 896, 32000), "bf16"),
+    ("linear_logps", Shape(1024, 256, 8192), "fp32"),
+    ("logits_grpo_loss_inplace", Shape(512, 64, 32000), "fp32"),
 ]
 
 
@@ -41,22 +45,25 @@ class Setting(NamedTuple):
 
     operation: str
     shape: Shape
+    dtype: str
     instructions: str
     threads: int
 
     @property
     def key(self) -> str:
-        return f"{self.operation} {','.join(map(str, self.shape))} fp32 {self.instructions} {self.threads} threads"
+        return (
+            f"{self.operation} {','.join(map(str, self.shape))} {self.dtype} {self.instructions} {self.threads} threads"
+        )
 
 
 def settings(threads: list[int]) -> list[Setting]:
     """Every line; the AVX-512 code only where the CPU runs it (without it, "native" is the AVX2 code)."""
     wide = "avx512f" in measure.hardware("cpu").get("instructions", [])
     return [
-        Setting(operation, shape, instructions, count)
+        Setting(operation, shape, dtype, instructions, count)
         for instructions in (("avx2", "avx512") if wide else ("avx2",))
         for count in threads
-        for operation, shape in WORK
+        for operation, shape, dtype in WORK
     ]
 
 
@@ -74,9 +81,9 @@ def ratio(setting: Setting, budget: float) -> float:
         ValueError: the case was not timed (a wrong result, a crash).
     """
     plan = Plan(
-        operations=[setting.operation], shapes=[setting.shape], dtypes=["fp32"], variants=[STANDARD], device="cpu",
-        allocators=["default"], backends=["auto"], providers=["grpo_fast"], threads=setting.threads, budget=budget,
-        rounds=25,
+        operations=[setting.operation], shapes=[setting.shape], dtypes=[setting.dtype], variants=[STANDARD],
+        device="cpu", allocators=["default"], backends=["auto"], providers=["grpo_fast"], threads=setting.threads,
+        budget=budget, rounds=25,
     )  # fmt: skip
     os.environ["GRPO_FAST_CPU"] = setting.instructions
     try:
@@ -109,8 +116,8 @@ def main(arguments: list[str]) -> int:
         prog="python -m benchmarks.gate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--update", action="store_true", help="store this run's ratios")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds of timing for each candidate")
+    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2])
+    parser.add_argument("--budget", type=duration, default=2.0, help="seconds of timing for each candidate")
     parser.add_argument("--file", help="where the ratios are stored (default: by the kind of CPU)")
     options = parser.parse_args(arguments)
     file = Path(options.file) if options.file else RESULTS / f"gate-{cpu_class()}.json"

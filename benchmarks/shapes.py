@@ -30,6 +30,7 @@ MODELS: dict[str, Head] = {
     "qwen3-1.7b": Head(2048, 151936),
     "qwen3-8b": Head(4096, 151936),
     "llama-3-8b": Head(4096, 128256),
+    "gemma-3-1b": Head(1152, 262144),
     "gemma-3-4b": Head(2560, 262144),
     "cpu-toy": Head(64, 512),
     "cpu-s": Head(256, 8192),

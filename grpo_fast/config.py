@@ -12,9 +12,23 @@ from torch import Tensor
 
 from grpo_fast.aggregation import AGGREGATIONS
 from grpo_fast.kl import KL_ESTIMATORS
-from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.objectives import OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+# Options that only some losses read: given to another one they would be ignored, so they are refused (`reads`).
+# Not the clip range: one range is kept while losses are tried in turn, and `replace` keeps one that was filled in.
+OWN_OPTIONS = (
+    "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg", *VESPO_PARAMS,
+    "kl_estimator", "kl_times_ratio",
+)  # fmt: skip
+
+
+def reads(objective: Objective, option: str) -> bool:
+    """Whether one of OWN_OPTIONS does something for this objective: as a parameter of its leaf, or of its KL."""
+    if option.startswith("kl_"):
+        return objective.reference
+    return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +40,9 @@ class LossConfig:
         epsilon_low, epsilon_high: clip range of the ratio, `[1 - epsilon_low, 1 + epsilon_high]`; `epsilon_high=None`
             means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper bound (default 5.0) unless
             `cispo_bound="offset"`; for `gmpo` both are in log space; for `dppo_*` they are divergence thresholds.
-        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None.
-        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO).
+        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of the `grpo` family.
+        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO). `gspo` is "sequence"
+            whatever stands here: "token" is the default, and cannot be told from one that was asked for.
         aggregation: how tokens are averaged; None takes the loss type's own (`objectives.OBJECTIVES`).
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
     KL to the reference
@@ -48,7 +63,8 @@ class LossConfig:
         entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy without a bonus.
 
     Raises:
-        ValueError: an option out of range, or two that exclude each other; the message names the field.
+        ValueError: an option out of range, two that exclude each other, or one changed from its default that this
+            loss type does not read (`OWN_OPTIONS`); the message names the field.
     """
 
     loss_type: str = "dapo"
@@ -159,6 +175,19 @@ class LossConfig:
             )
         if self.aggregation == "fixed_length" and self.max_completion_length is None:
             raise ValueError('max_completion_length: aggregation "fixed_length" expects a number of tokens, got None')
+        for name in OWN_OPTIONS:
+            value, default = getattr(self, name), getattr(LossConfig, name)
+            if value != default and not reads(objective, name):
+                readers = ", ".join(loss for loss, other in OBJECTIVES.items() if reads(other, name))
+                raise ValueError(
+                    f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected the "
+                    f"default {default!r}, got {value!r}"
+                )
+        if self.sampling_correction is None and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap:
+            raise ValueError(
+                f"sampling_correction: sampling_ratio_cap = {self.sampling_ratio_cap!r} expects one of "
+                f"{list(SAMPLING_CORRECTIONS)}, got None"
+            )
 
     @property
     def uses_reference(self) -> bool:

@@ -49,8 +49,9 @@ class Rows:
         self.target_ids = self.active(target_ids).long()
         if temperatures is not None:
             temperatures = self.active(temperatures).float()
-            bad = ~((temperatures > 0) & torch.isfinite(temperatures)).all()
-            validation.check_values([(bad, "temperature: expected finite numbers > 0, got others")], "auto")
+            bad = ~((temperatures > 0) & torch.isfinite(temperatures))
+            expected = "temperature: expected finite numbers > 0"
+            validation.check_values([validation.elements(temperatures, bad, expected, "others")], "auto")
         if self.target_ids.numel():
             self._check(vocab_size)
         self.rule = LogitRule(logit_scale, softcap, temperature if temperatures is None else temperatures)

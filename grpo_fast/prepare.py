@@ -142,8 +142,8 @@ def _active_index(mask: Tensor | None, num_rows: int, validate: str) -> Tensor |
     refuse("completion_mask", mask, mask)
     kept = mask if mask.dtype == torch.bool else mask != 0
     if mask.dtype != torch.bool:
-        message = "completion_mask: expected only 0 and 1, got other values"
-        validation.check_values([((mask != kept).any(), message)], validate)
+        check = validation.elements(mask, mask != kept, "completion_mask: expected only 0 and 1", "other values")
+        validation.check_values([check], validate)
     index = kept.nonzero().squeeze(1)
     return None if index.shape[0] == num_rows else index
 
@@ -176,11 +176,13 @@ def _value_checks(found: GatheredTokens, vocab_size: int | None) -> list[tuple[T
     on_host = found.advantages.device.type == "cpu"
     checks = []
     if not (on_host and math.isfinite(found.advantages.sum().item())):
-        checks.append((~torch.isfinite(found.advantages).all(), "advantages: expected finite numbers, got NaN or inf"))
+        odd = ~torch.isfinite(found.advantages)
+        checks.append(validation.elements(found.advantages, odd, "advantages: expected finite numbers", "NaN or inf"))
     for name in ("old_logps", "ref_logps"):
         values = getattr(found, name)
         if values is not None and not (on_host and math.isfinite(values.sum().item())):
-            checks.append((values.isnan().any(), f"{name}: expected numbers at the active tokens, got NaN"))
+            expected = f"{name}: expected numbers at the active tokens"
+            checks.append(validation.elements(values, values.isnan(), expected, "NaN"))
     targets, temperature = found.target_ids, found.temperature
     if targets is not None and targets.numel():
         low, high = targets.aminmax()
@@ -190,8 +192,9 @@ def _value_checks(found: GatheredTokens, vocab_size: int | None) -> list[tuple[T
         elif low.item() < 0 or high.item() >= (vocab_size or 0):
             raise ValueError(f"{message}, got ids from {low.item()} to {high.item()}")
     if temperature is not None:
-        bad = ~((temperature > 0) & torch.isfinite(temperature)).all()
-        checks.append((bad, "temperature: expected finite numbers > 0 at the active tokens, got others"))
+        bad = ~((temperature > 0) & torch.isfinite(temperature))
+        expected = "temperature: expected finite numbers > 0 at the active tokens"
+        checks.append(validation.elements(temperature, bad, expected, "others"))
     return checks
 
 

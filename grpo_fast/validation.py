@@ -64,6 +64,19 @@ def check_values(checks: list[tuple[Tensor, str]], validate: str) -> None:
             raise ValueError(message)
 
 
+def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> tuple[Tensor, str]:
+    """A check for `check_values` of the elements of x: where some are `odd`, the first of them and how many.
+
+    Args:
+        expected: the beginning of the sentence, up to ", got".
+        on_device: what came, where saying more would cost a sync.
+    """
+    flag = odd.any()
+    if x.device.type != "cpu" or not flag:
+        return flag, f"{expected}, got {on_device}"
+    return flag, f"{expected}, got {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
+
+
 def shape_is(name: str, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
     if tuple(x.shape) != shape:
         raise ValueError(f"{name}: expected shape {meaning} = {shape}, got {tuple(x.shape)}")

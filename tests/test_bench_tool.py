@@ -167,6 +167,14 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capsys):
         (["--model", "gpt-9"], ["model", "qwen3-8b", "gpt-9"]),
         (["--tokens", "64"], ["--model"]),
         (["--active", "1.5"], ["active", "1.5"]),
+        *[([f"--{name}", x], [f"--{name}", "> 0", x]) for name in ("threads", "rounds", "budget") for x in ("0", "-1")],
+        (["--budget", "nan"], ["--budget", "nan"]),
+        (["--inactive", "clipped"], ["inactive", "--active", "clipped"]),
+        (["--providers", "grpo_fast", "nobody"], ["providers", "plain torch", "nobody"]),
+        (["--device", "cuda", "--allocator", "fair"], ["allocator", "fair"]),
+        (["--out", "/tmp"], ["--out", "a file", "/tmp"]),
+        (["step", "--shapes", "64,64,512"], ["--shapes", "linear_grpo_loss", "step"]),
+        (["rollout", "--verify-only"], ["--verify-only", "rollout"]),
     ],
 )
 def test_refusals(words, parts, capsys):
@@ -185,6 +193,32 @@ def test_a_dry_run_says_what_cannot_run(capsys):
     if not torch.cuda.is_available():
         assert command.main(["linear_logps", "--device", "cuda"]) == 2
         assert "device: expected cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", ["wrong", "failed"])
+def test_a_wrong_result_of_ours_fails_the_command_and_a_peers_does_not(monkeypatch, tmp_path, capsys, status):
+    rows = {"grpo_fast (auto)": {"role": "ours", "status": "ok"}, "TRL": {"role": "peer", "status": "ok"}}
+    case = {"operation": "linear_logps", "shape": [8, 8, 8], "dtype": "fp32", "rows": rows}
+    monkeypatch.setattr(runner, "run", lambda plan, save: [case])
+    words = "linear_logps --shapes 8,8,8 --device cpu --allocator default --verify-only".split()
+    words += ["--out", str(tmp_path / "r.json")]
+    assert command.main(words) == 0
+    rows["TRL"] |= {"status": status, "reason": "beyond"}
+    assert command.main(words) == 0
+    rows["grpo_fast (auto)"] |= {"status": status, "reason": "beyond"}
+    assert command.main(words) == 1 and f"grpo_fast (auto) {status}: beyond" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_writes_its_report_and_takes_the_common_options(name, capsys, tmp_path):
+    words = [name, "--dry", "--budget", "2", "--rounds", "3", "--threads", "1"]
+    assert command.main([*words, "--quick"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {part}" in shown for part in ("--quick", "--budget 2", "--rounds 3", "--threads 1")), shown
+    assert f"--json {command.RESULTS}/quick-{name}-cpu-" in shown
+    assert command.main(words) == 0 and f"--json {command.RESULTS}/{name}-cpu-" in capsys.readouterr().out
+    assert command.main([*words, "--out", str(tmp_path / "x.json")]) == 0
+    assert f"--json {tmp_path}/x-{name}.json" in capsys.readouterr().out
 
 
 def test_a_script_that_is_missing_is_said_to_be(monkeypatch, capsys):
@@ -278,8 +312,10 @@ def test_the_gate_forces_the_instruction_set(monkeypatch):
         "run_child",
         lambda plan, allocator, quiet: seen.append((os.environ["GRPO_FAST_CPU"], plan)) or [{"rows": rows}],
     )
-    setting = gate.settings([2])[0]
+    assert {setting.dtype for setting in gate.settings([2])} == {"fp32", "bf16"}
+    setting = next(s for s in gate.settings([2]) if s.dtype == "bf16")
     assert gate.ratio(setting, 0.1) == 1.5
+    assert seen[0][1].dtypes == ["bf16"] and " bf16 avx2 2 threads" in setting.key
     assert seen[0][0] == "avx2" and seen[0][1].threads == 2 and "GRPO_FAST_CPU" not in os.environ
     rows[gate.OURS] = {"status": "wrong", "reason": "beyond"}
     with pytest.raises(ValueError, match="not timed: wrong beyond"):

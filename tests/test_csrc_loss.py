@@ -70,7 +70,7 @@ def test_every_loss_and_kl_against_the_oracle(loss_type: str) -> None:
     """Losses, coefficients and d-logits, by autograd through the oracle's own formulas in fp64."""
     x = make_rows()
     settings = {"loss_type": loss_type, "beta": 0.3, **OPTIONS.get(loss_type, {})}
-    plain = [(next(iter(KL_ESTIMATORS)), False)]
+    plain = [(LossConfig.kl_estimator, False)]
     for estimator, times_ratio in itertools.product(KL_ESTIMATORS, (False, True)) if loss_type == "grpo" else plain:
         config = LossConfig(**settings, kl_estimator=estimator, kl_times_ratio=times_ratio)
         z = x["logits"].double().requires_grad_()
@@ -158,7 +158,8 @@ def test_a_row_depends_on_itself_only() -> None:
 def test_rows_without_weight_are_inert(loss_type: str) -> None:
     """Poison in everything that a row without weight holds: zero row, loss 0, coefficient 0, neighbours untouched."""
     x = make_rows(8)
-    config = LossConfig(loss_type=loss_type, beta=0.3, kl_times_ratio=True, max_completion_length=8)
+    has_kl = OBJECTIVES[loss_type].reference
+    config = LossConfig(loss_type=loss_type, beta=0.3, kl_times_ratio=has_kl, max_completion_length=8)
     clean, d_clean = call(x, config)
     dead = torch.tensor([1, 4, 6])
     for name in ("policy_weights", "kl_weights", "grad_entropy"):

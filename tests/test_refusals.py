@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import grpo_fast
-from tests.loss_cases import FUNCTIONS, arguments, cu_seqlens_of, make_case, options_for, pack, reference_logps, spans
+from tests.loss_cases import FUNCTIONS, LOSSES, cu_seqlens_of, make_case, options_for, pack, reference_logps, spans
+from tests.loss_cases import arguments as arguments_of
 
 NAN, INF = math.nan, math.inf
 
@@ -59,6 +60,44 @@ CONFIG = [
 ]
 
 
+# An option that the loss does not read would be ignored: (loss types that read it, a value that is not the default).
+READ_BY = {
+    "delta": ({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token"}, 4.0),
+    "dual_clip_c": ({"dual_clip"}, 2.0),
+    "cispo_bound": ({"cispo"}, "offset"),
+    "sapo_temperature_pos": ({"sapo"}, 2.0),
+    "sapo_temperature_neg": ({"sapo"}, 2.0),
+    "vespo_k_pos": ({"vespo"}, 1.0),
+    "vespo_lambda_pos": ({"vespo"}, 1.0),
+    "vespo_k_neg": ({"vespo"}, 1.0),
+    "vespo_lambda_neg": ({"vespo"}, 1.0),
+    "kl_estimator": (set(LOSSES) - {"kimi", "dro"}, "k2"),
+    "kl_times_ratio": (set(LOSSES) - {"kimi", "dro"}, True),
+}
+
+
+@pytest.mark.parametrize("name", READ_BY)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_an_option_that_the_loss_does_not_read(loss_type, name):
+    readers, value = READ_BY[name]
+    options = {"loss_type": loss_type, "max_completion_length": 9, "beta": 0.1}
+    default = grpo_fast.LossConfig(**options)
+    if loss_type in readers:
+        assert getattr(default.replace(**{name: value}), name) == value
+    else:
+        message = assert_refused(lambda: grpo_fast.LossConfig(**options, **{name: value}), name)
+        assert repr(value) in message and repr(loss_type) in message and all(reader in message for reader in readers)
+        assert_refused(lambda: default.replace(**{name: value}), name)
+    assert grpo_fast.LossConfig(**options, **{name: getattr(default, name)}) == default
+    assert grpo_fast.LossConfig.from_key(default.key) == default
+
+
+def test_a_cap_of_a_correction_that_is_off():
+    options = dict(sampling_ratio_cap=2.0)
+    assert_refused(lambda: grpo_fast.LossConfig(**options, sampling_correction=None), "sampling_ratio_cap")
+    assert grpo_fast.LossConfig(**options).sampling_ratio_cap == 2.0
+
+
 @pytest.mark.parametrize(("name", "options"), CONFIG, ids=lambda x: x if isinstance(x, str) else str(x))
 def test_config(name, options):
     assert_refused(lambda: grpo_fast.LossConfig(**options), name)
@@ -84,7 +123,7 @@ def call_with(function, case, *, layout="padded", config=None, lay_out=True, bac
     """Call a loss function with some arguments replaced; the names are the public ones."""
     lengths = spans(case.mask)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
-    keywords = arguments(case, layout)
+    keywords = arguments_of(case, layout)
     positional = {"advantages": keywords.pop("advantages"), "config": config or grpo_fast.LossConfig(**case.options)}
     if function == "linear":
         positional = {
@@ -246,6 +285,34 @@ def test_per_token_temperature(function):
     t = torch.ones(5, 7)
     t[~CASE.mask] = NAN  # a masked slot may hold anything
     call_with(function, CASE, config=grpo_fast.LossConfig(loss_type="grpo", temperature=t))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_first_bad_value_is_quoted_and_the_others_are_counted(function):
+    tokens, odd = int(CASE.mask.sum()), CASE.mask.nonzero()[:3].tolist()
+    number = CASE.mask.float()
+    for (b, t), value in zip(odd, (0.5, 2.0, NAN), strict=True):
+        number[b, t] = value
+    wrong = [("completion_mask", number, f"got 0.5 (3 of {number.numel()} values)")]
+    for name, given in (("advantages", CASE.advantages[:, None].expand(5, 7)), ("old_logps", CASE.old)):
+        given = given.clone()
+        for b, t in odd[1:]:
+            given[b, t] = NAN
+        wrong.append((name, given, f"got nan (2 of {tokens} values)"))
+    for name, value, came in wrong:
+        assert came in assert_refused(lambda n=name, v=value: call_with(function, CASE, **{n: v}), name)
+    if function != "logps":
+        t = torch.where(number == 0.5, -3.0, 1.0)
+        config = grpo_fast.LossConfig(loss_type="grpo", temperature=t)
+        message = assert_refused(lambda: call_with(function, CASE, config=config), "temperature")
+        assert f"got -3 (1 of {tokens} values)" in message
+
+
+def test_a_bad_temperature_of_a_target_is_quoted():
+    h, w, ids, t = torch.randn(4, 8), torch.randn(11, 8), torch.tensor([1, 2, -100, 3]), torch.ones(4)
+    t[1], t[2], t[3] = -0.5, NAN, INF
+    for call in (grpo_fast.linear_logps, lambda h, w, *a, **k: grpo_fast.logits_logps(h @ w.T, *a, **k)):
+        assert "got -0.5 (2 of 3 values)" in assert_refused(lambda c=call: c(h, w, ids, temperature=t), "temperature")
 
 
 @pytest.mark.parametrize("need", [{"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}])

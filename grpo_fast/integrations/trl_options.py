@@ -26,6 +26,12 @@ NORMALISERS = {
     "cispo": "items",
     "vespo": "items",
 }
+# The options that TRL reads for one of these losses only; the others read delta. It ignores them elsewhere.
+READ: dict[str, tuple[str, ...]] = {
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "cispo": (),
+    "vespo": (),
+}
 PROBE_TOLERANCE = 1e-4
 STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
@@ -102,7 +108,6 @@ def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossCon
         loss_type=trainer.loss_type,
         epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high,
-        delta=args.delta,
         beta=trainer.beta,
         kl_times_ratio=args.use_bias_correction_kl,
         importance_sampling_level=trainer.importance_sampling_level,
@@ -110,10 +115,9 @@ def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossCon
         entropy_coef=entropy_coef,
         top_entropy_quantile=trainer.top_entropy_quantile,
         off_policy_threshold=trainer.off_policy_mask_threshold,
-        sapo_temperature_pos=args.sapo_temperature_pos,
-        sapo_temperature_neg=args.sapo_temperature_neg,
         sampling_correction=None,
         compute_entropy=True,
+        **{name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))},
         **head,
     )
 

@@ -19,7 +19,7 @@ from grpo_fast.train.budget import TokenBudget, host_peak
 from grpo_fast.train.clock import Clock
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluate import EvalResult
-from grpo_fast.train.metrics import LossMetrics, completion_metrics, finite, reward_metrics, sampling_metrics
+from grpo_fast.train.metrics import LossMetrics, Work, completion_metrics, finite, reward_metrics, sampling_metrics
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
@@ -90,6 +90,7 @@ class Trainer:
         self.config, self.policy, self.rewards = config, policy, rewards
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference)
+        self.work = Work(policy.lm)
         self.updates = config.inner_iterations * config.minibatches  # optimizer steps per batch, at most
         self.optimizer = Optimizer(policy.trainable(), config.optim, config.steps * self.updates)
         self.budget = TokenBudget(policy.lm, config)
@@ -128,8 +129,16 @@ class Trainer:
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(sum(rollout.lengths), batch.trunk_tokens * len(norms) // config.minibatches),
+            **self.work.metrics(self.flops(batch, rollout, len(norms)), clock.seconds["train"]),
         }
         return metrics, readable(rollout, scores.total, advantages, repeated, config.log.completions)
+
+    def flops(self, batch: StepBatch, rollout: Rollout, updates: int) -> float:
+        """Of the matrix products of one step: its updates, and the passes for the reference's and the old logps."""
+        tokens, rows = batch.trunk_tokens, sum(rollout.lengths)
+        fixed = int(self.loss_config.uses_reference) + int(self.updates > 1)
+        passes = updates / self.config.minibatches
+        return fixed * self.work.forward(tokens, rows) + passes * self.work.update(tokens, rows)
 
     def pack(self, rollout: Rollout, advantages: Tensor) -> StepBatch:
         """The completions as minibatches (one optimizer step each) of micro-batches (one forward and backward each)."""

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast.rewards.reward_set import RewardResult
 from grpo_fast.rollout import Rollout
+
+# FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line that fits counts.
+PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
+    ({"H200", "NVL"}, 835e12),
+    ({"H200"}, 989e12),
+    ({"H100", "NVL"}, 835e12),
+    ({"H100", "PCIe"}, 756e12),
+    ({"H100", "HBM3"}, 989e12),
+    ({"A100"}, 312e12),
+)
 
 SUMS = {"active_tokens", "skipped_rows", "kl_guarded"}  # counts
 PARTIAL = {"loss", "policy_loss"}  # already weighted by the step's normalisers: the pieces add up
@@ -115,6 +126,42 @@ def sampling_metrics(trainer_logps: Tensor, sampling_logps: Tensor) -> dict[str,
         "sampling/importance_sampling_ratio/mean": float(ratio.mean()),
         "sampling/importance_sampling_ratio/max": float(ratio.max()),
     }
+
+
+class Work:
+    """The flops of a model's matrix products, which `perf/mfu` holds against the GPU's bf16 peak, whatever the dtype.
+
+    Per weight and row: 2 forward, 2 for the gradient of the input, and 2 for the weight's own where it is trained.
+    Attention's scores, the look-up of embeddings and whatever checkpointing does twice do not count.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
+        trunk = [p for p in lm.parameters() if p.dim() > 1 and p is not head and p is not embedding]
+        self.trunk = sum(p.numel() for p in trunk)
+        self.trained_trunk = sum(p.numel() for p in trunk if p.requires_grad)
+        self.head, self.trained_head = head.numel(), head.numel() * head.requires_grad
+        # Of a mixture of experts each token takes a few: how many is not known here.
+        is_dense = not any("experts" in name for name, _ in lm.named_parameters())
+        self.peak = peak_flops(head.device) if is_dense else None
+
+    def forward(self, tokens: int, rows: int) -> int:
+        """Of `tokens` in the trunk, `rows` of which reach the head."""
+        return 2 * (self.trunk * tokens + self.head * rows)
+
+    def update(self, tokens: int, rows: int) -> int:
+        """Forward and backward."""
+        return 2 * self.forward(tokens, rows) + 2 * (self.trained_trunk * tokens + self.trained_head * rows)
+
+    def metrics(self, flops: float, seconds: float) -> dict[str, float]:
+        """`perf/mfu`: the fraction of the peak; nothing where that is not known."""
+        return {} if self.peak is None else {"perf/mfu": flops / seconds / self.peak}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """None for a CPU, a GPU that the table does not know, and a slice of one (MIG)."""
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split()) if device.type == "cuda" else {"MIG"}
+    return None if "MIG" in words else next((peak for name, peak in PEAK_FLOPS if name <= words), None)
 
 
 def _mean(values: Tensor) -> float:

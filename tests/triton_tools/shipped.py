@@ -138,5 +138,6 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     if arch == "sm_90":  # the leaves have no architecture of their own (and there are fewer estimators than losses)
         token = {o.leaf: name for name, o in OBJECTIVES.items() if o.window == "ratio" and "token" in o.levels}
         for name, estimator in zip(token.values(), itertools.cycle(KL_ESTIMATORS), strict=False):
+            estimator = estimator if OBJECTIVES[name].reference else LossConfig.kl_estimator
             config = LossConfig(loss_type=name, kl_estimator=estimator, max_completion_length=8)
             yield f"loss {name}, kl {estimator}", loss(config)

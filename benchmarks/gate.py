@@ -57,11 +57,15 @@ class Setting(NamedTuple):
 
 
 def settings(threads: list[int]) -> list[Setting]:
-    """Every line; the AVX-512 code only where the CPU runs it (without it, "native" is the AVX2 code)."""
-    wide = "avx512f" in measure.hardware("cpu").get("instructions", [])
+    """Every line; the AVX-512 code only where the CPU runs it (without it, "native" is the AVX2 code).
+
+    Products of 16-bit numbers are in the native code alone, where the CPU has such.
+    """
+    flags = set(measure.hardware("cpu").get("instructions", []))
+    widest = {"fp32": "avx512", "bf16": "native" if flags & {"avx512_bf16", "amx_bf16"} else "avx512"}
     return [
-        Setting(operation, shape, dtype, instructions, count)
-        for instructions in (("avx2", "avx512") if wide else ("avx2",))
+        Setting(operation, shape, dtype, widest[dtype] if is_wide else "avx2", count)
+        for is_wide in ((False, True) if "avx512f" in flags else (False,))
         for count in threads
         for operation, shape, dtype in WORK
     ]

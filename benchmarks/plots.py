@@ -77,7 +77,7 @@ def draw_fractions(axes: Any, cases: list[dict[str, Any]]) -> None:
             axes.bar(place + 0.2, rows[best]["fraction_of_limit"], 0.38, color=COLORS["peer"])
             axes.text(place + 0.2, 0.02, best, rotation=90, ha="center", va="bottom", fontsize=6, color="white")
     axes.set_xticks(range(len(chosen)))
-    axes.set_xticklabels([f"H={k[2]}\nN={k[1]} V={k[3]}" for k in sorted(chosen)], fontsize=6)
+    axes.set_xticklabels([f"H={k[2]}\nN={k[1]}\nV={k[3]}" for k in sorted(chosen)], fontsize=6)
     axes.axhline(1, color="gray", lw=0.8)
     axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=8)
 

@@ -16,7 +16,7 @@ namespace grpo_fast {
 
 constexpr int64_t kSliceWords = 128;  // of k between two additions to the block's sums
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
-constexpr int64_t kInlineFlops = 8 << 20;  // below this, waking other threads costs more than they give
+constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking other threads costs more than they give
 constexpr int64_t kSharedWords = 4 << 20;  // of b that are packed once for all blocks
 
 // T: what is multiplied; S: what a is stored in, T or a type with more digits that is rounded to T while it is packed.

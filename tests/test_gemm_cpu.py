@@ -233,7 +233,7 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
 def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
     """As dH is made: one row of W for each, in order; a scale of 0 gives zeros, whatever the product holds."""
     torch.manual_seed(0)
-    m, n, k = 70, 130, 40
+    m, n, k = 700, 130, 40  # several blocks of rows
     a, b, scales, rows = torch.randn(m, k), torch.randn(k, n), torch.randn(m), torch.randint(9, (m,))
     a[3], scales[3] = torch.nan, 0
     values, coefficients = torch.randn(9, n).to(dtype), torch.randn(m)

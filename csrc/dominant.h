@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "row_kernels.h"
@@ -29,12 +30,9 @@ struct NoteAbove {
 
   GRPO_FAST_INLINE static Floats floored(Floats t) { return SumWeights::floored(t); }
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
-    uint32_t bits = bits_of(e > splat(threshold));
-    if (count < kLanes) bits &= (1u << count) - 1;
-    for (; bits; bits &= bits - 1) {
-      const int lane = __builtin_ctz(bits);
+    each_lane(e > splat(threshold), std::min<int64_t>(count, kLanes), [&](int lane) {
       found.push_back({row, first + column + lane, e[lane], kSoftcap ? e[lane] * slope[lane] : e[lane]});
-    }
+    });
   }
 };
 
@@ -43,26 +41,26 @@ class DominantWeights {
  public:
   explicit DominantWeights(int64_t rows) : known_(rows) {}
 
-  // Of the sum of row's weights `sum` more is known. -> what is known; a sum that another thread adds may be missing.
-  float raise(int64_t row, double sum) {
-    const float total = known_[row].load(std::memory_order_relaxed) + static_cast<float>(sum);
-    known_[row].store(total, std::memory_order_relaxed);
-    return total;
+  // Of the sum of a row's weights `sum` more is known; what another thread adds at the same time may be lost.
+  void raise(int64_t row, double sum) {
+    const float known = known_[row].load(std::memory_order_relaxed);
+    known_[row].store(known + static_cast<float>(sum), std::memory_order_relaxed);
   }
-  float known(int64_t row) const { return known_[row].load(std::memory_order_relaxed); }
 
-  // Forgets a row; `sum` is all of its weights'.
-  void restart(int64_t row, double sum) {
-    known_[row].store(static_cast<float>(sum), std::memory_order_relaxed);
-    found_.erase(std::remove_if(found_.begin(), found_.end(), [&](const Dominant& x) { return x.row == row; }),
-                 found_.end());
+  // sums: of all weights of every row. What was found in the rows of `again` (ascending) is forgotten.
+  void settle(std::vector<double> sums, const std::vector<int64_t>& again) {
+    sums_ = std::move(sums);
+    for (size_t row = 0; row < sums_.size(); ++row)
+      known_[row].store(static_cast<float>(sums_[row]), std::memory_order_relaxed);
+    forget([&](const Dominant& x) { return std::binary_search(again.begin(), again.end(), x.row); });
   }
 
   // Those of one run of columns, where the largest e by lane shows that there may be some.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const float* x, int64_t columns, int64_t target, const RowRule& rule,
             float shift, Floats largest) {
-    const float threshold = 0.99f * kDominantShare * known(row);  // final sums are rounded otherwise
+    // Final sums are rounded otherwise.
+    const float threshold = 0.99f * kDominantShare * known_[row].load(std::memory_order_relaxed);
     if (bits_of(largest > splat(threshold)) == 0) return;
     std::vector<Dominant> own;
     shifted_sums<kSoftcap, false>(x, columns, target, rule, shift, NoteAbove<kSoftcap>{threshold, row, first, own});
@@ -70,17 +68,22 @@ class DominantWeights {
     found_.insert(found_.end(), own.begin(), own.end());
   }
 
-  // By row and column; sums: of all weights of every row.
-  const std::vector<Dominant>& finished(const std::vector<double>& sums) {
-    const auto is_small = [&](const Dominant& x) { return !(x.e > kDominantShare * sums[x.row]); };
-    found_.erase(std::remove_if(found_.begin(), found_.end(), is_small), found_.end());
+  // By row and column, after `settle` and the last note.
+  const std::vector<Dominant>& finished() {
+    forget([&](const Dominant& x) { return !(x.e > kDominantShare * sums_[x.row]); });
     std::sort(found_.begin(), found_.end(),
               [](const Dominant& a, const Dominant& b) { return a.row != b.row ? a.row < b.row : a.column < b.column; });
     return found_;
   }
 
  private:
+  template <class Test>
+  void forget(const Test& test) {
+    found_.erase(std::remove_if(found_.begin(), found_.end(), test), found_.end());
+  }
+
   std::vector<std::atomic<float>> known_;
+  std::vector<double> sums_;
   std::vector<Dominant> found_;
   std::mutex mutex_;
 };

@@ -3,16 +3,10 @@
 
 #include <algorithm>
 
-#include "gemm.h"
-#include "tensors.h"
+#include "product.h"
 
 namespace grpo_fast {
 namespace {
-
-template <class T>
-Operand<T> operand(const Tensor& x, bool transposed) {
-  return {data<T>(x), x.stride(0), transposed};
-}
 
 // Rows that the result gets on top before it is rounded: coefficients[t] * values[rows[t]] to row ids[i], t = order[i].
 struct Additions {
@@ -44,23 +38,6 @@ void scale_rows(const float* scales, const Block& block, float* sums, int64_t st
   }
 }
 
-template <class Kernel, class S, class T>
-void multiply_into(const Problem<S, T>& p, const Tensor& out, bool add, const float* out_scales,
-                   const Additions& additions) {
-  multiply<Kernel>(p, [&](const Block& block, float* sums, int64_t stride) {
-    if (out_scales) scale_rows(out_scales, block, sums, stride);
-    additions.add(block, sums, stride);
-    const auto store_to = [&](auto* to) {
-      to += block.row * out.stride(0) + block.column;
-      store_block(sums, stride, to, out.stride(0), block.rows, block.columns, add);
-    };
-    if (out.scalar_type() == ScalarType::Float)
-      store_to(data<float>(out));
-    else
-      store_to(data<Bfloat16>(out));
-  });
-}
-
 void check_indices(const Tensor& x, int64_t count, int64_t end, const char* name) {
   check_vector(x, count, ScalarType::Long, name);
   for (int64_t i = 0; i < count; ++i)
@@ -89,9 +66,9 @@ Additions make_additions(const std::optional<Tensor>& ids, const std::optional<T
 // b as (K, N), or transposed as (N, K). An a of int16 holds Positive16. parts, scales (K,) and keeps_heavy: see
 // Problem; tiles: through torch; added_...: see Additions.
 void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, int64_t parts, bool tiles,
-         std::optional<Tensor> scales, bool keeps_heavy,
-         std::optional<Tensor> out_scales, std::optional<Tensor> added_ids, std::optional<Tensor> added_order,
-         std::optional<Tensor> added_coefficients, std::optional<Tensor> added_rows, std::optional<Tensor> added) {
+         std::optional<Tensor> scales, bool keeps_heavy, std::optional<Tensor> out_scales,
+         std::optional<Tensor> added_ids, std::optional<Tensor> added_order, std::optional<Tensor> added_coefficients,
+         std::optional<Tensor> added_rows, std::optional<Tensor> added) {
   const bool is_positive = a.scalar_type() == ScalarType::Short;
   is_positive ? check_matrix(a, "a") : check_operand(a, "a");
   check_operand(b, "b"), check_operand(out, "out");
@@ -119,7 +96,10 @@ void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, b
     using T = decltype(multiplied);
     const Problem<S, T> p{
         m, n, k, operand<S>(a, a_transposed), operand<T>(b, b_transposed), static_cast<int>(parts), by_k, keeps_heavy};
-    multiply_into<decltype(kernel)>(p, out, add, by_out_row, additions);
+    multiply_into<decltype(kernel)>(p, out, add, [&](const Block& block, float* sums, int64_t stride) {
+      if (by_out_row) scale_rows(by_out_row, block, sums, stride);
+      additions.add(block, sums, stride);
+    });
   };
   if (b_is_fp32) return run(float{}, float{}, Vectors{});
   if (a_is_fp32) return tiles ? run(float{}, Bfloat16{}, Tiles{}) : run(float{}, Bfloat16{}, Vectors{});
@@ -149,8 +129,8 @@ bool has_tiles() {
 STABLE_TORCH_LIBRARY(grpo_fast_gemm, library) {
   library.def(
       "mm_(Tensor a, Tensor b, Tensor(a!) out, bool a_transposed, bool b_transposed, bool add, int parts, bool tiles,"
-      " Tensor? scales, bool keeps_heavy, Tensor? out_scales, Tensor? added_ids,"
-      " Tensor? added_order, Tensor? added_coefficients, Tensor? added_rows, Tensor? added) -> ()");
+      " Tensor? scales, bool keeps_heavy, Tensor? out_scales, Tensor? added_ids, Tensor? added_order,"
+      " Tensor? added_coefficients, Tensor? added_rows, Tensor? added) -> ()");
   library.def("has_fma() -> bool");
   library.def("has_dot16() -> bool");
   library.def("has_tiles() -> bool");

@@ -221,6 +221,12 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   });
 }
 
+// bias (N,) to every row of a block.
+inline void add_bias(const float* bias, const Block& block, float* sums, int64_t stride) {
+  for (int64_t row = 0; row < block.rows; ++row)
+    add_scaled(bias + block.column, 1.0f, block.columns, sums + row * stride);
+}
+
 template <class Out>
 void store_block(const float* sums, int64_t stride, Out* out, int64_t out_stride, int64_t rows, int64_t columns,
                  bool add) {

@@ -27,8 +27,7 @@ using Index = std::vector<int64_t>;
 inline Tensor rows_at(const Tensor& x, const Index& index) {
   const int64_t count = static_cast<int64_t>(index.size()), columns = x.size(1);
   Tensor out = torch::stable::new_empty(x, {count, columns}, ScalarType::Float);
-  for (int64_t i = 0; i < count; ++i)
-    std::memcpy(data<float>(out) + i * columns, data<float>(x) + index[i] * x.stride(0), columns * sizeof(float));
+  copy_rows(data<float>(x), x.stride(0), index.data(), count, columns, data<float>(out));
   return out;
 }
 

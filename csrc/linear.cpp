@@ -62,17 +62,13 @@ struct Head {
     const int64_t depth = hidden.size(1), stride = hidden.stride(0);
     const T* x = data<T>(hidden);
     std::vector<T> chosen(rows ? count * depth : 0);
-    if (rows)
-      for (int64_t i = 0; i < count; ++i)
-        std::memcpy(chosen.data() + i * depth, x + (*rows)[first + i] * stride, depth * sizeof(T));
+    if (rows) copy_rows(x, stride, rows->data() + first, count, depth, chosen.data());
     const Operand<T> a = rows ? Operand<T>{chosen.data(), depth, false} : Operand<T>{x + first * stride, stride, false};
     const Problem<T, T> p{count, weight.size(0), depth, a, {data<T>(weight), weight.stride(0), true}};
     grpo_fast::multiply<Kernel>(
         p,
         [&](const Block& block, float* sums, int64_t sums_stride) {
-          if (bias)
-            for (int64_t row = 0; row < block.rows; ++row)
-              add_scaled(bias + block.column, 1.0f, block.columns, sums + row * sums_stride);
+          if (bias) add_bias(bias, block, sums, sums_stride);
           finish(block, sums, sums_stride);
         },
         kSliceColumns);
@@ -98,7 +94,7 @@ struct Sweep {
   DominantWeights dominant;    // where the weights are Positive16
 
   Sweep(const Chunk& chunk, const Head& head, const Results& to)
-      : chunk(chunk), head(head), to(to), shifts(chunk.rows), targets(chunk.rows), dominant(chunk.rows) {
+      : chunk(chunk), head(head), to(to), shifts(chunk.rows), targets(chunk.rows), dominant(to.is_positive ? chunk.rows : 0) {
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const int64_t target = chunk.target_ids[row];
       const float raw = head.weight.scalar_type() == ScalarType::Float
@@ -113,9 +109,13 @@ struct Sweep {
     return !has_target(row) || !(static_cast<double>(to.lse[row]) - shifts[row] <= kFar);
   }
 
-  // Of the weights of a row whose statistics are known.
-  double weight_sum(int64_t row) const {
-    return -std::expm1(static_cast<double>(to.logps[row])) * std::exp(static_cast<double>(to.lse[row]) - shifts[row]);
+  // Of the weights of every row, from its statistics.
+  std::vector<double> weight_sums() const {
+    std::vector<double> sums(chunk.rows);
+    for (int64_t row = 0; row < chunk.rows; ++row)
+      sums[row] = -std::expm1(static_cast<double>(to.logps[row])) *
+                  std::exp(static_cast<double>(to.lse[row]) - shifts[row]);
+    return sums;
   }
 
   // Of one row in one block: its sums relative to its shift, and what goes to `out`. has_sum: the row's is known.
@@ -201,10 +201,7 @@ struct Sweep {
       });
     if (!to.has_weights) return {};
     for (const int64_t row : far) shifts[row] = to.lse[row];
-    if (to.is_positive) {
-      for (const int64_t row : far) dominant.restart(row, weight_sum(row));
-      for (int64_t row = 0; is_known && row < chunk.rows; ++row) dominant.restart(row, weight_sum(row));
-    }
+    if (to.is_positive) dominant.settle(weight_sums(), far);
     if (is_known)
       weigh(nullptr, chunk.rows);
     else if (!far.empty())
@@ -215,17 +212,15 @@ struct Sweep {
       to.unit[row] = static_cast<float>(-std::exp(shifts[row] - static_cast<double>(to.lse[row])) * rule.chain);
       to.target_unit[row] = static_cast<float>(-std::expm1(to.logps[row]) * (1 - bent * bent) * rule.chain);
     }
-    if (!to.is_positive) return {};
-    std::vector<double> sums(chunk.rows);
-    for (int64_t row = 0; row < chunk.rows; ++row) sums[row] = weight_sum(row);
-    return dominant.finished(sums);
+    return to.is_positive ? dominant.finished() : std::vector<Dominant>{};
   }
 };
 
 using Columns = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // -> lse, logps, entropy, unit, target_unit, (T,) fp32 each; entropy (0,) unless wanted, the units (0,) unless weights
-// are; row, column and fp32 value of the weights in 16 bits that dominate their row, by row and column. out (T, V) gets raw logits in fp32, or weights in fp32 or Positive16 (int16). known_lse, known_logps: of these rows from another call.
+// are; row, column and fp32 value of the weights in 16 bits that dominate their row, by row and column. out (T, V) gets
+// raw logits in fp32, or weights in fp32 or Positive16 (int16). known_lse, known_logps: of these rows from another call.
 Columns linear_rows(
     Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids, std::optional<Tensor> out,
     bool has_weights, std::optional<Tensor> known_lse, std::optional<Tensor> known_logps, double logit_scale,

@@ -127,13 +127,6 @@ struct Entry {
   float scale(int64_t row) const { return scales ? scales[row] : 1.0f; }
 };
 
-// note(lane, what rounding leaves) for the lanes of x that are heavy, of the first `count`.
-template <class Note>
-inline void note_heavy(Floats x, Ints is_heavy, int64_t count, const Note& note) {
-  for (uint32_t bits = bits_of(is_heavy) & ((1u << count) - 1u); bits; bits &= bits - 1)
-    note(__builtin_ctz(bits), rest_of(x[__builtin_ctz(bits)]));
-}
-
 // The words of kLanes columns: low halves from x, high halves from next.
 GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
@@ -200,12 +193,12 @@ void pack_pair(const S* row, const S* next, int64_t columns, int64_t k, const En
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
     if (bits_of(max(x * x, y * y) > limits) == 0) return;
-    note_heavy(x, x * x > limits, count, [&](int lane, float rest) {
-      entry.heavy->push_back({c + lane, entry.first_k + k, rest});
-    });
-    note_heavy(y, y * y > limits, count, [&](int lane, float rest) {
-      entry.heavy->push_back({c + lane, entry.first_k + k + 1, rest});
-    });
+    const auto note = [&](Floats d, int64_t at) {
+      each_lane(d * d > limits, count, [&](int lane) {
+        entry.heavy->push_back({c + lane, entry.first_k + at, rest_of(d[lane])});
+      });
+    };
+    note(x, k), note(y, k + 1);
   });
 }
 
@@ -263,8 +256,7 @@ void pack_along(const S* x, int64_t stride, int64_t rows, int64_t k_left, int64_
 
 // Of (depth, columns) numbers, a scale per row: the limits that Entry wants.
 template <class S>
-void find_limits(const S* x, int64_t stride, int64_t depth, int64_t columns, const float* scales,
-                        float* limits) {
+void find_limits(const S* x, int64_t stride, int64_t depth, int64_t columns, const float* scales, float* limits) {
   constexpr int64_t kAhead = 8;  // rows: their pieces are too short for the machine to foresee the next
   std::fill(limits, limits + columns, 0.0f);
   for (int64_t k = 0; k < depth; ++k, x += stride) {

@@ -1,10 +1,31 @@
-// fp32 products of whole matrices inside another door: gemm.h as gemm.cpp calls it, so the same bits.
+// Products of torch's matrices by gemm.h: what gemm.cpp and the doors that need a product inside a call share.
 #pragma once
 
 #include "gemm.h"
 #include "tensors.h"
 
 namespace grpo_fast {
+
+template <class T>
+Operand<T> operand(const Tensor& x, bool transposed) {
+  return {data<T>(x), x.stride(0), transposed};
+}
+
+// out (M, N), fp32 or bf16, = or += the product; adjust(block, sums, stride) may change a block before it is rounded.
+template <class Kernel, class S, class T, class Adjust>
+void multiply_into(const Problem<S, T>& p, const Tensor& out, bool add, const Adjust& adjust) {
+  multiply<Kernel>(p, [&](const Block& block, float* sums, int64_t stride) {
+    adjust(block, sums, stride);
+    const auto store_to = [&](auto* to) {
+      to += block.row * out.stride(0) + block.column;
+      store_block(sums, stride, to, out.stride(0), block.rows, block.columns, add);
+    };
+    if (out.scalar_type() == ScalarType::Float)
+      store_to(data<float>(out));
+    else
+      store_to(data<Bfloat16>(out));
+  });
+}
 
 inline void check_float_matrix(const Tensor& x, const char* name) {
   check_matrix(x, name);
@@ -17,20 +38,15 @@ struct Factor {
   bool transposed = false;
 
   int64_t size(int dimension) const { return matrix.size(transposed ? 1 - dimension : dimension); }
-  Operand<float> operand() const { return {data<float>(matrix), matrix.stride(0), transposed}; }
 };
 
 // out (M, N) = a (M, K) * b (K, N), all float32 with contiguous rows; bias (N,) is added to every row, or null.
 inline void multiply_into(const Factor& a, const Factor& b, const Tensor& out, const float* bias = nullptr) {
-  const Problem<float, float> p{a.size(0), b.size(1), a.size(1), a.operand(), b.operand()};
+  const Problem<float, float> p{a.size(0), b.size(1), a.size(1), operand<float>(a.matrix, a.transposed),
+                                operand<float>(b.matrix, b.transposed)};
   if (p.m == 0 || p.n == 0) return;
-  float* to = data<float>(out);
-  const int64_t stride = out.stride(0);
-  multiply<Vectors>(p, [&](const Block& block, float* sums, int64_t sums_stride) {
-    if (bias)
-      for (int64_t row = 0; row < block.rows; ++row)
-        add_scaled(bias + block.column, 1.0f, block.columns, sums + row * sums_stride);
-    store_block(sums, sums_stride, to + block.row * stride + block.column, stride, block.rows, block.columns, false);
+  multiply_into<Vectors>(p, out, false, [&](const Block& block, float* sums, int64_t stride) {
+    if (bias) add_bias(bias, block, sums, stride);
   });
 }
 

@@ -115,7 +115,7 @@ inline void add_ragged(const T* x, int64_t begin, int64_t columns, int64_t targe
 // where somebody asks for it.
 template <class T, bool kSoftcap, bool kEntropy, class Emit = Ignore>
 inline Floats add_run(const T* x, int64_t columns, int64_t target, const RowRule& rule, float shift, Doubles& sum,
-                    Doubles& moment, const Emit& emit = {}) {
+                      Doubles& moment, const Emit& emit = {}) {
   constexpr int64_t kStep = 4 * kLanes;
   using Lanes = Sums<kEntropy, Emit::kFindsLargest>;
   Lanes sums[4];  // four chains of additions hide each other's latency

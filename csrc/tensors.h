@@ -5,6 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <cstring>
 #include <optional>
 
 namespace grpo_fast {
@@ -15,6 +16,12 @@ using torch::stable::Tensor;
 template <class T>
 T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
+}
+
+// Rows of a matrix, one after another.
+template <class T>
+void copy_rows(const T* from, int64_t stride, const int64_t* index, int64_t count, int64_t columns, T* to) {
+  for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * columns, from + index[i] * stride, columns * sizeof(T));
 }
 
 inline void check_matrix(const Tensor& x, const char* name, const char* shape = "a matrix") {

@@ -120,6 +120,12 @@ GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #endif
 }
 
+// body(lane) for the lanes of the first `count` that hold true, from the lowest on.
+template <class Body>
+inline void each_lane(Ints mask, int64_t count, const Body& body) {
+  for (uint32_t bits = bits_of(mask) & ((1u << count) - 1u); bits; bits &= bits - 1) body(__builtin_ctz(bits));
+}
+
 GRPO_FAST_INLINE float max_lane(Floats x) {
   float best = x[0];
   for (int lane = 1; lane < kLanes; ++lane) best = x[lane] > best ? x[lane] : best;

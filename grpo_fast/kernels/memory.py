@@ -34,8 +34,8 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
     if _spare and like.is_cpu:
         try:
             kept = _spare.pop()
-        except IndexError:  # another thread was faster
-            kept = None
+        except IndexError:
+            pass  # another thread was faster
     if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
         return on_huge_pages(like.new_empty((rows, columns), dtype=dtype))
     return kept if kept.shape == (rows, columns) else kept.view(-1)[: rows * columns].view(rows, columns)

@@ -255,10 +255,7 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> RunCon
     if not isinstance(settings, dict):
         raise ValueError(f"recipe {name_or_path}: expected a mapping of keys, came {type(settings).__name__}")
     for override in overrides or []:
-        key, equals, value = override.partition("=")
-        if not equals or not key:
-            raise ValueError(f"override: expected key=value, came {override!r}")
-        set_key(settings, key.split("."), read_yaml(value, key), override)
+        apply_override(settings, override)
     return parse_config(settings)
 
 
@@ -302,8 +299,18 @@ def _recipe_text(name_or_path: str) -> str:
     )
 
 
+def apply_override(settings: dict[str, Any], override: str) -> None:
+    """Set what a word ``key=value`` says in nested settings: a dotted key, a value in YAML.
+
+    Raises ValueError, quoting the word, where it is no such word or its key leads nowhere.
+    """
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override: expected key=value, came {override!r}")
+    set_key(settings, key.split("."), read_yaml(value, key), override)
+
+
 def set_key(node: Any, keys: list[str], value: Any, override: str) -> None:
-    """Set a dotted key in nested mappings and lists; ValueError, quoting `override`, where it leads nowhere."""
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(node, list):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from grpo_fast.data.files import read_examples
 from grpo_fast.rewards import build_rewards, scorer_for
 from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe, read_yaml
 from grpo_fast.train.evaluate import evaluate, policy_generate
+from grpo_fast.train.explain import nearest
 from grpo_fast.train.setup import token_counter
 
 DEFAULT_REWARDS = {
@@ -165,7 +165,5 @@ def _load(path: str, settings: EvalSettings) -> Any:
 def _explain(error: Any) -> str:
     key = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, EvalSettings.model_fields, n=1, cutoff=0.4)
-        hint = f"nearest: {close[0]}" if close else f"known: {', '.join(EvalSettings.model_fields)}"
-        return f"{key}: unknown key; {hint}"
+        return f"{key}: unknown key" + nearest(key, list(EvalSettings.model_fields))
     return f"{key}: {error['msg']}, got {error['input']!r}"

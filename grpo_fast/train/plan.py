@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fast.train.config import ModelConfig, RunConfig, load_recipe, parse_config, read_yaml, recipe_names, set_key
+from grpo_fast.train.config import (
+    ModelConfig,
+    RunConfig,
+    apply_override,
+    load_recipe,
+    parse_config,
+    read_yaml,
+    recipe_names,
+    set_key,
+)
 from grpo_fast.train.known_models import KNOWN_MODELS
 from grpo_fast.train.memory_model import Memory, Shape, predict_run
 
@@ -152,10 +161,7 @@ def _run_config(model: str, overrides: list[str]) -> RunConfig:
         "rollout": {"group_size": 16, "max_new_tokens": 512},
     }
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if not (key and equals):
-            raise ValueError(f"override: expected key=value, came {override!r}")
-        set_key(settings, key.split("."), read_yaml(value, key), override)
+        apply_override(settings, override)
     return parse_config(settings)
 
 

@@ -3,6 +3,7 @@
 torch multiplies fp32 through MKL, which gives an AMD core half of what it can do; and it rounds a bf16 product to bf16,
 which moves logps by 1e-2. So ours is used for fp32 on x86 CPUs that are not Intel's, and for bf16 wherever the CPU
 multiplies 16-bit numbers (AVX512_BF16, AMX). Elsewhere the vendor's product is as good, or 16-bit numbers are widened.
+Where the user lets torch round fp32 operands (medium matmul precision on AMX), ours keeps a loss's logps in fp32.
 
 Environment:
     GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product (default auto: ours where the rule above says so)
@@ -24,6 +25,7 @@ from grpo_fast.kernels.added_rows import AddedRows
 logger = logging.getLogger("grpo_fast")
 
 CHOICES = ("auto", "own", "vendor")
+AT_HOME = "MKL is at home on this CPU"
 # Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/storage.h): torch has no such dtype.
 POSITIVE16 = torch.int16
 
@@ -46,7 +48,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
         if not kernels.has_fma():
             return "it was compiled without AVX2 and FMA"
         is_intel = csrc_loader.cpu_vendor() == "GenuineIntel"
-        return "MKL is at home on this CPU" if choice == "auto" and is_intel else None
+        return AT_HOME if choice == "auto" and is_intel else None
     if not kernels.has_dot16() and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
     return None if _is_right(has_tiles()) else "its bf16 product failed its self-check"
@@ -72,7 +74,15 @@ def _is_right(tiles: bool) -> bool:
 
 def multiplies(x: Tensor) -> bool:
     """Whether products with x as their second operand should go through `mm_`."""
-    return x.is_cpu and unavailable(x.dtype) is None
+    if not x.is_cpu:
+        return False
+    reason = unavailable(x.dtype)
+    return reason is None or (reason == AT_HOME and vendor_rounds())
+
+
+def vendor_rounds() -> bool:
+    """Whether torch may round fp32 operands on the CPU, as `torch.set_float32_matmul_precision("medium")` has it."""
+    return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")
 
 
 @functools.cache

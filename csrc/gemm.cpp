@@ -3,7 +3,8 @@
 
 #include <algorithm>
 
-#include "product.h"
+#include "gemm.h"
+#include "tensors.h"
 
 namespace grpo_fast {
 namespace {
@@ -36,6 +37,27 @@ void scale_rows(const float* scales, const Block& block, float* sums, int64_t st
       store_up_to(sums + c, scale == 0 ? Floats{} : load_up_to(sums + c, count) * scale, count);
     });
   }
+}
+
+template <class T>
+Operand<T> operand(const Tensor& x, bool transposed) {
+  return {data<T>(x), x.stride(0), transposed};
+}
+
+// out, fp32 or bf16, = or += the product; adjust(block, sums, stride) may change a block before it is rounded.
+template <class Kernel, class S, class T, class Adjust>
+void multiply_into(const Problem<S, T>& p, const Tensor& out, bool add, const Adjust& adjust) {
+  multiply<Kernel>(p, [&](const Block& block, float* sums, int64_t stride) {
+    adjust(block, sums, stride);
+    const auto store_to = [&](auto* to) {
+      to += block.row * out.stride(0) + block.column;
+      store_block(sums, stride, to, out.stride(0), block.rows, block.columns, add);
+    };
+    if (out.scalar_type() == ScalarType::Float)
+      store_to(data<float>(out));
+    else
+      store_to(data<Bfloat16>(out));
+  });
 }
 
 void check_indices(const Tensor& x, int64_t count, int64_t end, const char* name) {

@@ -13,9 +13,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "active_tokens.h"
 #include "chunk.h"
-#include "head_loss.h"
 #include "leaves.h"  // printed from objectives.py and kl.py by grpo_fast/kernels/leaves_cpp.py
 #include "row_kernels.h"
 
@@ -207,9 +205,11 @@ struct RowSums {
   }
 };
 
-}  // namespace
+// lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,); the sum of the losses, the least logp and the
+// number of rows with a coefficient.
+using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, double, double, int64_t>;
 
-// d-logits to `out`; see head_loss.h.
+// d-logits to `out`.
 RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages, Tensor policy_weights,
                     std::optional<Tensor> kl_weights, std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
                     std::optional<Tensor> grad_entropy, int64_t objective, int64_t kl, bool kl_times_ratio, double p0,
@@ -256,6 +256,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
   return {lse, logps, entropy, losses, grad_logps, sums.loss, sums.least_logp, sums.active};
 }
 
+}  // namespace
 }  // namespace grpo_fast
 
 STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
@@ -272,24 +273,10 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       " bool kl_times_ratio, float p0, float p1, float p2, float p3, float logit_scale, float? softcap,"
       " float temperature, Tensor? temperatures, bool return_entropy)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, float, float, int)");
-  library.def(
-      "active_tokens(Tensor? target_ids, Tensor advantages, Tensor? cu_seqlens, int num_completions, Tensor? mask,"
-      " Tensor? old_logps, Tensor? ref_logps, Tensor? sampling_logps, Tensor? temperature, int num_rows, int vocab_size,"
-      " float? total, bool by_length)"
-      " -> (int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def(
-      "head_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor(a!) logits, bool wants_hidden, bool wants_weight,"
-      " float gather_below, Tensor? target_ids, Tensor advantages, Tensor? cu_seqlens, int num_completions,"
-      " Tensor? mask, Tensor? old_logps, Tensor? ref_logps, Tensor? temperatures, float? total, bool by_length,"
-      " float? kl_weight, int objective, int kl, bool kl_times_ratio, float p0, float p1, float p2, float p3,"
-      " float logit_scale, float? softcap, float temperature, bool return_entropy)"
-      " -> (int, float, float, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_rows, CPU, library) {
   library.impl("row_logps", TORCH_BOX(&grpo_fast::row_logps));
   library.impl("row_grad_", TORCH_BOX(&grpo_fast::row_grad_));
   library.impl("row_loss_", TORCH_BOX(&grpo_fast::row_loss_));
-  library.impl("head_loss", TORCH_BOX(&grpo_fast::head_loss));
-  library.impl("active_tokens", TORCH_BOX(&grpo_fast::active_tokens));
 }

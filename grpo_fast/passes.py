@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config import LossConfig
-from grpo_fast.kernels import head_cpu
 from grpo_fast.kernels.backends import Backend, resolve
 from grpo_fast.kernels.capture import refuse
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
@@ -27,7 +26,6 @@ from grpo_fast.prepare import (
     check_least_logp,
     check_logps,
     checked_rows,
-    totals,
 )
 
 UNCHANGED = nullcontext()
@@ -81,10 +79,6 @@ def linear_loss(
     assert inputs.target_ids is not None
     refuse("grad_filter", hidden, grad_filter)
     refuse("validate", hidden, validate, "auto")
-    if hidden_rows is None and grad_filter is None:
-        result = _in_one_call(hidden, weight, bias, inputs, config, backend, validate, wanted)
-        if result is not None:
-            return result
     tokens = active_tokens(inputs, inputs.target_ids.shape[0], weight.shape[0], config, validate)
     assert tokens.target_ids is not None
     index, rows_repeat = tokens.rows, hidden_rows is not None
@@ -96,34 +90,6 @@ def linear_loss(
     )  # fmt: skip
     result = _head_loss(head, tokens, config, validate, wanted)
     return result if head.filtered is None else result._replace(filtered=head.filtered.shares())
-
-
-def _in_one_call(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: TokenInputs,
-    config: LossConfig,
-    backend: str,
-    validate: str,
-    wanted: Wanted,
-) -> LossResult | None:
-    """A small batch on the host; None where it takes the long way, which also knows what to say of odd values."""
-    is_ours = hidden.is_cpu and (wanted.hidden or wanted.weight) and not wanted.bias
-    is_ours = is_ours and (inputs.sampling_logps is None or config.sampling_correction is None)
-    if not is_ours or pick_backend(backend, hidden).name != "cpu" or not head_cpu.takes(hidden, weight, bias):
-        return None
-    _, total, by_length = totals(inputs, config, validate)
-    if isinstance(total, Tensor):
-        return None
-    found = head_cpu.head_loss(
-        hidden, weight, bias, (*inputs[:7], inputs.temperature), total, by_length, config, wanted
-    )
-    if found is None:
-        return None
-    check_least_logp(found.least_logp)
-    gradients = found.d_hidden, found.d_weight, hidden.new_empty(0)
-    return LossResult(found.logps.new_full((), found.loss), found.logps, found.entropy, gradients)
 
 
 def _head_loss(head: LinearHead, tokens: ActiveTokens, config: LossConfig, validate: str, wanted: Wanted) -> LossResult:

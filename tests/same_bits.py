@@ -7,7 +7,8 @@ one torch (`fingerprint`). On another machine, store them first in a checkout of
     python -m tests.same_bits --against FILE        compare; status 1 and the cases' names where one differs
     --engine host|triton                            torch and C++ kernels, or Triton's (needs TRITON_INTERPRET=1)
 
-Each case is a call of a public function and its backward pass; the hash covers loss, logps, entropy, metrics, gradients.
+Each case is a call of a public function and its backward pass; the hash covers loss, logps, entropy,
+metrics and gradients.
 """
 
 from __future__ import annotations

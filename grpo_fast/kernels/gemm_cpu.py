@@ -82,7 +82,7 @@ def multiplies(x: Tensor) -> bool:
 
 def vendor_rounds() -> bool:
     """Whether torch may round fp32 operands on the CPU, as `torch.set_float32_matmul_precision("medium")` has it."""
-    return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")
+    return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
 
 
 @functools.cache

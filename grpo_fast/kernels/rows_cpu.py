@@ -17,7 +17,6 @@ from grpo_fast.config import LossConfig
 from grpo_fast.kernels import csrc_loader, leaves_cpp
 from grpo_fast.kernels.gemm_cpu import detached
 from grpo_fast.kernels.rows_torch import LogitRule, RowLoss, RowSums
-from grpo_fast.kernels.tokens import GatheredTokens
 from grpo_fast.kl import KL_ESTIMATORS
 from grpo_fast.objectives import OBJECTIVES, objective_params
 
@@ -157,38 +156,3 @@ def row_loss_(
         return_entropy,
     )
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps, RowSums(*sums))
-
-
-def active_tokens(
-    target_ids: Tensor | None,  # (N,)
-    advantages: Tensor,  # (B,) or (N,)
-    cu_seqlens: Tensor | None,  # (B+1,)
-    num_completions: int,
-    completion_mask: Tensor | None,  # (N,)
-    old_logps: Tensor | None,  # (N,)
-    ref_logps: Tensor | None,  # (N,)
-    sampling_logps: Tensor | None,  # (N,)
-    temperature: Tensor | None,  # (N,)
-    num_rows: int,
-    vocab_size: int,
-    total: float | None,
-    by_length: bool,
-) -> GatheredTokens | None:
-    """What `grpo_fast.prepare` does in some thirty operations, in one pass on the host, checks of the values included.
-
-    The weights are 1/total (None: the number of active tokens), divided by the completion's length when `by_length`.
-    None where a value is odd or a dtype is not the usual one (int64 targets, fp32 vectors): then the caller goes the
-    long way, which also knows what to say.
-    """
-    optional = (old_logps, ref_logps, sampling_logps, temperature)
-    status, lengths, segments, spread, weights, index, targets, *picked = door("active_tokens")(
-        target_ids, advantages, cu_seqlens, num_completions, completion_mask, *optional, num_rows, vocab_size,
-        total, by_length,
-    )  # fmt: skip
-    if status == 0:
-        return None
-    if status == 1:
-        return GatheredTokens(lengths, segments, spread, weights, None, target_ids, *optional)
-    chosen = [None if given is None else x for given, x in zip(optional, picked, strict=True)]
-    targets = None if target_ids is None else targets
-    return GatheredTokens(lengths, segments, spread, weights, index, targets, *chosen)

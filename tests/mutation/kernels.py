@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-ROW, RULE, DOORS, TOKENS = "csrc/row_kernels.h", "csrc/chunk.h", "csrc/rows.cpp", "csrc/active_tokens.h"
+ROW, RULE, DOORS = "csrc/row_kernels.h", "csrc/chunk.h", "csrc/rows.cpp"
 ROWS, MATH, LINEAR, WEIGHTS = (f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights"))
 EPILOGUE, ADDED, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "added_rows", "chunks"))
 
@@ -61,14 +61,6 @@ CSRC = [
     Mutant("csrc-sums-active", DOORS,
            "at.grad_logps[row] != 0 || grad_entropy != 0;", "at.grad_logps[row] != 0;",
            "rows with an entropy gradient alone do not count as active", "csrc"),
-    Mutant("csrc-tokens-weights", TOKENS,
-           "static_cast<double>(lengths[segments[i]]) * all : all", "all : all",
-           "sequence_mean does not divide by the completion's length", "csrc_tokens"),
-    Mutant("csrc-tokens-mask", TOKENS,
-           "if (kept == 1)", "if (kept == 1 || kept == 0)", "masked tokens count", "csrc_tokens"),
-    Mutant("csrc-tokens-per-token-advantage", TOKENS,
-           "from.advantages[from.per_completion ? completion : row]", "from.advantages[completion]",
-           "advantages per token are read by completion", "csrc_tokens"),
 ]  # fmt: skip
 
 TRITON = [

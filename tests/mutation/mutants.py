@@ -37,10 +37,9 @@ SUITES: dict[str, list[str]] = {
         "-k",
         "not loader and not instruction_sets and not gemm and not added and not printer",
     ],
-    "csrc_tokens": ["tests/test_csrc_tokens.py"],
     "csrc_gemm": ["tests/test_gemm_cpu.py"],
     "csrc_linear": ["tests/test_linear_cpu.py"],
-    "csrc_head": ["tests/test_head_cpu.py", "tests/test_workspace.py"],
+    "workspace": ["tests/test_workspace.py"],
     "csrc_sums": [
         "tests/test_mutation_survivors.py",
         "tests/test_grad_filter.py",

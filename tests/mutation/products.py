@@ -176,30 +176,9 @@ GRADIENTS = [
     Mutant("csrc-sums-16-bits", "grpo_fast/kernels/gemm_cpu.py",
            "(bits << 14) + (29 << 23)", "(bits << 14) + (28 << 23)",
            "weights are read as half of what they are", "csrc_sums"),
-]  # fmt: skip
-
-HEAD = [
-    Mutant("csrc-head-own-rows", "csrc/head_loss.h",
-           "h = rows_at(h, kept), d = rows_at(d, kept), index = places;", "h = rows_at(h, kept), d = rows_at(d, kept);",
-           "gathered rows of dH go where others belong", "csrc_head"),
-    Mutant("csrc-head-places", "csrc/head_loss.h",
-           "places.push_back(index[i])", "places.push_back(i)", "a place among the active rows is taken for one of all",
-           "csrc_head"),
-    Mutant("csrc-head-statistics", "csrc/head_loss.h",
-           "  index = tokens.index;\n", "", "logps lie where the rows with a gradient are", "csrc_head"),
-    Mutant("csrc-head-kl-weight", "csrc/head_loss.h",
-           "for (float& x : kl_weights) x *= static_cast<float>(*kl_weight);", "", "beta is 1", "csrc_head"),
-    Mutant("csrc-head-temperature", "csrc/head_loss.h",
-           "temperature, pick(temperatures), return_entropy);", "temperature, std::nullopt, return_entropy);",
-           "a temperature by row is not read", "csrc_head"),
-    Mutant("csrc-head-bias", "csrc/head_loss.h",
-           "multiply_into({h}, {weight, true}, d, by_column);", "multiply_into({h}, {weight, true}, d);",
-           "the bias is left out", "csrc_head"),
-    Mutant("csrc-head-least", "grpo_fast/passes.py",
-           "    check_least_logp(found.least_logp)\n", "", "a target of no probability is not refused", "csrc_head"),
-    Mutant("csrc-head-workspace", "grpo_fast/kernels/memory.py",
+    Mutant("csrc-sums-workspace", "grpo_fast/kernels/memory.py",
            "        _spare[:] = [whole]\n", "        pass\n",
-           "the workspace is mapped anew in every call", "csrc_head"),
+           "the workspace is mapped anew in every call", "workspace"),
 ]  # fmt: skip
 
-MUTANTS = [*PRODUCT, *SOFTMAX, *GRADIENTS, *HEAD]
+MUTANTS = [*PRODUCT, *SOFTMAX, *GRADIENTS]

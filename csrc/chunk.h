@@ -13,6 +13,8 @@ struct Chunk {
   double logit_scale, softcap, temperature;
   const float* temperatures;  // (C,), or null
 
+  bool has_target(int64_t row) const { return target_ids[row] >= 0 && target_ids[row] < columns; }
+
   RowRule rule(int64_t row) const {
     const double t = temperatures ? temperatures[row] : temperature;
     if (softcap > 0)

@@ -104,7 +104,7 @@ struct Sweep {
     }
   }
 
-  bool has_target(int64_t row) const { return chunk.target_ids[row] >= 0 && chunk.target_ids[row] < chunk.columns; }
+  bool has_target(int64_t row) const { return chunk.has_target(row); }
   bool is_far(int64_t row) const {
     return !has_target(row) || !(static_cast<double>(to.lse[row]) - shifts[row] <= kFar);
   }

@@ -96,8 +96,8 @@ struct Coefficients {
 template <class In, class Out, bool kSoftcap, bool kEntropy>
 void write_gradient(const Chunk& chunk, const In* x, Out* d, int64_t row, const Coefficients& at) {
   const double grad_entropy = kEntropy && at.grad_entropy ? at.grad_entropy[row] : 0;
-  // A select, not a product: a row without coefficients may hold NaN.
-  if (at.grad_logps[row] == 0 && grad_entropy == 0) {
+  // A select, not a product: a row that does not count, or without coefficients, may hold NaN.
+  if (!chunk.has_target(row) || (at.grad_logps[row] == 0 && grad_entropy == 0)) {
     std::memset(static_cast<void*>(d), 0, chunk.columns * sizeof(Out));
     return;
   }
@@ -166,9 +166,10 @@ struct Loss {
   double p[4];
   const float *advantages, *policy_weights, *kl_weights, *old_logps, *ref_logps;
 
-  // (policy_weight l + kl_weight KL, its derivative) at the logp that the caller sees. A weight of 0 is a select: what
-  // the row holds beside it may be NaN.
+  // (policy_weight l + kl_weight KL, its derivative) at the logp that the caller sees; NaN where that is: comparisons
+  // inside a leaf and a weight of 0 would hide it.
   ValueAndSlope at(int64_t row, double logp) const {
+    if (std::isnan(logp)) return {logp, logp};
     double log_ratio = old_logps ? logp - old_logps[row] : 0.0;
     if (log_ratio > kLogRatioMax) log_ratio = kLogRatioMax;
     ValueAndSlope sum{0, 0};
@@ -246,7 +247,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
         Out* d = data<Out>(out);
         for_each_row(chunk.rows, chunk.columns, [&](int64_t row) {
           write_statistics<In, kSoftcap, kEntropy>(chunk, x, row, to);
-          const ValueAndSlope value = loss.at(row, to.logps[row]);
+          const ValueAndSlope value = chunk.has_target(row) ? loss.at(row, to.logps[row]) : ValueAndSlope{0, 0};
           losses_to[row] = static_cast<float>(value.value);
           grad_to[row] = static_cast<float>(value.slope);
           write_gradient<In, Out, kSoftcap, kEntropy>(chunk, x, d + row * out_stride, row, at);

@@ -16,6 +16,7 @@ from grpo_fast.kernels.linear import RowStats, joined
 from grpo_fast.kernels.rows_torch import RowLoss
 from grpo_fast.kernels.tokens import FusedInputs, TokenLoss
 from grpo_fast.prepare import ActiveTokens
+from grpo_fast.validation import IGNORED_TARGET
 
 # Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from cache.
 CPU_BLOCK_BYTES = 4 << 20
@@ -29,7 +30,7 @@ class LogitsSweep:
     ) -> None:
         self.logits, self.out, self.tokens, self.config, self.kernels = logits, out, tokens, config, kernels
         assert tokens.target_ids is not None
-        self.targets = tokens.to_rows(tokens.target_ids)
+        self.targets = tokens.to_rows(tokens.target_ids, fill=IGNORED_TARGET)  # what the mask switched off is inert
         rule = tokens.rule
         if isinstance(rule.temperature, Tensor) and tokens.rows is not None:
             filled = rule.temperature.new_ones(tokens.num_rows)

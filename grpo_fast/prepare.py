@@ -51,9 +51,9 @@ class ActiveTokens(NamedTuple):
         """(N,) → (T,)."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
-    def to_rows(self, x: Tensor) -> Tensor:
-        """(T,) → (N,), zeros where a row is not active."""
-        return x if self.rows is None else x.new_zeros(self.num_rows).index_copy_(0, self.rows, x)
+    def to_rows(self, x: Tensor, fill: int = 0) -> Tensor:
+        """(T,) → (N,), `fill` where a row is not active."""
+        return x if self.rows is None else x.new_full((self.num_rows,), fill).index_copy_(0, self.rows, x)
 
 
 def active_tokens(

@@ -155,8 +155,8 @@ def test_a_row_depends_on_itself_only() -> None:
 
 @needs_library
 @pytest.mark.parametrize("loss_type", LOCAL)
-def test_rows_without_weight_are_inert(loss_type: str) -> None:
-    """Poison in everything that a row without weight holds: zero row, loss 0, coefficient 0, neighbours untouched."""
+def test_rows_that_do_not_count_are_inert(loss_type: str) -> None:
+    """Poison in everything that a row without a target holds: zero row, loss 0, coefficient 0, neighbours untouched."""
     x = make_rows(8)
     has_kl = OBJECTIVES[loss_type].reference
     config = LossConfig(loss_type=loss_type, beta=0.3, kl_times_ratio=has_kl, max_completion_length=8)

@@ -130,7 +130,7 @@ def test_one_target_of_no_probability_among_others_is_refused(backend, function)
 @pytest.mark.parametrize("loss_type", [loss_type for loss_type, level in LOSS_LEVELS if level == "token"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_type):
-    """One sweep over all rows: a masked one has weight 0 and NaN logits; most slopes, unlike PPO's, are NaN there."""
+    """One sweep over all rows: a masked one has NaN logits, and most slopes are NaN there."""
     case = make_case(25, **options_for(loss_type))
     clean = run("logits", case, backend=backend)
     dirty = run("logits", case.but(hidden=torch.where(case.mask[..., None], case.hidden, torch.nan)), backend=backend)
@@ -138,7 +138,7 @@ def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_typ
     assert torch.equal(clean.grads["logits"], dirty.grads["logits"])
 
 
-UNWEIGHTED_ROW = """
+ROW_THAT_DOES_NOT_COUNT = """
 import torch
 from grpo_fast import LossConfig
 from grpo_fast.kernels import rows_triton
@@ -149,7 +149,7 @@ leaves = {o.leaf: name for name, o in OBJECTIVES.items() if o.window == "ratio" 
 for loss_type in leaves.values():
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
     logits[1] = torch.nan
-    weights, ids = torch.tensor([0.5, 0.0, 0.5]), torch.tensor([1, 2, 3])
+    weights, ids = torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1, -100, 3])
     config = LossConfig(loss_type=loss_type, beta=0.1, max_completion_length=9)
     old, advantages, rule = torch.full((3,), -2.0), torch.tensor([1.0, -1.0, -0.5]), LogitRule(1.0, None, 1.0)
     rows_triton.row_loss_(
@@ -162,6 +162,6 @@ for loss_type in leaves.values():
 
 @pytest.mark.triton
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-def test_rows_without_weight_are_inert_for_every_leaf_in_triton():
+def test_rows_that_do_not_count_are_inert_for_every_leaf_in_triton():
     """As above in Triton's interpreter, which needs a process of its own."""
-    run_python("-c", UNWEIGHTED_ROW, interpret=True)
+    run_python("-c", ROW_THAT_DOES_NOT_COUNT, interpret=True)

@@ -21,6 +21,7 @@ CASES = (
     "cases_weights.py",
     "cases_grad_filter.py",
     "cases_public.py",
+    "cases_nan.py",
     "cases_scale.py",
 )
 

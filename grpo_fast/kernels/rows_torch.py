@@ -84,20 +84,29 @@ def row_logps(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0.
 
-    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain.
+    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain. A row with a NaN or +inf
+    among its logits has lse and logp NaN.
     """
     z, _ = final_logits(logits, rule)
-    z_target = z.gather(-1, target_ids[:, None])
-    others = z.scatter(-1, target_ids[:, None], -torch.inf).logsumexp(-1)
+    columns = columns_of(target_ids, logits)[:, None]
+    z_target = z.gather(-1, columns)
+    others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
     # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's softplus does).
     logps = -torch.where(x > 20, x, torch.log1p(torch.exp(x)))
     lse = z_target.squeeze(-1) - logps
+    is_sound = lse < torch.inf
+    lse, logps = torch.where(is_sound, lse, torch.nan), torch.where(is_sound, logps, torch.nan)
     entropy = None
     if return_entropy:
         logp_all = z - lse[:, None]
         entropy = -torch.where(logp_all == -torch.inf, 0.0, logp_all.exp() * logp_all).sum(-1)
     return lse.float(), logps.float(), None if entropy is None else entropy.float()
+
+
+def columns_of(target_ids: Tensor, logits: Tensor) -> Tensor:
+    """(C,) the targets' columns; where there is none, any."""
+    return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
 def row_grad_(
@@ -123,7 +132,8 @@ def row_grad_(
     p = logp_all.exp()
     g = grad_logps.to(z.dtype)[:, None]
     dz = -g * p
-    dz.scatter_(-1, target_ids[:, None], -g * torch.expm1(logps.to(z.dtype))[:, None])
+    columns = columns_of(target_ids, logits)[:, None]
+    dz.scatter_(-1, columns, -g * torch.expm1(logps.to(z.dtype))[:, None])
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
@@ -142,7 +152,10 @@ def row_coefficients(
     ref_logps: Tensor | None,  # (C,)
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
-    """(losses, grad_logps) of a token-level loss from the logps of its rows (see `row_loss_`)."""
+    """(losses, grad_logps) of a token-level loss from the logps of its rows (see `row_loss_`).
+
+    Both are NaN where the logp is: a leaf's comparisons and a weight of 0 would hide it.
+    """
     log_ratio = torch.zeros_like(logps) if old_logps is None else (logps - old_logps).clamp(max=LOG_RATIO_MAX)
     loss, slope = OBJECTIVES[config.loss_type].leaf(logps, log_ratio, advantages, *objective_params(config))
     losses = torch.where(policy_weights == 0, 0.0, policy_weights * loss)
@@ -154,7 +167,7 @@ def row_coefficients(
             kl, kl_slope = kl * ratio, (kl_slope + kl) * ratio
         losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
         grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
-    return losses, grad
+    return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
 
 
 def row_loss_(
@@ -175,10 +188,13 @@ def row_loss_(
     """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`, `row_grad_`.
 
     `out` (which may be `logits`) receives d raw-logits of Σ_t policy_weights·ℓ + kl_weights·KL +
-    grad_entropy·entropy. `old_logps` None: the ratio is 1; `kl_weights` or `ref_logps` None: no KL. A row whose
-    weights are all zero is written as zeros and has loss 0, whatever it held.
+    grad_entropy·entropy. `old_logps` None: the ratio is 1; `kl_weights` or `ref_logps` None: no KL. A row whose target
+    lies outside [0, V) does not count: it is written as zeros and has loss 0, whatever it and its weights hold.
     """
     lse, logps, entropy = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
     losses, grad = row_coefficients(logps, advantages, policy_weights, kl_weights, old_logps, ref_logps, config)
+    counts = target_ids == columns_of(target_ids, logits)
+    losses, grad = torch.where(counts, losses, 0.0), torch.where(counts, grad, 0.0)
+    grad_entropy = None if grad_entropy is None else torch.where(counts, grad_entropy, 0.0)
     row_grad_(logits, target_ids, lse, logps, entropy, grad, grad_entropy, rule, out=out)
     return RowLoss(lse, logps, entropy, losses, grad)

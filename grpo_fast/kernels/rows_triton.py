@@ -173,7 +173,6 @@ def row_loss_kernel(
     weight = tl.load(policy_weights_ptr + row)
     advantage = tl.load(advantages_ptr + row)
     loss, slope = loss_and_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
-    # Selects, not products: a masked row may hold NaN anywhere.
     loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
@@ -185,11 +184,16 @@ def row_loss_kernel(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
+    # Selects, not products: comparisons inside the leaf and a weight of 0 would hide a NaN, and a row that does not
+    # count may hold one anywhere.
+    counts = (target >= 0) & (target < V)
+    loss = tl.where(counts, tl.where(lp != lp, lp, loss), 0.0)
+    g = tl.where(counts, tl.where(lp != lp, lp, g), 0.0)
     tl.store(losses_ptr + row, loss)
     tl.store(grad_logps_ptr + row, g)
     g_entropy = tl.zeros([], tl.float32)
     if grad_entropy_ptr is not None:
-        g_entropy = tl.load(grad_entropy_ptr + row)
+        g_entropy = tl.where(counts, tl.load(grad_entropy_ptr + row), 0.0)
     write_gradient(
         row_ptr, out_ptr + row * stride_out_t, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
         inv_temperature, grad_entropy_ptr is not None, BLOCK_V,
@@ -299,7 +303,8 @@ def row_loss_(
 
     Writes d raw-logits of Σ_t policy_weights·ℓ + kl_weights·KL + grad_entropy·entropy to `out` (which may be `logits`).
     lse, logps and entropy are those of `row_logps`, bit for bit. `kl_weights` or `ref_logps` None: no KL; `old_logps`
-    None: the ratio is 1. A row whose weights are all zero is written as zeros and has loss 0, whatever it held.
+    None: the ratio is 1. A row whose target lies outside [0, V) does not count: it is written as zeros and has loss 0,
+    whatever it and its weights hold.
     """
     lse, logps, entropy = outputs(logits, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)

@@ -121,6 +121,8 @@ def token_loss(
     else:
         grad = weights * slope
     total = weights * loss
+    is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
+    grad, total = torch.where(is_lost, torch.nan, grad), torch.where(is_lost, torch.nan, total)
 
     if config.uses_reference and batch.ref_logps is not None:
         kl, kl_grad = weighted_kl(logps, ratio, batch, config)

@@ -39,6 +39,9 @@ SUITES: dict[str, list[str]] = {
     ],
     "csrc_gemm": ["tests/test_gemm_cpu.py"],
     "csrc_linear": ["tests/test_linear_cpu.py"],
+    "nan": ["tests/test_nan_is_seen.py", "-k", "torch"],
+    "csrc_nan": ["tests/test_nan_is_seen.py", "-k", "cpu"],
+    "triton_nan": ["tests/triton_tools/cases_nan.py", "-k", "every_loss"],
     "workspace": ["tests/test_workspace.py"],
     "csrc_sums": [
         "tests/test_mutation_survivors.py",

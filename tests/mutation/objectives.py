@@ -107,6 +107,9 @@ MUTANTS = [
            "if num_completions_in_batch is None else num_completions",
            "num_completions_in_batch is ignored", "splits"),
     # ---- tokens.py
+    Mutant("tokens-nan-hidden", TOKENS,
+           "is_lost = logps.isnan() | ratio.log.isnan()", "is_lost = logps > 0",
+           "an active row's NaN is lost in a comparison", "nan"),
     Mutant("tokens-geometric-clip", TOKENS,
            "grad = batch.to_tokens(batch.completion_mean(weights * loss)) * clip_slope",
            "grad = batch.to_tokens(batch.completion_mean(weights * loss))",

@@ -305,8 +305,8 @@ def _shaped(logps: Tensor, entropy: Tensor, target_ids: Tensor, return_entropy: 
 def _output(
     results: tuple[Tensor, ...], like: Tensor, config: LossConfig, tokens: tuple, has_entropy: bool
 ) -> LossOutput:
-    loss, logps, entropy, *filtered = results
-    kept = filtered[0] if filtered and filtered[0].numel() else None
+    loss, logps, entropy, filtered = results
+    kept = filtered if filtered.numel() else None
     logps, entropy = _like(logps, like), _like(entropy, like) if has_entropy else None
     # Copies: the caller may reuse its buffers before the metrics are read. They do not depend on the targets.
     inputs = [None, *[detached(x).clone() if isinstance(x, Tensor) else x for x in tokens[1:]]]

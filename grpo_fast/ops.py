@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import unavailable
+from grpo_fast.kernels.half_range import needs_range
 from grpo_fast.kernels.linear import Wanted
 from grpo_fast.kernels.metrics import metric_names
 from grpo_fast.passes import LossResult, kernel_precision, linear_loss, logits_loss, logps_loss, logps_metrics
@@ -25,7 +26,7 @@ TOKEN_ARGS = (
     "Tensor? old_logps, Tensor? ref_logps, Tensor? sampling_logps, Tensor? temperature, Tensor? num_items_in_batch, "
     "Tensor? num_completions_in_batch, str config"
 )
-LOSS = "Tensor loss, Tensor logps, Tensor entropy"
+LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor units"  # the gradients follow
 
 # How many of its first inputs an operator has a gradient for.
 DIFFERENTIABLE = {"linear_grpo": 3, "logits_grpo": 1, "logps_grpo": 2}
@@ -34,7 +35,7 @@ library = torch.library.Library("grpo_fast", "DEF")
 library.define(
     "linear_grpo(Tensor hidden, Tensor weight, Tensor? bias, Tensor? hidden_rows, float? grad_filter, "
     f"bool[] wanted, str backend, str validate, {TOKEN_ARGS})"
-    f" -> ({LOSS}, Tensor d_hidden, Tensor d_weight, Tensor d_bias, Tensor filtered)"
+    f" -> ({LOSS}, Tensor d_hidden, Tensor d_weight, Tensor d_bias)"
 )
 library.define(
     f"logits_grpo(Tensor logits, bool wanted, str backend, str validate, {TOKEN_ARGS}) -> ({LOSS}, Tensor d_logits)"
@@ -46,18 +47,18 @@ library.define(f"metrics(Tensor logps, Tensor? entropy, {TOKEN_ARGS}) -> Tensor"
 def linear_grpo(hidden, weight, bias, hidden_rows, grad_filter, wanted, backend, validate, *token_args):
     inputs, config = TokenInputs(*token_args[:-1]), LossConfig.from_key(token_args[-1])
     with kernel_precision(hidden.device):
-        result = linear_loss(
-            hidden, weight, bias, hidden_rows, inputs, config, backend, validate, Wanted(*wanted), grad_filter
+        return flat(
+            linear_loss(
+                hidden, weight, bias, hidden_rows, inputs, config, backend, validate, Wanted(*wanted), grad_filter
+            )
         )
-    return (*flat(result), result.loss.new_empty(0) if result.filtered is None else result.filtered)
 
 
 def logits_grpo(logits, wanted, backend, validate, *token_args):
     inputs, config = TokenInputs(*token_args[:-1]), LossConfig.from_key(token_args[-1])
     out = torch.empty_like(logits, memory_format=torch.contiguous_format) if wanted else None
     with kernel_precision(logits.device):
-        result = logits_loss(logits, out, inputs, config, backend, validate)
-    return (*flat(result), logits.new_empty(0) if out is None else out)
+        return flat(logits_loss(logits, out, inputs, config, backend, validate))
 
 
 def logps_grpo(logps, entropy, *token_args):
@@ -77,29 +78,32 @@ def metrics_fake(logps, entropy, *token_args):
 
 
 def flat(result: LossResult) -> tuple[Tensor, ...]:
-    return (result.loss, result.logps, result.entropy, *result.gradients)
+    """What an operator returns; what there is not is empty."""
+    extras = (result.loss.new_empty(0) if x is None else x for x in (result.filtered, result.units))
+    return (result.loss, result.logps, result.entropy, *extras, *result.gradients)
 
 
-def fake_loss(like: Tensor, num_rows: Any, has_entropy: bool) -> tuple[Tensor, ...]:
-    """Shapes and dtypes of (loss, logps, entropy)."""
+def fake_loss(like: Tensor, num_rows: Any, has_entropy: bool, filtered: int = 0, units: int = 0) -> tuple[Tensor, ...]:
+    """Shapes and dtypes of what comes before the gradients."""
 
     def fp32(*shape: Any) -> Tensor:
         return like.new_empty(shape, dtype=torch.float32)
 
-    return fp32(), fp32(num_rows), fp32(num_rows if has_entropy else 0)
+    return fp32(), fp32(num_rows), fp32(num_rows if has_entropy else 0), fp32(filtered), fp32(units)
 
 
 def linear_grpo_fake(hidden, weight, bias, hidden_rows, grad_filter, wanted, backend, validate, *token_args):
     has_entropy = LossConfig.from_key(token_args[-1]).needs_entropy
-    results = fake_loss(hidden, token_args[0].shape[0], has_entropy)
+    filtered, units = 0 if grad_filter is None else 2, 3 if any(wanted) and needs_range(hidden.dtype) else 0
+    results = fake_loss(hidden, token_args[0].shape[0], has_entropy, filtered, units)
     tensors = zip((hidden, weight, weight if bias is None else bias), wanted, strict=True)
-    filtered = hidden.new_empty(0 if grad_filter is None else 2, dtype=torch.float32)
-    return (*results, *(fake_gradient(x, is_wanted) for x, is_wanted in tensors), filtered)
+    return (*results, *(fake_gradient(x, is_wanted) for x, is_wanted in tensors))
 
 
 def logits_grpo_fake(logits, wanted, backend, validate, *token_args):
     has_entropy = LossConfig.from_key(token_args[-1]).needs_entropy
-    return (*fake_loss(logits, logits.shape[0], has_entropy), fake_gradient(logits, wanted))
+    units = 1 if wanted and needs_range(logits.dtype) else 0
+    return (*fake_loss(logits, logits.shape[0], has_entropy, units=units), fake_gradient(logits, wanted))
 
 
 def logps_grpo_fake(logps, entropy, *token_args):
@@ -126,10 +130,15 @@ def remember(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.gradients = gradients_of(inputs, output)
 
 
-def gradients_of(inputs: tuple, output: tuple) -> list[Tensor | None]:
-    """The gradients that an operator formed; None for those nobody wanted (they have not their input's shape)."""
-    pairs = zip(inputs[:3], output[3:6], strict=False)
-    return [x.detach() if like is not None and x.shape == like.shape else None for like, x in pairs]
+def gradients_of(inputs: tuple, output: tuple) -> list[tuple[Tensor | None, Tensor | None]]:
+    """The gradients that an operator formed, and their units, where they have one (kernels/half_range.py).
+
+    None for those nobody wanted: they have not their input's shape.
+    """
+    found = [x.detach() for x in output[5:]]
+    units = output[4].detach().unbind() if output[4].numel() else [None] * len(found)
+    pairs = zip(inputs, found, units, strict=False)
+    return [(x if like is not None and x.shape == like.shape else None, unit) for like, x, unit in pairs]
 
 
 def hand_over(
@@ -146,8 +155,12 @@ def hand_over(
         inputs = tuple(next(saved) if other is None else other[0] for other in ctx.others)
         gradients = gradients_of(inputs, operator(*inputs))
     pairs = zip(gradients, needs_grad, strict=False)
-    scaled = [scale_(x, grad_loss) if need and x is not None else None for x, need in pairs]
+    scaled = [scale_(x, times(grad_loss, unit)) if need and x is not None else None for (x, unit), need in pairs]
     return scaled + [None] * (len(ctx.others) - len(scaled))
+
+
+def times(upstream: Tensor, unit: Tensor | None) -> Tensor:
+    return upstream if unit is None else upstream * unit
 
 
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
@@ -175,7 +188,7 @@ class Eager(torch.autograd.Function):
         output = operator(*inputs)
         remember(ctx, inputs, output)
         ctx.operator = operator
-        results = (*output[:3], *output[6:])
+        results = output[:4]
         ctx.mark_non_differentiable(*results[1:])
         return results
 
@@ -189,7 +202,7 @@ def call(operator: Callable, *inputs: Any) -> tuple[Tensor, ...]:
     """What a loss operator returns beside gradients, with autograd; under torch.compile as one node of the graph."""
     if torch.compiler.is_compiling():
         output = getattr(torch.ops.grpo_fast, operator.__name__)(*inputs)
-        return (*output[:3], *output[6:])
+        return output[:4]
     count = DIFFERENTIABLE[operator.__name__]  # autograd looks at every input it is given: it gets no others
     return Eager.apply(operator, inputs[count:], *inputs[:count])
 
@@ -198,8 +211,7 @@ def logits_grpo_(logits, wanted, backend, validate, *token_args):
     """`logits_grpo` with the d-logits written over the logits; outside of torch.compile, and one backward only."""
     inputs, config = TokenInputs(*token_args[:-1]), LossConfig.from_key(token_args[-1])
     with kernel_precision(logits.device):
-        result = logits_loss(logits, logits if wanted else None, inputs, config, backend, validate)
-    return (*flat(result), logits if wanted else logits.new_empty(0))
+        return flat(logits_loss(logits, logits if wanted else None, inputs, config, backend, validate))
 
 
 class Inplace(torch.autograd.Function):
@@ -211,9 +223,9 @@ class Inplace(torch.autograd.Function):
         if inputs[1]:  # autograd does not see the kernels write: an operator that saved the logits must hear of it
             torch.autograd.graph.increment_version(inputs[0])
         ctx.set_materialize_grads(False)
-        ctx.others, ctx.gradients = [(None,)] * (len(inputs) - 1), [output[3].detach()]
-        ctx.mark_non_differentiable(*output[1:3])
-        return output[:3]
+        ctx.others, ctx.gradients = [(None,)] * (len(inputs) - 1), gradients_of(inputs, output)
+        ctx.mark_non_differentiable(*output[1:4])
+        return output[:4]
 
     @staticmethod
     def backward(ctx, grad_loss, *unused):

@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.backends import Backend, resolve
 from grpo_fast.kernels.capture import refuse
+from grpo_fast.kernels.half_range import narrowed, needs_range
 from grpo_fast.kernels.linear import LinearHead, RowStats, Wanted
 from grpo_fast.kernels.metrics import metric_names, token_metrics
 from grpo_fast.kernels.rows_torch import RowLoss
@@ -39,6 +40,7 @@ class LossResult(NamedTuple):
     entropy: Tensor  # (N,)
     gradients: tuple[Tensor, ...]
     filtered: Tensor | None = None  # (2,) what grad_filter left out (kernels/grad_filter.py)
+    units: Tensor | None = None  # (K,) fp32: what each gradient is to be multiplied by (kernels/half_range.py)
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -87,9 +89,21 @@ def linear_loss(
     head = LinearHead(
         hidden, weight, bias, tokens.target_ids, tokens.rule, index, pick_backend(backend, hidden),
         rows_repeat=rows_repeat, grad_filter=grad_filter, entropy_gradient=config.entropy_coef != 0,
+        wide_gradients=needs_range(hidden.dtype),
     )  # fmt: skip
+    if any(wanted) and needs_range(hidden.dtype):
+        tokens = tokens.in_range()
     result = _head_loss(head, tokens, config, validate, wanted)
+    if tokens.batch.unit is not None:
+        result = _in_16_bits(result, tokens.batch.unit, hidden.dtype)
     return result if head.filtered is None else result._replace(filtered=head.filtered.shares())
+
+
+def _in_16_bits(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
+    """The result of a batch in range: the loss as it is, gradients of `dtype` beside their units."""
+    kept = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
+    units = torch.stack([x / unit for _, x in kept])
+    return result._replace(loss=result.loss / unit, gradients=tuple(x for x, _ in kept), units=units)
 
 
 def _head_loss(head: LinearHead, tokens: ActiveTokens, config: LossConfig, validate: str, wanted: Wanted) -> LossResult:
@@ -127,18 +141,29 @@ def logits_loss(
     """logits → loss; d-logits are written to `out`, which may be `logits` itself."""
     refuse("validate", logits, validate, "auto")
     tokens = active_tokens(inputs, logits.shape[0], logits.shape[1], config, validate)
-    kernels = pick_backend(backend, logits)
-    sweep = LogitsSweep(logits, out, tokens, config, kernels)
+    unit = None
+    if out is not None and needs_range(out.dtype):
+        tokens = tokens.in_range()
+        unit = tokens.batch.unit
+    result = _logits_loss(logits, out, tokens, config, backend, validate)
+    return result if unit is None else result._replace(loss=result.loss / unit, units=1 / unit[None])
+
+
+def _logits_loss(
+    logits: Tensor, out: Tensor | None, tokens: ActiveTokens, config: LossConfig, backend: str, validate: str
+) -> LossResult:
+    sweep = LogitsSweep(logits, out, tokens, config, pick_backend(backend, logits))
+    gradients = (logits.new_empty(0) if out is None else out,)
     fused = fused_inputs(tokens.batch, config)
     if out is not None and fused is not None and logits.shape[0]:
         rows = sweep.one_pass(fused)
-        return rows_result(summed(rows, fused.grad_entropy, validate), rows[:3], tokens, ())
+        return rows_result(summed(rows, fused.grad_entropy, validate), rows[:3], tokens, gradients)
     stats = sweep.logps()
     check_logps(stats[1], validate)
     result = token_loss(stats[1], stats[2], tokens.batch, config)
     if out is not None:
         sweep.gradient(result, stats)
-    return rows_result(result.loss, stats, tokens, ())
+    return rows_result(result.loss, stats, tokens, gradients)
 
 
 def logps_loss(

@@ -16,6 +16,7 @@ from grpo_fast import validation
 from grpo_fast.aggregation import AGGREGATIONS, Total, completion_weights, denominator
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.capture import refuse
+from grpo_fast.kernels.half_range import weight_unit
 from grpo_fast.kernels.rows_torch import LogitRule
 from grpo_fast.kernels.tokens import GatheredTokens, TokenBatch
 
@@ -46,6 +47,10 @@ class ActiveTokens(NamedTuple):
     target_ids: Tensor | None  # (T,) int64, inside [0, V)
     batch: TokenBatch
     rule: LogitRule
+
+    def in_range(self) -> ActiveTokens:
+        """The same batch with weights of at most 1, and the power of two that made them so."""
+        return self._replace(batch=self.batch.scaled(weight_unit(self.batch.weights)))
 
     def active(self, x: Tensor) -> Tensor:
         """(N,) → (T,)."""

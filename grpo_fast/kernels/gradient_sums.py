@@ -92,8 +92,8 @@ class GradientSums:
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
-            self._keep_hidden(matmul_narrow(d, weight)[:count], index)
-        self._keep_weight(d, h, columns, is_only=self.head.is_single_chunk)
+            self._keep_hidden(matmul_narrow(d, weight, wide=self.head.wide_gradients)[:count], index)
+        self._keep_weight(d, h, columns, is_only=self.head.is_single_chunk and not self.head.wide_gradients)
         if self.wanted.bias:
             self._keep_bias(d.sum(0, dtype=self.head.compute_dtype), columns)
 
@@ -103,7 +103,7 @@ class GradientSums:
         d, weight, columns = self._filter(d, count, by)
         if self.wanted.hidden:
             added = AddedRows(target, self.head.weight, rows=by.target_ids)
-            dtype = self.head.compute_dtype if self.head.rows_repeat else self.head.hidden.dtype
+            dtype = self.head.compute_dtype if self.head.rows_repeat else self.head.gradient_dtype(self.head.hidden)
             if by.rest is not None:
                 rest = by.rest if columns is None else by.rest.of_columns(columns)
                 added = rest.added_to(added, by.weights)
@@ -133,18 +133,18 @@ class GradientSums:
         return d.index_select(1, columns), head.weight.index_select(0, columns), columns
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
-        hidden = self.head.hidden
+        hidden, dtype = self.head.hidden, self.head.gradient_dtype(self.head.hidden)
         if self.head.rows_repeat:
             assert isinstance(index, Tensor)
             if self.d_hidden is None:
                 self.d_hidden = torch.zeros(hidden.shape, dtype=self.head.compute_dtype, device=hidden.device)
             add_rows_(self.d_hidden, index, dh.to(self.d_hidden.dtype))
         elif dh.shape[0] == hidden.shape[0] and isinstance(index, slice):
-            self.d_hidden = dh.to(hidden.dtype)
+            self.d_hidden = dh.to(dtype)
         else:
             if self.d_hidden is None:
-                self.d_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-            self.d_hidden[index] = dh.to(hidden.dtype)
+                self.d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.d_hidden[index] = dh.to(dtype)
 
     def _keep_weight(
         self,
@@ -177,7 +177,7 @@ class GradientSums:
         self.d_bias = db if self.d_bias is None else self.d_bias + db
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db) in the dtypes of hidden, weight and bias; empty where none was wanted."""
+        """(dH, dW, db), contiguous, in the dtypes that `head.gradient_dtype` gives; empty where none was wanted."""
         head = self.head
         results = []
         for sum_, like, is_wanted in (
@@ -188,9 +188,9 @@ class GradientSums:
             if not is_wanted:
                 results.append(head.hidden.new_empty(0))
             elif sum_ is None:
-                results.append(torch.zeros_like(like, memory_format=torch.contiguous_format))
+                results.append(torch.zeros(like.shape, dtype=head.gradient_dtype(like), device=like.device))
             else:
-                results.append(sum_ if sum_.dtype == like.dtype else sum_.to(like.dtype))
+                results.append(sum_.to(head.gradient_dtype(like)))
         return results[0], results[1], results[2]
 
 

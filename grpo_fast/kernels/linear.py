@@ -50,11 +50,12 @@ class LinearHead:
         rows_repeat: bool = False,  # a row of hidden may predict several targets: its gradients are summed
         grad_filter: float | None = None,  # share of Σ|d-logits| that the gradient GEMMs may leave out
         entropy_gradient: bool = False,  # the coefficients will have a dL/dentropy
+        wide_gradients: bool = False,  # dH, dW and db are returned as they are summed, in fp32 at least
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.target_ids, self.rule, self.index = target_ids, rule, index
         self.backend = backend.for_head(weight)
-        self.rows_repeat, self.grad_filter = rows_repeat, grad_filter
+        self.rows_repeat, self.grad_filter, self.wide_gradients = rows_repeat, grad_filter, wide_gradients
         self.filtered = Filtered.none(hidden) if grad_filter is not None else None
         self.num_rows = target_ids.shape[0]
         self.vocab_size = weight.shape[0]
@@ -79,6 +80,10 @@ class LinearHead:
         """Slices of the active rows, in order."""
         for start in range(0, self.num_rows, self.chunk_rows):
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
+
+    def gradient_dtype(self, of: Tensor) -> torch.dtype:
+        """The dtype of the gradient of hidden, weight or bias."""
+        return self.compute_dtype if self.wide_gradients else of.dtype
 
     @property
     def is_single_chunk(self) -> bool:

@@ -46,6 +46,11 @@ class TokenBatch(NamedTuple):
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)
+    unit: Tensor | None = None  # 0-d power of two by which the loss and its coefficients are multiplied
+
+    def scaled(self, unit: Tensor) -> TokenBatch:
+        """The batch of unit · loss."""
+        return self._replace(weights=self.weights * unit, unit=unit)
 
     def completion_sum(self, x: Tensor) -> Tensor:
         """(T,) → (B,): the sum over each completion, in fp64 and in token order (deterministic)."""
@@ -250,4 +255,4 @@ def entropy_share(keep: Tensor | None, batch: TokenBatch) -> Tensor:
     """(T,) weight of each token's entropy in its mean: 1/N, over the tokens the entropy mask keeps."""
     tokens = torch.ones_like(batch.weights) if keep is None else keep.float()
     share = 1.0 / tokens.sum().clamp(min=1) if batch.entropy_weight is None else batch.entropy_weight
-    return tokens * share
+    return tokens * (share if batch.unit is None else share * batch.unit)

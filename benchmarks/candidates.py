@@ -19,23 +19,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.kernels.configs import LinearConfig, RowConfig
+from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 64
 # Without multicast a tile of R x C reads (R + C)/(R·C) bytes per flop from L2: 1/85 for 128 x 256, 1/64 for 128 x 128,
 # 1/51 for 64 x 256. At 785 TFLOP/s these are 9, 12 and 15 TB/s: smaller tiles cannot be worth a try.
 TILES = [(128, 256, 64), (256, 128, 64), (128, 128, 64), (64, 256, 64)]
-LOOPS: tuple[dict[str, bool], ...] = ({}, {"flatten": True}, {"specialize": True})
-KINDS = ("weights", "linear", "linear store")
+KINDS = ("exponentials", "linear", "linear store")
 
 
 class Candidate(NamedTuple):
     """One configuration of one kernel at one dtype.
 
     Attributes:
-        kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (fp32 logits stored, too) or "weights"
-            (16-bit weights stored).
+        kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (fp32 logits stored, too) or "exponentials"
+            (stored in 16 bits).
         config: the fields of RowConfig or LinearConfig.
     """
 
@@ -62,26 +61,22 @@ def candidates() -> list[Candidate]:
         if 4 <= block_v // (32 * warps) <= 32
     ]
     for kind in KINDS:
-        for (block_t, block_v, block_h), stages, loops in itertools.product(TILES, (3, 4), LOOPS):
-            shared = (block_t + block_v) * block_h * 2 * stages
-            if shared <= 228 * 1024 and (block_t >= 128 or not loops.get("specialize")):
-                found.append(Candidate(kind, "bfloat16", tile(block_t, block_v, block_h, 8, stages, **loops)))
+        for (block_t, block_v, block_h), stages in itertools.product(TILES, (3, 4)):
+            if (block_t + block_v) * block_h * 2 * stages <= 228 * 1024:
+                found.append(Candidate(kind, "bfloat16", tile(block_t, block_v, block_h, 8, stages)))
     return found
 
 
-def tile(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int, **loops: bool) -> tuple:
+def tile(block_t: int, block_v: int, block_h: int, num_warps: int, num_stages: int) -> tuple:
     """The fields of LinearConfig with TMA; its epilogue works in pieces of 32 columns, wider ones spill."""
-    fields: dict[str, Any] = {
-        "block_t": block_t, "block_v": block_v, "block_h": block_h, "num_warps": num_warps, "num_stages": num_stages,
-        "use_tma": True, **loops,
-    }  # fmt: skip
-    return tuple(LinearConfig(**fields, piece=32))
+    return tuple(LinearConfig(block_t, block_v, block_h, num_warps, num_stages, piece=32, use_tma=True))
 
 
 @contextlib.contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
     """Inside, the doors of the kernels take this configuration."""
-    from grpo_fast.kernels import linear_triton, rows_triton
+    from grpo_fast.kernels.gpu import linear as linear_triton
+    from grpo_fast.kernels.gpu import rows as rows_triton
 
     before = rows_triton.row_config, linear_triton.linear_config
     config = candidate.make()
@@ -96,11 +91,13 @@ def using(candidate: Candidate) -> Iterator[None]:
 def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: str) -> Callable[[], Any]:
     """A call of the kernel as the engine makes it: on a device, or (on "cpu") for the compiler alone.
 
-    It returns what the kernel's door does; for "weights" (lse, logps, the weights).
+    It returns what the kernel's door does; for "exponentials" (lse, logps, the matrix).
     """
-    from grpo_fast.config import LossConfig
-    from grpo_fast.kernels import linear_triton, rows_triton
-    from grpo_fast.kernels.rows_torch import LogitRule
+    from grpo_fast.kernels.gpu import linear as linear_triton
+    from grpo_fast.kernels.gpu import rows as rows_triton
+    from grpo_fast.kernels.types import LogitRule
+    from grpo_fast.objective.coefficients import RowTerms
+    from grpo_fast.objective.config import LossConfig
 
     dtype, rule = getattr(torch, candidate.dtype), LogitRule(1.0, None, 1.0)
     targets = torch.randint(vocab, (rows,), device=device)
@@ -108,16 +105,16 @@ def call_of(candidate: Candidate, rows: int, hidden: int, vocab: int, device: st
         logits, v = torch.randn(rows, vocab, device=device).to(dtype), torch.ones(rows, device=device)
         d_logits = torch.empty_like(logits)
         config = LossConfig(loss_type="dapo")
-        arguments = (targets, v, v, None, v, None, None, config, rule)
+        arguments = (targets, RowTerms(v, v, old_logps=v), config, rule)
         return lambda: rows_triton.row_loss_(logits, d_logits, *arguments, return_entropy=False)
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
-    if candidate.kind == "weights":
-        from grpo_fast.kernels.weights_triton import linear_weights
+    if candidate.kind == "exponentials":
+        from grpo_fast.kernels.gpu.exponentials import head_exponentials
 
-        weights = states.new_empty(rows, vocab)
-        return lambda: (*linear_weights(states, weight, None, targets, rule, weights)[0][:2], weights)
+        matrix = states.new_empty(rows, vocab)
+        return lambda: (*head_exponentials(states, weight, None, targets, rule, matrix).stats[:2], matrix)
     out = torch.empty(rows, vocab, device=device) if candidate.kind == "linear store" else None
-    return lambda: linear_triton.linear_logps(states, weight, None, targets, rule, return_entropy=False, logits_out=out)
+    return lambda: linear_triton.head_logps(states, weight, None, targets, rule, return_entropy=False, logits_out=out)
 
 
 def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
@@ -146,11 +143,9 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
         costs = [resources(kernel) for name, kernel in compiled if name in ("slice_kernel", "row_loss_kernel")]
         entry |= {"registers": max(c.registers for c in costs), "spills": max(c.spills for c in costs)}
         entry |= {"shared": max(c.shared for c in costs), "matrix": min(c.matrix for c in costs)}
-        entry |= {"specialized": max(c.counts["USETMAXREG"] for c in costs) > 0}
         entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
         if candidate.kind != "rows":
-            wants = candidate.make().specialize  # type: ignore[union-attr]
-            entry["starts"] &= entry["matrix"] > 0 and entry["specialized"] == wants
+            entry["starts"] &= entry["matrix"] > 0
     except Exception as error:  # the compiler refuses a tile in many ways; it is listed and left out
         entry["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
     return entry
@@ -160,5 +155,4 @@ def verdict(entry: dict[str, Any]) -> str:
     if "reason" in entry:
         return f"does not compile: {entry['reason']}"
     numbers = f"registers {entry['registers']}, spills {entry['spills']}, shared {entry['shared']}"
-    numbers += ", warp specialised" if entry["specialized"] else ""
     return ("starts: " if entry["starts"] else "dropped: ") + numbers

@@ -20,7 +20,7 @@ import torch
 from benchmarks.exact import TOLERANCE as TOLERANCE
 from benchmarks.exact import relative_l2 as relative_l2
 from benchmarks.providers import Step
-from grpo_fast.kernels.memory import drop_workspace
+from grpo_fast.kernels.workspace import drop_workspace
 
 MIB = 2**20
 SLOW = 5.0  # seconds

@@ -19,8 +19,9 @@ import sys
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import MODELS, Shape, name_of
-from grpo_fast.kernels.configs import SLICE_COLUMNS
-from grpo_fast.kernels.gradient_sums import GATHER_BELOW, ROW_MULTIPLE, padded
+from grpo_fast.kernels.gpu.configs import SLICE_COLUMNS
+from grpo_fast.kernels.head.gradients import GATHER_BELOW
+from grpo_fast.kernels.types import ROW_MULTIPLE, padded
 
 # One NVIDIA H200: measured limits of other work (../shared/design/PEERS.md), and two assumptions.
 GEMM_FLOPS = 785e12  # bf16 on random data, 770-800 seen

@@ -86,11 +86,11 @@ class Plan:
         return [name for name in BACKENDS if name != self.auto_backend()]
 
     def auto_backend(self) -> str:
-        from grpo_fast.kernels import backends
+        from grpo_fast.kernels import route
 
         if self.device == "cuda" and not torch.cuda.is_available():  # a dry run elsewhere
             return "triton"
-        return backends.resolve("auto", torch.device(self.device)).name
+        return route.rows_route("auto", torch.empty(0, device=self.device)).backend
 
 
 Save = Callable[[list[dict[str, Any]]], None]

@@ -1,4 +1,4 @@
-"""Times kernel configurations on a GPU and prints the lines for the table in grpo_fast/kernels/configs.py.
+"""Times kernel configurations on a GPU and prints the lines for the table in grpo_fast/kernels/gpu/configs.py.
 
     python -m benchmarks.tune --compile sm_90     without a GPU: which candidates start (minutes; committed as JSON)
     python -m benchmarks.tune                     on the GPU: times those, by V, H and dtype; verified before timed
@@ -161,7 +161,7 @@ def tune_slices() -> dict[str, Any]:
 
 def with_slices(columns: int, step: Step) -> Any:
     def run() -> dict[str, torch.Tensor]:
-        from grpo_fast.kernels import linear_triton
+        from grpo_fast.kernels.gpu import linear as linear_triton
 
         before, linear_triton.SLICE_COLUMNS = linear_triton.SLICE_COLUMNS, columns
         try:

@@ -9,7 +9,7 @@
 // serves the weight and the sum. Rows with -logp > kFar, with NaN or without a target are summed again relative to their
 // maximum, and weighed again with s = lse. Every E is finite, so that a row with g = 0 is inert. A row's statistics are
 // those of slices of kSliceColumns columns, joined in their order: its bits do not depend on the other rows, on the
-// threads, or on what is stored. See kernels/weights_triton.py for the same on a GPU.
+// threads, or on what is stored. See kernels/gpu/exponentials.py for the same on a GPU.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 

@@ -1,4 +1,4 @@
-// The three doors of rows_torch.py for the CPU: row_logps (one read of the logits), row_grad_ (one read, one write) and
+// The three doors of kernels/reference.py for the CPU: row_logps (one read of the logits), row_grad_ (one read, one write) and
 // row_loss_ (both, with the loss between them, while the row is in cache: one read, one write).
 //
 // Built against torch's stable ABI, so one library serves every torch >= 2.11 and every Python. Rows are handed out one
@@ -14,7 +14,7 @@
 #include <type_traits>
 
 #include "chunk.h"
-#include "leaves.h"  // printed from objectives.py and kl.py by grpo_fast/kernels/leaves_cpp.py
+#include "leaves.h"  // printed from objectives.py and kl.py by grpo_fast/kernels/cpu/leaves.py
 #include "row_kernels.h"
 
 namespace grpo_fast {
@@ -190,25 +190,8 @@ struct Loss {
   }
 };
 
-// Of all rows, summed in their order whatever the threads did.
-struct RowSums {
-  double loss = 0, least_logp = std::numeric_limits<double>::infinity();
-  int64_t active = 0;  // rows with a coefficient
-
-  RowSums(const Chunk& chunk, const float* losses, const Coefficients& at) {
-    for (int64_t row = 0; row < chunk.rows; ++row) {
-      const float grad_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
-      loss += losses[row];
-      if (grad_entropy != 0) loss += static_cast<double>(grad_entropy) * at.entropy[row];
-      least_logp = std::min(least_logp, static_cast<double>(at.logps[row]));
-      active += at.grad_logps[row] != 0 || grad_entropy != 0;
-    }
-  }
-};
-
-// lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,); the sum of the losses, the least logp and the
-// number of rows with a coefficient.
-using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, double, double, int64_t>;
+// lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,).
+using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // d-logits to `out`.
 RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages, Tensor policy_weights,
@@ -253,8 +236,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
           write_gradient<In, Out, kSoftcap, kEntropy>(chunk, x, d + row * out_stride, row, at);
         });
       });
-  const RowSums sums(chunk, losses_to, at);
-  return {lse, logps, entropy, losses, grad_logps, sums.loss, sums.least_logp, sums.active};
+  return {lse, logps, entropy, losses, grad_logps};
 }
 
 }  // namespace
@@ -273,7 +255,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       " Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps, Tensor? grad_entropy, int objective, int kl,"
       " bool kl_times_ratio, float p0, float p1, float p2, float p3, float logit_scale, float? softcap,"
       " float temperature, Tensor? temperatures, bool return_entropy)"
-      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, float, float, int)");
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_rows, CPU, library) {

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_fast.advantages import group_advantages
-    from grpo_fast.config import LossConfig
-    from grpo_fast.loss import LossOutput, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
+    from grpo_fast.loss.api import LossOutput, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
+    from grpo_fast.objective.advantages import group_advantages
+    from grpo_fast.objective.config import LossConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,13 +25,13 @@ __all__ = [
     "logits_logps",
 ]
 
-_HOMES = {"LossConfig": "config", "group_advantages": "advantages"}
+_HOMES = {"LossConfig": "objective.config", "group_advantages": "objective.advantages"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"grpo_fast.{_HOMES.get(name, 'loss')}"), name)
+    value = getattr(importlib.import_module(f"grpo_fast.{_HOMES.get(name, 'loss.api')}"), name)
     globals()[name] = value
     return value
 

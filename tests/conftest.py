@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_fast.kernels import gemm_cpu, linear_cpu
+from grpo_fast.kernels import route
 from tests.loss_cases import Fused
 
 torch.set_num_threads(1)
@@ -33,10 +33,10 @@ def fused_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         yield
         return
     monkeypatch.setenv("GRPO_FAST_GEMM", "own")
-    monkeypatch.setattr(linear_cpu, "FUSE_FROM", 1)
-    gemm_cpu.unavailable.cache_clear()
+    monkeypatch.setattr(route, "FROM_HIDDEN", 1)
+    route._gemm_choice.cache_clear()
     yield
-    gemm_cpu.unavailable.cache_clear()
+    route._gemm_choice.cache_clear()
 
 
 # These take minutes in one process; started last they would run alone while the other processes have nothing to do.

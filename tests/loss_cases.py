@@ -35,7 +35,7 @@ class Fused(str):
 
 def row_backends() -> list:
     """ "torch" always; "cpu" (csrc) where it builds, a visible skip with the reason where it does not."""
-    from grpo_fast.kernels import backends
+    from grpo_fast.kernels import route as backends
 
     reason = backends.unavailable("cpu", "cpu")
     mark = [pytest.mark.skip(reason=f"backend cpu: {reason}")] if reason else []

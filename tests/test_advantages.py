@@ -162,7 +162,7 @@ def test_refusals(keywords, name):
 # ------------------------------------------------------------------------------------------------------------ gae
 def test_gae_against_its_definition():
     """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t, V = 0 after the last token."""
-    from grpo_fast.advantages import gae
+    from grpo_fast.objective.advantages import gae
 
     g = torch.Generator().manual_seed(0)
     lengths, gamma, lam = [5, 3, 0, 1], 0.9, 0.8
@@ -180,7 +180,7 @@ def test_gae_against_its_definition():
 
 
 def test_gae_without_a_mask_and_its_limits():
-    from grpo_fast.advantages import gae
+    from grpo_fast.objective.advantages import gae
 
     rewards, values = torch.randn(2, 6), torch.randn(2, 6)
     following = torch.cat([values[:, 1:], torch.zeros(2, 1)], 1)

@@ -32,7 +32,7 @@ MAX_LINES = 350
 
 
 def floor_of(module: str) -> int | None:
-    """'grpo_fast.kernels.linear' → the number of its floor; None for integrations."""
+    """'grpo_fast.kernels.head.loop' → the number of its floor; None for integrations."""
     top = (module.split(".") + [""])[1]
     for number, names in enumerate(FLOORS):
         if top in names:

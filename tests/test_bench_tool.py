@@ -262,7 +262,7 @@ def test_shapes():
 
 
 def test_predictions_count_the_code_as_it_is():
-    from grpo_fast.kernels import memory
+    from grpo_fast.kernels import workspace as memory
 
     assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
     large, form = predict.Case("linear_grpo_loss", GPU[2], ""), predict.CURRENT
@@ -346,10 +346,10 @@ def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
 
 def test_candidates_hold_the_shipped_configurations():
     from benchmarks import candidates
-    from grpo_fast.kernels import configs
+    from grpo_fast.kernels.gpu import configs
 
     every = candidates.candidates()
-    assert len(set(every)) == len(every) > 50
+    assert len(set(every)) == len(every) > 40
     assert tuple(configs.row_config(32000)) in [c.config for c in every if c.kind == "rows"]
     shipped = tuple(configs._LINEAR["sm_90", True, True])
     for kind in candidates.KINDS:

@@ -134,19 +134,23 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 @pytest.mark.parametrize("function", ["linear", "logits", "logps"])
 def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
     """torch.library.opcheck on the operators with the very arguments the public functions give them."""
-    from grpo_fast import ops
+    from grpo_fast.loss import operators
 
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")
-    real, checked = ops.call, []
+    real, checked = operators.build, []
 
-    def call(operator, *inputs):
+    def build(loss, tensors, options, like, advantages, config, tokens):
+        monkeypatch.setattr(operators, "build", real)  # the operator itself builds a batch, too
+        name = next(name for name, known in operators.LOSSES.items() if known is loss)
+        inputs = (*tensors, *options, *operators._row(like, advantages, config, tokens))
         utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(getattr(torch.ops.grpo_fast, operator.__name__).default, inputs, test_utils=utils)
-        checked.append(operator)
-        return real(operator, *inputs)
+        torch.library.opcheck(getattr(torch.ops.grpo_fast, f"{name}_loss").default, inputs, test_utils=utils)
+        checked.append(name)
+        monkeypatch.setattr(operators, "build", build)
+        return real(loss, tensors, options, like, advantages, config, tokens)
 
-    monkeypatch.setattr(ops, "call", call)
+    monkeypatch.setattr(operators, "build", build)
     for entropy_coef in (0.0, 0.1):
         case = make_case(116, dtype=dtype, sampling=True, **options_for("grpo", beta=0.1, entropy_coef=entropy_coef))
         run(function, case)

@@ -71,7 +71,7 @@ def worst_row(value, true):
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_gradients_against_fp64_overall_and_worst_row(off_policy, chunks, dtype, backend, monkeypatch):
-    from grpo_fast.kernels import linear
+    from grpo_fast.kernels.head import loop as linear
 
     hidden, weight, ids, advantages = problem(dtype, N=96)
     if chunks > 1:
@@ -114,7 +114,7 @@ def test_gradient_error_is_at_most_twice_that_of_torch(std, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch):
     """bf16 sums over 32 chunks would cost 2.8× the error; with fp32 sums the only rounding is the final store."""
-    from grpo_fast.kernels import linear
+    from grpo_fast.kernels.head import loop as linear
 
     hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
     advantages = 1.0 + 0.1 * advantages  # one sign: the running sum is much larger than each term

@@ -119,7 +119,7 @@ def test_a_row_does_not_see_the_packing(packing, dtype, backend):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("H", "V"), SIZES)
 def test_a_row_does_not_see_the_chunks(H, V, dtype, backend, monkeypatch):
-    from grpo_fast.kernels import linear
+    from grpo_fast.kernels.head import loop as linear
 
     problem = token_problem(dtype, 150, H, V)
     index = torch.arange(150)
@@ -205,7 +205,7 @@ def test_padded_and_packed_are_the_same_numbers(function, level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_weight_gradient_is_the_same_from_run_to_run(chunks, dtype, backend, monkeypatch):
-    from grpo_fast.kernels import linear
+    from grpo_fast.kernels.head import loop as linear
 
     hidden, weight, ids, A, old = token_problem(dtype, 130, 96, 777)
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: -(-130 // chunks) * 777 * 4)

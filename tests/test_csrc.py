@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fast.kernels import csrc_loader, leaves_cpp, rows_cpu
-from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels.cpu import leaves as leaves_cpp
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.cpu import rows as rows_cpu
+from grpo_fast.kernels.types import LogitRule
 
 ROOT = Path(__file__).resolve().parent.parent
 REASON = csrc_loader.load("rows")
@@ -106,9 +108,9 @@ def test_numerics_fp32(columns: int, rule_name: str) -> None:
         assert value.dtype == torch.float32 and value.shape == (rows,)
         assert (value - truth).abs().max() <= 2e-6 + 2e-7 * truth.abs().max()
     g, ge = torch.randn(rows), torch.randn(rows)
-    gradient = rows_cpu.row_grad_(logits.clone(), targets, lse, logps, entropy, g, ge, rule)
+    gradient = rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, entropy), g, ge, rule)
     check_gradient(gradient, logits, targets, rule, g, ge)
-    gradient = rows_cpu.row_grad_(logits.clone(), targets, lse, logps, None, g, None, rule)
+    gradient = rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, None), g, None, rule)
     check_gradient(gradient, logits, targets, rule, g, torch.zeros(rows))
 
 
@@ -126,8 +128,8 @@ def test_numerics_16_bits(columns: int, dtype: torch.dtype, rule_name: str) -> N
         assert (value - truth).abs().max() <= 1e-5
     g, ge = torch.randn(17), torch.randn(17)
     kept = logits.clone()
-    exact = rows_cpu.row_grad_(logits.float(), targets, lse, logps, entropy, g, ge, rule)
-    gradient = rows_cpu.row_grad_(logits, targets, lse, logps, entropy, g, ge, rule)
+    exact = rows_cpu.row_grad_(logits.float(), targets, (lse, logps, entropy), g, ge, rule)
+    gradient = rows_cpu.row_grad_(logits, targets, (lse, logps, entropy), g, ge, rule)
     assert gradient is logits and gradient.dtype == dtype
     assert torch.equal(gradient, exact.to(dtype))  # rounded to nearest even, as torch does
     check_gradient(exact, kept, targets, rule, g, ge)
@@ -143,9 +145,9 @@ def test_numerics_store_rounds_like_torch() -> None:
         lse, logps, _ = rows_cpu.row_logps(logits, targets, LogitRule(), return_entropy=False)
         if dtype == torch.float16:
             logits = logits.half()
-        exact = rows_cpu.row_grad_(logits.clone().float(), targets, lse, logps, None, g, None, LogitRule())
+        exact = rows_cpu.row_grad_(logits.clone().float(), targets, (lse, logps, None), g, None, LogitRule())
         out = torch.empty(6, 4099, dtype=dtype)
-        rows_cpu.row_grad_(logits, targets, lse, logps, None, g, None, LogitRule(), out=out)
+        rows_cpu.row_grad_(logits, targets, (lse, logps, None), g, None, LogitRule(), out=out)
         assert torch.equal(out.nan_to_num(7.0), exact.to(dtype).nan_to_num(7.0))
 
 
@@ -164,10 +166,10 @@ def test_numerics_infinite_columns_are_absent(rule_name: str) -> None:
         assert (value - truth).abs().max() <= 3e-6
     g, ge = torch.randn(6), torch.randn(6)
     absent = torch.isinf(logits)
-    gradient = rows_cpu.row_grad_(logits.clone(), targets, lse, logps, entropy, g, ge, rule)
+    gradient = rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, entropy), g, ge, rule)
     assert (gradient[absent] == 0).all() and gradient.isfinite().all()
     far = logits.masked_fill(absent, -3e4 * math.copysign(1.0, rule.logit_scale))
-    finite = rows_cpu.row_grad_(far, targets, lse, logps, entropy, g, ge, rule)
+    finite = rows_cpu.row_grad_(far, targets, (lse, logps, entropy), g, ge, rule)
     assert torch.equal(gradient, finite)
 
 
@@ -184,7 +186,7 @@ def test_numerics_confident_tokens(gap: float) -> None:
     assert (logps <= 0).all()
     torch.testing.assert_close(logps.double(), truth, rtol=1e-6, atol=0)
     g = torch.ones(3)
-    gradient = rows_cpu.row_grad_(logits.clone(), targets, lse, logps, None, g, None, rule)
+    gradient = rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, None), g, None, rule)
     rest = -torch.expm1(truth)
     picked = gradient[torch.arange(3), targets].double()
     torch.testing.assert_close(picked, rest, rtol=1e-6, atol=0)
@@ -217,7 +219,7 @@ def test_numerics_not_a_number_shows() -> None:
         for result in results[1:]:
             assert result[1].isnan() and result[[0, 2]].isfinite().all()
         g = torch.ones(3)
-        gradient = rows_cpu.row_grad_(logits.clone(), targets, *results, g, g, LogitRule())
+        gradient = rows_cpu.row_grad_(logits.clone(), targets, results, g, g, LogitRule())
         assert gradient[1].isnan().any() and gradient[[0, 2]].isfinite().all()
 
 
@@ -237,7 +239,7 @@ def test_zero_rows_are_exact_zeros(dtype: torch.dtype, with_entropy: bool) -> No
     g = torch.tensor([1.0, 0.0, 1.0, -0.0, 1.0, 0.0, 0.0, 1.0])
     ge = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]) if with_entropy else None
     out = torch.full_like(logits, math.nan)
-    result = rows_cpu.row_grad_(logits, targets, lse, logps, entropy, g, ge, LogitRule(), out=out)
+    result = rows_cpu.row_grad_(logits, targets, (lse, logps, entropy), g, ge, LogitRule(), out=out)
     assert result is out and out.isfinite().all()
     assert (out[[1, 3, 5]] == 0).all()
     assert (out[6] == 0).all() != with_entropy
@@ -250,7 +252,7 @@ def bits(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def run_both(logits, targets, g, ge, rule):
     lse, logps, entropy = rows_cpu.row_logps(logits, targets, rule, return_entropy=True)
-    return bits(lse, logps, entropy, rows_cpu.row_grad_(logits.clone(), targets, lse, logps, entropy, g, ge, rule))
+    return bits(lse, logps, entropy, rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, entropy), g, ge, rule))
 
 
 @needs_library
@@ -292,8 +294,8 @@ def test_options_do_not_move_the_logps() -> None:
         assert again[2] is None
         assert torch.equal(lse, again[0]) and torch.equal(logps, again[1])
         g = torch.randn(9)
-        without = rows_cpu.row_grad_(logits.clone(), targets, lse, logps, None, g, None, rule)
-        zero = rows_cpu.row_grad_(logits.clone(), targets, lse, logps, entropy, g, torch.zeros(9), rule)
+        without = rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, None), g, None, rule)
+        zero = rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, entropy), g, torch.zeros(9), rule)
         assert torch.equal(without, zero)
 
 
@@ -303,23 +305,23 @@ def test_strides_offsets_and_outputs() -> None:
     logits, targets = make_rows(6, 777)
     g, rule = torch.randn(6), LogitRule(1.0, None, 0.8)
     lse, logps, _ = rows_cpu.row_logps(logits, targets, rule, return_entropy=False)
-    expected = rows_cpu.row_grad_(logits.clone(), targets, lse, logps, None, g, None, rule)
+    expected = rows_cpu.row_grad_(logits.clone(), targets, (lse, logps, None), g, None, rule)
     wide = torch.full((6, 1003), math.nan)
     view = wide[:, 3:780]
     view.copy_(logits)
     got = rows_cpu.row_logps(view, targets, rule, return_entropy=False)
     assert torch.equal(got[0], lse) and torch.equal(got[1], logps)
-    assert torch.equal(rows_cpu.row_grad_(view, targets, lse, logps, None, g, None, rule), expected)
+    assert torch.equal(rows_cpu.row_grad_(view, targets, (lse, logps, None), g, None, rule), expected)
     assert wide[:, :3].isnan().all() and wide[:, 780:].isnan().all()  # nothing beside the view is written
     row = logits[2].expand(6, 777)
     got = rows_cpu.row_logps(row, targets[2].expand(6), rule, return_entropy=False)
     assert torch.equal(got[1], logps[2].expand(6))
     out = torch.full((6, 1000), math.nan, dtype=torch.bfloat16)[:, 100:877]
     kept = logits.clone()
-    assert rows_cpu.row_grad_(logits, targets, lse, logps, None, g, None, rule, out=out) is out
+    assert rows_cpu.row_grad_(logits, targets, (lse, logps, None), g, None, rule, out=out) is out
     assert torch.equal(out, expected.bfloat16()) and torch.equal(logits, kept)
     narrow = logits.view(torch.bfloat16)[:, :777]  # each row's front half, in place
-    rows_cpu.row_grad_(logits, targets, lse, logps, None, g, None, rule, out=narrow)
+    rows_cpu.row_grad_(logits, targets, (lse, logps, None), g, None, rule, out=narrow)
     assert torch.equal(narrow, expected.bfloat16())
 
 
@@ -328,7 +330,10 @@ def test_empty_and_single() -> None:
     empty = rows_cpu.row_logps(torch.empty(0, 7), torch.empty(0, dtype=torch.int64), LogitRule(), return_entropy=True)
     assert [x.shape for x in empty] == [(0,)] * 3
     none = torch.empty(0)
-    assert rows_cpu.row_grad_(torch.empty(0, 7), none.long(), none, none, None, none, None, LogitRule()).shape == (0, 7)
+    assert rows_cpu.row_grad_(torch.empty(0, 7), none.long(), (none, none, None), none, None, LogitRule()).shape == (
+        0,
+        7,
+    )
 
 
 @needs_library
@@ -362,9 +367,9 @@ def test_refusals() -> None:
         (torch.empty(4, 10, dtype=torch.float16), "out: expected the dtype of the logits"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            rows_cpu.row_grad_(logits, targets, vector, vector, None, vector, None, rule, out=out)
+            rows_cpu.row_grad_(logits, targets, (vector, vector, None), vector, None, rule, out=out)
     with pytest.raises(RuntimeError, match="entropy: expected the rows' entropies"):
-        rows_cpu.row_grad_(logits, targets, vector, vector, None, vector, vector, rule)
+        rows_cpu.row_grad_(logits, targets, (vector, vector, None), vector, vector, rule)
 
 
 # ---- the loader ----
@@ -408,7 +413,9 @@ def test_loader_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 DISABLED = """
 import logging, torch
 logging.basicConfig(level=logging.INFO)
-from grpo_fast.kernels import csrc_loader, rows_cpu, rows_torch
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.cpu import rows as rows_cpu
+from grpo_fast.kernels import reference as rows_torch
 csrc_loader.load(), csrc_loader.load("rows")
 try:
     rows_cpu.row_logps(torch.zeros(1, 2), torch.zeros(1).long(), rows_torch.LogitRule(), return_entropy=False)

@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
-from grpo_fast.kernels import csrc_loader, leaves_cpp, rows_cpu, rows_torch
-from grpo_fast.kernels.rows_torch import LogitRule
-from grpo_fast.kl import KL_ESTIMATORS
-from grpo_fast.objectives import OBJECTIVES, objective_params
+from grpo_fast.kernels import reference as rows_torch
+from grpo_fast.kernels.cpu import leaves as leaves_cpp
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.cpu import rows as rows_cpu
+from grpo_fast.kernels.types import LogitRule
+from grpo_fast.objective.coefficients import RowTerms, row_coefficients
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 
 REASON = csrc_loader.load("rows")
@@ -55,13 +59,18 @@ def make_rows(rows: int = 64, columns: int = 131, seed: int = 0) -> dict[str, to
     }
 
 
+def terms_of(x: dict) -> RowTerms:
+    return RowTerms(**{name: x[name] for name in RowTerms._fields})
+
+
 def call(x: dict, config: LossConfig, rule: LogitRule | None = None, out=None, **options) -> tuple:
     """(RowLoss, d-logits), from a copy of the logits unless `out` is given."""
     logits = x["logits"].clone() if out is None else x["logits"]
     target = logits if out is None else out
-    rest = [x[name] for name in list(x)[1:]]
     options.setdefault("return_entropy", x["grad_entropy"] is not None)
-    return rows_cpu.row_loss_(logits, target, *rest, config, rule or LogitRule(), **options), target
+    return rows_cpu.row_loss_(
+        logits, target, x["target_ids"], terms_of(x), config, rule or LogitRule(), **options
+    ), target
 
 
 @needs_library
@@ -100,9 +109,10 @@ def test_agrees_with_the_torch_reader(loss_type: str) -> None:
     ):
         x = {**make_rows(seed=1), **dict.fromkeys(missing)}
         result, d = call(x, config, rule, return_entropy=True)
-        rest = [x[name] for name in list(x)[1:]]
         expected_d = torch.empty_like(d)
-        expected = rows_torch.row_loss_(x["logits"], expected_d, *rest, config, rule, return_entropy=True)
+        expected = rows_torch.row_loss_(
+            x["logits"], expected_d, x["target_ids"], terms_of(x), config, rule, return_entropy=True
+        )
         for name, got, truth in zip(result._fields, result[:5], expected[:5], strict=False):
             torch.testing.assert_close(got, truth, rtol=2e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
         torch.testing.assert_close(d, expected_d, rtol=2e-5, atol=2e-5)
@@ -122,7 +132,7 @@ def test_joins_the_two_doors_bit_for_bit(dtype: torch.dtype, columns: int) -> No
         for got, expected in zip(result[:3], stats, strict=True):
             assert got is expected is None or torch.equal(got, expected)
         g, ge = result.grad_logps, y["grad_entropy"]
-        again = rows_cpu.row_grad_(x["logits"].clone(), x["target_ids"], *stats, g, ge, rule)
+        again = rows_cpu.row_grad_(x["logits"].clone(), x["target_ids"], stats, g, ge, rule)
         assert torch.equal(d, again)
         out = torch.full_like(x["logits"], math.nan)
         call(y, config, rule, out=out)
@@ -148,7 +158,6 @@ def test_a_row_depends_on_itself_only() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(d, d_crowd) and torch.equal(d[rows], d_part)
-    assert result.sums == crowd.sums
     for whole, other, few in zip(result[:5], crowd[:5], part[:5], strict=True):
         assert torch.equal(whole, other) and torch.equal(whole[rows], few)
 
@@ -213,7 +222,7 @@ def test_a_boundary_is_on_the_side_that_the_torch_reader_says() -> None:
     x["old_logps"] = logps - bound * (1 + torch.linspace(-1e-5, 1e-5, rows))
     x["advantages"] = torch.where(torch.arange(rows) % 4 < 2, 1.0, -1.0)
     result, _ = call(x, config)
-    _, expected = rows_torch.row_coefficients(logps, *[x[name] for name in list(x)[2:7]], config)
+    _, expected = row_coefficients(logps, terms_of(x), config)
     differ = (result.grad_logps == 0) != (expected == 0)
     ratio = torch.exp((logps - x["old_logps"]).double())
     assert (differ & ((ratio - bound.double().exp()).abs() > 2.4e-7)).sum() == 0
@@ -248,22 +257,6 @@ def test_refusals() -> None:
     empty = {name: value[:0] for name, value in x.items()}
     result, d = call(empty, config)
     assert d.shape == (0, 131) and all(value.shape == (0,) for value in result[:5])
-    assert result.sums == (0.0, float("inf"), 0)
-
-
-@needs_library
-def test_sums() -> None:
-    """What the C++ door adds up on its way: loss with entropy term, least logp, rows with a gradient."""
-    x = make_rows(64)
-    x["grad_entropy"][::9] = x["kl_weights"][::9] = 0
-    x["advantages"][1::9] = x["kl_weights"][1::9] = 0  # a gradient through the entropy alone
-    result, d = call(x, LossConfig(loss_type="grpo", beta=0.1), return_entropy=True)
-    bonus = (x["grad_entropy"].double() * result.entropy.double()).sum()
-    assert result.sums.loss == pytest.approx(float(result.losses.double().sum() + bonus), rel=1e-12)
-    assert result.sums.least_logp == result.logps.min()
-    active = (result.grad_logps != 0) | (x["grad_entropy"] != 0)
-    assert result.sums.active == int(active.sum()) < 64 and (result.grad_logps[active] == 0).any()
-    assert torch.equal(active, d.ne(0).any(1))
 
 
 # ---- the printer ----
@@ -338,5 +331,5 @@ def test_the_leaves_are_numbered_and_take_what_the_kernel_hands_over() -> None:
     assert set(numbers) == set(OBJECTIVES) and set(estimators) == set(KL_ESTIMATORS)
     for name in LOCAL:
         config = LossConfig(loss_type=name, max_completion_length=8)
-        assert rows_cpu.leaf_arguments(config.key)[3 : 3 + len(objective_params(config))] == objective_params(config)
+        assert rows_cpu.leaf_arguments(config.key)[3 : 3 + len(config.params)] == config.params
         assert len(rows_cpu.leaf_arguments(config.key)) == 7

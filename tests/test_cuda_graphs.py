@@ -12,8 +12,8 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss, ops_logps
-from grpo_fast.kernels import backends
+from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
+from grpo_fast.kernels import route as backends
 
 T, H, V, B = 24, 32, 96, 3
 IS_CUDA = torch.Tensor.is_cuda.__get__
@@ -32,16 +32,19 @@ class OnGpu(TorchFunctionMode):
 def recorded(monkeypatch):
     """Inside, the stream of a GPU is being recorded; `recorded(False)` ends the recording."""
     pytest.importorskip("triton")
-    from grpo_fast.kernels import linear_triton, rows_triton, scale_triton, weights_triton
+    from grpo_fast.kernels.gpu import exponentials
+    from grpo_fast.kernels.gpu import linear as linear_triton
+    from grpo_fast.kernels.gpu import rows as rows_triton
+    from grpo_fast.kernels.gpu import scale as scale_triton
 
-    for module in (linear_triton, rows_triton, weights_triton):
+    for module in (linear_triton, rows_triton, exponentials):
         monkeypatch.setattr(module, "launch", lambda *args, **options: None)
     monkeypatch.setattr(linear_triton, "is_aligned", lambda matrix: True)
     monkeypatch.setattr(linear_triton, "tiles", lambda matrix, *shape: matrix)
     monkeypatch.setattr(linear_triton, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(scale_triton, "scale_", lambda gradient, factor: gradient)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # which knows no meta
-    monkeypatch.setattr(backends, "_auto", lambda device_type: backends._load("triton"))
+    monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")
 
     def set_capturing(on: bool) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on)
@@ -126,18 +129,18 @@ def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_logits_logps(recorded, return_entropy):
-    """The operator's functions: a call through the dispatcher would end the mode."""
-    logits, arguments = rand(T, V, dtype=torch.bfloat16), (ids(), None, 1.0, None, 1.0, return_entropy, "auto")
-    stats = ops_logps.logits_logps(logits, *arguments)
-    found = ops_logps.logits_logps_grad(logits, *arguments, *stats, rand(T), rand(T) if return_entropy else None)
-    assert found.shape == logits.shape
+    logits = rand(T, V, dtype=torch.bfloat16, grad=True)
+    results = logits_logps(logits, ids(), return_entropy=return_entropy)
+    total = sum(x.sum() for x in (results if return_entropy else [results]))
+    assert gradients(total, [logits])[0].shape == logits.shape
 
 
 def test_the_test_sees_a_sync(recorded, monkeypatch):
     """Outside of a recording the same calls look at values: inactive rows are left out, targets of -100 are found."""
     recorded(False)
     # The checks of values would copy their flags to the host, without waiting for them.
-    monkeypatch.setattr("grpo_fast.validation.check_values", lambda checks, validate: None)
+    for module in ("checks", "batch"):
+        monkeypatch.setattr(f"grpo_fast.loss.{module}.check_values", lambda checks, validate: None)
     for call in (
         lambda: linear_logps(*head(), ids()),
         lambda: linear_grpo_loss(*head(), ids(), rand(B), LossConfig(), **tokens(ref_logps=None)),
@@ -168,7 +171,7 @@ def test_what_is_selected_away(monkeypatch, return_entropy):
         return [*results, *found, loss, *torch.autograd.grad(loss, leaves)]
 
     expected = run()
-    for module in ("ops_logps", "validation", "kernels.linear"):
+    for module in ("loss.batch", "loss.pending", "kernels.head.loop"):
         monkeypatch.setattr(f"grpo_fast.{module}.is_capturing", lambda x: True)
     for actual, want in zip(run(), expected, strict=True):
         torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-6)

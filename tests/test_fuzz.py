@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import grpo_fast
-from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 from tests.loss_cases import AGGREGATIONS, BACKENDS, LOSS_LEVELS, make_case, options_for, relative_l2, run, spans, truth
 from tests.test_loss_autograd import VIEWS
@@ -122,7 +122,7 @@ def decisions_are_clear(case, expected) -> bool:
 )  # fmt: skip
 @given(call=calls())
 def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
-    from grpo_fast.kernels import linear
+    from grpo_fast.kernels.head import loop as linear
 
     case = make_case(
         call["seed"], H=call["H"], V=call["V"], mask=call["mask"], dtype=call["dtype"], bias=call["bias"],

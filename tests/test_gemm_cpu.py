@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, linear_grpo_loss
-from grpo_fast.kernels import csrc_loader, gemm_cpu, products
-from grpo_fast.kernels.added_rows import AddedRows
+from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import gemm as gemm_cpu
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.head import products
+from grpo_fast.kernels.types import AddedRows, widened
 
 REASON = csrc_loader.load("gemm")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}")
@@ -35,7 +38,7 @@ SHAPES = [
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The questions that are asked once, asked again."""
-    caches = (gemm_cpu.unavailable, gemm_cpu.has_tiles)
+    caches = (gemm_cpu.unavailable, gemm_cpu.has_tiles, route._gemm_choice)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -138,11 +141,11 @@ def test_a_number_without_a_sign_has_two_digits_more() -> None:
     x = torch.cat(
         [torch.rand(1000) * torch.logspace(-27, 9, 1000), torch.tensor([0.0, 1.0, 1 + 2**-9, 2.0**30 - 2**20])]
     )
-    back = gemm_cpu.widened(positive16(x[None]))[0]
+    back = widened(positive16(x[None]))[0]
     assert ((back - x).abs() <= 2**-10 * x).all() and torch.equal(back[-4:], x[-4:])
-    assert gemm_cpu.widened(positive16(torch.tensor([[2.0**-99, 1e-38]]))).eq(0).all()
-    assert gemm_cpu.widened(x) is x and gemm_cpu.widened(x.double()).dtype == torch.float64
-    assert torch.equal(gemm_cpu.widened(x.bfloat16()), x.bfloat16().float())
+    assert widened(positive16(torch.tensor([[2.0**-99, 1e-38]]))).eq(0).all()
+    assert widened(x) is x and widened(x.double()).dtype == torch.float64
+    assert torch.equal(widened(x.bfloat16()), x.bfloat16().float())
 
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
@@ -153,7 +156,7 @@ def test_ten_digits_beside_a_bf16_operand(parts: int, tiles: bool) -> None:
     for (m, n, k), a_transposed, b_transposed in itertools.product(SHAPES, (False, True), (False, True)):
         a = positive16(matrix(m, k, torch.float32, a_transposed).abs())
         b, scales = matrix(k, n, torch.bfloat16, b_transposed), torch.randn(k) if a_transposed else None
-        wide, options = gemm_cpu.widened(a), {"parts": parts, "tiles": tiles, "scales": scales}
+        wide, options = widened(a), {"parts": parts, "tiles": tiles, "scales": scales}
         out = multiply(a, b, torch.empty(m, n), **options)
         assert torch.equal(out, multiply(wide, b, torch.empty(m, n), **options))
         if a_transposed and not b_transposed and parts == 1:
@@ -172,7 +175,7 @@ def test_elements_that_dominate_a_row_keep_their_digits(is_positive: bool, tiles
     places = torch.randint(k, (m,))
     a[torch.arange(m), places] = 1.005859375  # 1 + 3/512, has ten digits
     a = positive16(a) if is_positive else a
-    a, truth = a.t().contiguous().t(), gemm_cpu.widened(a).double() @ b.double()
+    a, truth = a.t().contiguous().t(), widened(a).double() @ b.double()
     error = []
     for keeps_heavy in (False, True):
         out = multiply(a, b, torch.empty(m, n), tiles=tiles, keeps_heavy=keeps_heavy)
@@ -310,13 +313,13 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
     ]:
         monkeypatch.setenv("GRPO_FAST_GEMM", choice)
         monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
-        gemm_cpu.unavailable.cache_clear()
-        assert gemm_cpu.multiplies(torch.zeros(1)) is expected, (choice, vendor)
-        assert not gemm_cpu.multiplies(torch.zeros(1).double()) and not gemm_cpu.multiplies(torch.zeros(1).half())
+        route._gemm_choice.cache_clear()
+        assert route.own_product(torch.zeros(1)) is expected, (choice, vendor)
+        assert not route.own_product(torch.zeros(1).double()) and not route.own_product(torch.zeros(1).half())
     monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
-    gemm_cpu.unavailable.cache_clear()
+    route._gemm_choice.cache_clear()
     with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):
-        gemm_cpu.multiplies(torch.zeros(1))
+        route.own_product(torch.zeros(1))
 
 
 def test_a_wrong_bf16_product_is_not_used(monkeypatch: pytest.MonkeyPatch, fresh: None, caplog) -> None:
@@ -346,7 +349,7 @@ def test_the_loss_is_the_same_with_the_vendors_product(
     hidden, weight = torch.randn(4, 32, 33).to(dtype), torch.randn(vocab, 33).to(dtype)
     ids, advantages, bias = torch.randint(0, vocab, (4, 32)), torch.randn(4), torch.randn(vocab).to(dtype)
     tensors = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    monkeypatch.setattr("grpo_fast.kernels.linear.workspace_bytes", lambda *_: 128 // chunks * vocab * 4)
+    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: 128 // chunks * vocab * 4)
     calls = []
 
     def run(own: bool) -> list[Tensor]:
@@ -354,7 +357,8 @@ def test_the_loss_is_the_same_with_the_vendors_product(
             calls.append(own)
             return own
 
-        monkeypatch.setattr(gemm_cpu, "multiplies", multiplies)
+        for module in (route, products):
+            monkeypatch.setattr(module, "own_product", multiplies)
         result = linear_grpo_loss(
             hidden, weight, ids, advantages, LossConfig(loss_type="grpo"), bias=bias, old_logps=old, backend="cpu"
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
-from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.objective.losses import OBJECTIVES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,7 +1,7 @@
 """CUDA graphs on a real GPU: recorded once, replayed with other values, bit for bit what a call gives.
 
 Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU. What may be recorded stands in
-grpo_fast/kernels/capture.py; tests/test_cuda_graphs.py holds that path free of looks at values, without a GPU.
+grpo_fast/kernels/gpu/capture.py; tests/test_cuda_graphs.py holds that path free of looks at values, without a GPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels.grad_filter import column_masses, heavy_columns
+from grpo_fast.kernels.head.grad_filter import column_masses, heavy_columns
 from tests.loss_cases import BACKENDS
 
 T, H, V = 96, 32, 3000
@@ -41,7 +41,7 @@ def run(leaves, ids, advantages, config=LossConfig(), **kw):  # noqa: B008
 )
 def test_bounds(config, tolerance, rows, monkeypatch):
     """The reported share is that of the d-logits, at most the tolerance, and every gradient is within its bound."""
-    monkeypatch.setattr("grpo_fast.kernels.linear.workspace_bytes", lambda *_: rows * V * 8)
+    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
     exact, exact_grads = run(leaves, ids, advantages, config)
     out, grads = run(leaves, ids, advantages, config, grad_filter=tolerance)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from grpo_fast import linear_logps
-from grpo_fast.kernels import chunks, linear, linear_cpu
+from grpo_fast.kernels.cpu import linear as linear_cpu
+from grpo_fast.kernels.head import chunks
+from grpo_fast.kernels.head import loop as linear
 from tests.loss_cases import BACKENDS, Fused
 
 T, V, H = 96, 41, 16

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels import csrc_loader, gemm_cpu, linear_cpu, rows_torch
-from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels import reference as rows_torch
+from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import linear as linear_cpu
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.types import POSITIVE16, LogitRule, widened
 
 REASON = csrc_loader.load("linear") or csrc_loader.load("gemm")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}")
@@ -55,20 +58,20 @@ def test_values_against_fp64(V: int, name: str, dtype: torch.dtype) -> None:
     g = torch.randn(T, generator=torch.Generator().manual_seed(0))
     logps, entropy, gradient = in_fp64(hidden, weight, bias, ids, rule, g)
     out = torch.full((T, V + 3), math.nan)[:, :V]
-    stats, *units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, rule, out, return_entropy=True)
+    stats, *units, _ = linear_cpu.head_exponentials(hidden, weight, bias, ids, rule, out, return_entropy=True)
     assert (stats[1].double() - logps).abs().max() <= 1e-5 and (stats[2].double() - entropy).abs().max() <= 1e-5
     assert (out.gather(1, ids[:, None]) == 0).all()
     error = d_logits(out, *units, ids, g).double() - gradient
     assert error.norm() <= 3e-6 * gradient.norm() + 1e-9
-    again = linear_cpu.linear_logps(hidden, weight, bias, ids, rule, return_entropy=True)
+    again = linear_cpu.head_logps(hidden, weight, bias, ids, rule, return_entropy=True)
     raw = torch.empty(T, V)
-    stored = linear_cpu.linear_logps(hidden, weight, bias, ids, rule, return_entropy=False, logits_out=raw)
+    stored = linear_cpu.head_logps(hidden, weight, bias, ids, rule, return_entropy=False, logits_out=raw)
     for own, other, third in zip(stats, again, stored, strict=True):
         assert torch.equal(own, other) and (third is None or torch.equal(own, third))
     exact = hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(raw.double(), exact, rtol=1e-5, atol=1e-5)
     known = torch.full_like(out, math.nan)
-    same, *same_units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, rule, known, known=stats)
+    same, *same_units, _ = linear_cpu.head_exponentials(hidden, weight, bias, ids, rule, known, known=stats)
     assert torch.equal(known, out) and same is stats
     assert all(torch.equal(x, y) for x, y in zip(same_units, units, strict=True))
 
@@ -77,14 +80,14 @@ def test_values_against_fp64(V: int, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("V", [2, 257, 1031])
 def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name: str) -> None:
     hidden, weight, bias, ids = problem(V, torch.bfloat16)
-    wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=gemm_cpu.POSITIVE16)
-    stats, *units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, RULES[name], wide)
-    same, *same_units, _ = linear_cpu.linear_weights(hidden, weight, bias, ids, RULES[name], narrow[:, :V])
+    wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=POSITIVE16)
+    stats, *units, _ = linear_cpu.head_exponentials(hidden, weight, bias, ids, RULES[name], wide)
+    same, *same_units, _ = linear_cpu.head_exponentials(hidden, weight, bias, ids, RULES[name], narrow[:, :V])
     assert all(torch.equal(x, y) for x, y in zip((*stats[:2], *units), (*same[:2], *same_units), strict=True))
     bits = (wide.view(torch.int32) - (29 << 23) + 0x2000).clamp(min=0) >> 14
     assert torch.equal(narrow[:, :V].to(torch.int32) & 0xFFFF, bits)
     assert (narrow[:, V:] == -1).all()
-    assert ((gemm_cpu.widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide).all()
+    assert ((widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide).all()
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -96,11 +99,11 @@ def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: b
     hidden, weight, _, ids = problem(V, torch.bfloat16)
     rule = RULES[name]
     hidden, ids[::5] = hidden * spread, (hidden[::5].float() @ weight.float().t()).argmin(1)
-    wide, narrow = torch.empty(T, V), torch.empty(T, V, dtype=gemm_cpu.POSITIVE16)
-    stats = linear_cpu.linear_logps(hidden, weight, None, ids, rule, return_entropy=False)
+    wide, narrow = torch.empty(T, V), torch.empty(T, V, dtype=POSITIVE16)
+    stats = linear_cpu.head_logps(hidden, weight, None, ids, rule, return_entropy=False)
     known = stats if is_known else None
-    *_, nothing = linear_cpu.linear_weights(hidden, weight, None, ids, rule, wide, known=known)
-    *_, dominant = linear_cpu.linear_weights(hidden, weight, None, ids, rule, narrow, known=known)
+    *_, nothing = linear_cpu.head_exponentials(hidden, weight, None, ids, rule, wide, known=known)
+    *_, dominant = linear_cpu.head_exponentials(hidden, weight, None, ids, rule, narrow, known=known)
     assert nothing is None
     z, slope = rows_torch.final_logits(hidden.double() @ weight.double().t(), rule)
     p = z.softmax(1).scatter(1, ids[:, None], 0.0)
@@ -119,7 +122,7 @@ def test_a_row_without_a_target_has_an_lse(level: float) -> None:
     hidden, weight, bias, ids = problem(700, torch.float32)
     ids[3], ids[5] = -100, 700
     bias = bias + level
-    lse, logps, _ = linear_cpu.linear_logps(hidden, weight, bias, ids, LogitRule(), return_entropy=False)
+    lse, logps, _ = linear_cpu.head_logps(hidden, weight, bias, ids, LogitRule(), return_entropy=False)
     z = hidden.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-6)
     assert logps.isnan().nonzero()[:, 0].tolist() == [3, 5]
@@ -136,7 +139,7 @@ def test_a_row_depends_on_itself_only(dtype: torch.dtype, monkeypatch: pytest.Mo
         torch.set_num_threads(threads)
         try:
             out = torch.empty(ids[rows].shape[0], 2000)
-            stats, *units, _ = linear_cpu.linear_weights(
+            stats, *units, _ = linear_cpu.head_exponentials(
                 hidden[rows], weight, bias, ids[rows], rule.rows(rows), out, return_entropy=True
             )
         finally:
@@ -153,7 +156,7 @@ def test_more_rows_than_a_group() -> None:
     """Rows are taken a thousand at a time; nothing is lost at the seam."""
     g = torch.Generator().manual_seed(0)
     hidden, weight, ids = torch.randn(1030, 8, generator=g), torch.randn(300, 8, generator=g), torch.arange(1030) % 300
-    lse, logps, _ = linear_cpu.linear_logps(hidden, weight, None, ids, LogitRule(), return_entropy=False)
+    lse, logps, _ = linear_cpu.head_logps(hidden, weight, None, ids, LogitRule(), return_entropy=False)
     z = hidden.double() @ weight.double().t()
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logps.double(), z.log_softmax(1)[torch.arange(1030), ids], rtol=1e-6, atol=2e-6)
@@ -172,7 +175,7 @@ def test_targets_far_below_the_rest(nats: float, softcap: float | None) -> None:
     g = torch.ones(T)
     logps, _, gradient = in_fp64(hidden, weight, None, ids, rule, g)
     out = torch.empty(T, V)
-    stats, *units, _ = linear_cpu.linear_weights(hidden, weight, None, ids, rule, out)
+    stats, *units, _ = linear_cpu.head_exponentials(hidden, weight, None, ids, rule, out)
     assert logps.min() < -0.8 * nats
     torch.testing.assert_close(stats[1].double(), logps, rtol=1e-6, atol=1e-5)
     assert out.isfinite().all()
@@ -185,7 +188,7 @@ def test_columns_far_below_the_target_weigh_nothing(nats: float, softcap: float 
     V, ids = 300, torch.arange(T)
     hidden, weight, out = torch.ones(T, 1), torch.zeros(V, 1), torch.full((T, V), math.nan)
     weight[ids, 0] = nats
-    linear_cpu.linear_weights(hidden, weight, None, ids, LogitRule(1.0, softcap, 1.0), out)
+    linear_cpu.head_exponentials(hidden, weight, None, ids, LogitRule(1.0, softcap, 1.0), out)
     bent = 0 if softcap is None else math.tanh(nats / softcap)
     torch.testing.assert_close(out[:, :T], (1 - bent**2) * (1 - torch.eye(T)), rtol=1e-4, atol=0)
     below = nats if softcap is None else softcap * bent
@@ -199,7 +202,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(rule: LogitRule) 
         bad = hidden.clone()
         bad[3, column] = value
         out = torch.full((T, 600), math.nan)
-        stats, *units, _ = linear_cpu.linear_weights(bad, weight, bias, ids, rule, out, return_entropy=True)
+        stats, *units, _ = linear_cpu.head_exponentials(bad, weight, bias, ids, rule, out, return_entropy=True)
         others = torch.arange(T) != 3
         expected = in_fp64(bad, weight, bias, ids, rule, torch.ones(T))[0]  # a soft cap makes inf finite
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
@@ -219,7 +222,7 @@ def test_columns_at_minus_infinity_count_nothing() -> None:
     bias[closed] = -math.inf
     bias[256:512] = -math.inf  # a whole slice
     out = torch.empty(T, 700)
-    stats, *_ = linear_cpu.linear_weights(hidden, weight, bias, ids, LogitRule(), out)
+    stats, *_ = linear_cpu.head_exponentials(hidden, weight, bias, ids, LogitRule(), out)
     logps = (hidden.double() @ weight.double().t() + bias.double()).log_softmax(1)[torch.arange(T), ids]
     torch.testing.assert_close(stats[1].double(), logps, rtol=1e-6, atol=1e-5)
     assert (out[:, bias == -math.inf] == 0).all()
@@ -234,17 +237,21 @@ def test_what_it_does_not_take() -> None:
         ((hidden, weight, None, ids[1:]), "target_ids: expected one value for each of 37 rows"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            linear_cpu.linear_logps(*arguments, LogitRule(), return_entropy=False)
+            linear_cpu.head_logps(*arguments, LogitRule(), return_entropy=False)
     for out in (torch.empty(37, 299), torch.empty(37, 300).double()):
         with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\), or int16 for weights"):
-            linear_cpu.linear_weights(hidden, weight, None, ids, LogitRule(), out)
+            linear_cpu.head_exponentials(hidden, weight, None, ids, LogitRule(), out)
     logits = torch.empty(37, 300, dtype=torch.int16)
     with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\)"):
-        linear_cpu.linear_logps(hidden, weight, None, ids, LogitRule(), return_entropy=False, logits_out=logits)
+        linear_cpu.head_logps(hidden, weight, None, ids, LogitRule(), return_entropy=False, logits_out=logits)
 
 
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies from 2048 on, where the product is ours."""
-    monkeypatch.setattr(gemm_cpu, "multiplies", lambda x: x.dtype == torch.float32)
-    assert linear_cpu.fuses(torch.empty(2048, 1)) and not linear_cpu.fuses(torch.empty(2047, 1))
-    assert not linear_cpu.fuses(torch.empty(2048, 1, dtype=torch.bfloat16))
+    monkeypatch.setattr(route, "own_product", lambda x: x.dtype == torch.float32)
+
+    def starts_from_hidden(columns: int, dtype: torch.dtype = torch.float32) -> bool:
+        return route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps is not None
+
+    assert starts_from_hidden(2048) and not starts_from_hidden(2047)
+    assert not starts_from_hidden(2048, torch.bfloat16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast import logits as logits_module
-from grpo_fast.kernels import linear
+from grpo_fast.kernels.head import loop as linear
+from grpo_fast.loss import passes
 from tests import oracle_inputs
 from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, assert_same, make_case, options_for, relative_l2, run
 from tests.triton_tools.launcher import HAS_TRITON, run_python
@@ -60,7 +60,7 @@ def test_chunks_without_a_gap(backend, monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_given_logits(backend, level, monkeypatch):
     """Sixteen rows at a time: every block has its own coefficients, and its own entropy gradient."""
-    monkeypatch.setattr(logits_module, "CPU_BLOCK_BYTES", 1)
+    monkeypatch.setattr(passes, "CPU_BLOCK_BYTES", 1)
     case = many_rows("grpo", level, entropy_coef=0.3)
     assert_same("logits", case, run("logits", case, backend=backend), **EXACT)
 
@@ -141,9 +141,10 @@ def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_typ
 ROW_THAT_DOES_NOT_COUNT = """
 import torch
 from grpo_fast import LossConfig
-from grpo_fast.kernels import rows_triton
-from grpo_fast.kernels.rows_torch import LogitRule
-from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.kernels.gpu import rows as rows_triton
+from grpo_fast.kernels.types import LogitRule
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.losses import OBJECTIVES
 
 leaves = {o.leaf: name for name, o in OBJECTIVES.items() if o.window == "ratio" and "token" in o.levels}
 for loss_type in leaves.values():
@@ -153,7 +154,7 @@ for loss_type in leaves.values():
     config = LossConfig(loss_type=loss_type, beta=0.1, max_completion_length=9)
     old, advantages, rule = torch.full((3,), -2.0), torch.tensor([1.0, -1.0, -0.5]), LogitRule(1.0, None, 1.0)
     rows_triton.row_loss_(
-        logits, logits, ids, advantages, weights, weights, old, old, None, config, rule, return_entropy=False
+        logits, logits, ids, RowTerms(advantages, weights, weights, old, old), config, rule, return_entropy=False
     )
     assert (logits[1] == 0).all() and torch.isfinite(logits).all(), loss_type
     assert (logits[0] != 0).any(), loss_type

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.kl import KL_ESTIMATORS
+from grpo_fast.objective.kl import KL_ESTIMATORS
 from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, Case, make_case, options_for, run
 
 WHERE = ("hidden", "weight")

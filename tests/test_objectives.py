@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig
-from grpo_fast.aggregation import AGGREGATIONS as PACKAGE_AGGREGATIONS
-from grpo_fast.kl import KL_ESTIMATORS
-from grpo_fast.objectives import OBJECTIVES, objective_params
+from grpo_fast.objective.aggregation import AGGREGATIONS as PACKAGE_AGGREGATIONS
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracles
 from tests.loss_cases import AGGREGATIONS, options_for
 
@@ -73,7 +73,7 @@ def test_leaf_value_and_slope(loss_type, delta):
     ])  # fmt: skip
     (slope,) = torch.autograd.grad(expected.sum(), lp)
     leaf = OBJECTIVES[loss_type].leaf
-    value, own = leaf(lp.detach(), lr, A, *objective_params(LossConfig(**options)))
+    value, own = leaf(lp.detach(), lr, A, *LossConfig(**options).params)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-6)
     own = own if isinstance(own, torch.Tensor) else torch.full_like(lr, own)
     torch.testing.assert_close(own.expand_as(lr), slope, rtol=1e-6, atol=1e-6)

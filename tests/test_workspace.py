@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.kernels import memory
+from grpo_fast.kernels import workspace as memory
 
 WEIGHT = torch.zeros(7, 3)
 

@@ -25,7 +25,7 @@ def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
     """Why a backend cannot run on a device."""
 
     def why_not(device: str, dtype: torch.dtype) -> str | None:
-        from grpo_fast.kernels import backends
+        from grpo_fast.kernels import route as backends
 
         if backend == "triton" and device == "cpu":
             return "its kernels need a GPU"

@@ -1,6 +1,6 @@
 """The run configuration: one pydantic tree, read from a recipe, changed by `key=value`, refused when a key is unknown.
 
-A recipe is YAML (``yaml.safe_load`` only). Every default exists once: the loss's in `grpo_fast.config.LossConfig`, from
+A recipe is YAML (``yaml.safe_load`` only). Every default exists once: the loss's in `grpo_fast.objective.config.LossConfig`, from
 which `LossSettings` is made, the rest here. Nothing in this file loads a model, so a typo is refused at once.
 """
 
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from grpo_fast.advantages import MODES, check_options
-from grpo_fast.config import LossConfig, choice
+from grpo_fast.objective.advantages import MODES, check_options
+from grpo_fast.objective.config import LossConfig, choice
 from grpo_fast.train.explain import explain, nearest
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from grpo_fast.kernels.memory import workspace_bytes
+from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}

@@ -173,10 +173,10 @@ GRADIENTS = [
     Mutant("csrc-sums-hidden-target", SUMS,
            "AddedRows(target, self.head.weight, rows=by.target_ids)", "AddedRows(target, self.head.weight)",
            "dH gets the first rows of W instead of the targets'", "csrc_sums"),
-    Mutant("csrc-sums-16-bits", "grpo_fast/kernels/gemm_cpu.py",
+    Mutant("csrc-sums-16-bits", "grpo_fast/kernels/cpu/gemm.py",
            "(bits << 14) + (29 << 23)", "(bits << 14) + (28 << 23)",
            "weights are read as half of what they are", "csrc_sums"),
-    Mutant("csrc-sums-workspace", "grpo_fast/kernels/memory.py",
+    Mutant("csrc-sums-workspace", "grpo_fast/kernels/workspace.py",
            "        _spare[:] = [whole]\n", "        pass\n",
            "the workspace is mapped anew in every call", "workspace"),
 ]  # fmt: skip

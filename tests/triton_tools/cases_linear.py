@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.kernels import configs, linear_triton, rows_triton
-from grpo_fast.kernels.configs import LinearConfig
-from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels.gpu import configs
+from grpo_fast.kernels.gpu import linear as linear_triton
+from grpo_fast.kernels.gpu import rows as rows_triton
+from grpo_fast.kernels.gpu.configs import LinearConfig
+from grpo_fast.kernels.types import LogitRule
 from triton_tools import formulas
 from triton_tools.interpreter import only_memory_of, reversed_programs
 
@@ -51,15 +53,15 @@ def test_against_fp64(rows, hidden_size, vocab, dtype):
     rules = [LogitRule(1.0, None, 1.0), LogitRule(0.5, 20.0, torch.linspace(0.6, 2.0, rows))]
     for rule, b in zip(rules, (None, bias), strict=True):
         raw, expected = truth(hidden, weight, b, target, rule)
-        plain = linear_triton.linear_logps(hidden, weight, b, target, rule, return_entropy=True)
+        plain = linear_triton.head_logps(hidden, weight, b, target, rule, return_entropy=True)
         assert_close(plain, expected)
         for store in (torch.float32, dtype):
             out = torch.full((rows, vocab + 3), float("nan"), dtype=store)[:, 1 : vocab + 1]
-            stored = linear_triton.linear_logps(hidden, weight, b, target, rule, return_entropy=True, logits_out=out)
+            stored = linear_triton.head_logps(hidden, weight, b, target, rule, return_entropy=True, logits_out=out)
             assert_same(stored, plain)
             bar = 2e-6 if store == torch.float32 else 2.0**-8
             assert ((out - raw).abs() <= bar * raw.abs() + 3e-6).all()
-        lse, logps, entropy = linear_triton.linear_logps(hidden, weight, b, target, rule, return_entropy=False)
+        lse, logps, entropy = linear_triton.head_logps(hidden, weight, b, target, rule, return_entropy=False)
         assert entropy is None
         assert_same((lse, logps), plain[:2])
 
@@ -70,24 +72,17 @@ def test_tensor_descriptors(monkeypatch, dtype):
     config = LinearConfig(64, 64, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
     hidden, weight, bias, target = make(70, 72, 200, dtype, 0.2)
-    target %= 40  # tiles without a target: the short form of the epilogue, which "specialize" does not take
+    target %= 40  # tiles without a target: the short form of the epilogue
     rule = LogitRule(1.0, None, 0.9)
     raw, expected = truth(hidden, weight, bias, target, rule)
     out = torch.empty(70, 200)
     with only_memory_of(hidden, weight, bias, target, out):
-        result = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
+        result = linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
     assert_close(result, expected)
     assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
-    for loops in ({"flatten": True}, {"specialize": True}):
-        other, kept = config._replace(**loops), out.clone()
-        monkeypatch.setattr(linear_triton, "linear_config", lambda *a, other=other, **k: other)
-        with only_memory_of(hidden, weight, bias, target, out):
-            again = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
-        assert_same(again, result)
-        assert torch.equal(out, kept)
     # An unaligned hidden is copied and meets the same tile.
     unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
-    assert_same(linear_triton.linear_logps(unaligned, weight, bias, target, rule, return_entropy=True), result)
+    assert_same(linear_triton.head_logps(unaligned, weight, bias, target, rule, return_entropy=True), result)
 
 
 def test_several_slices(monkeypatch):
@@ -98,11 +93,11 @@ def test_several_slices(monkeypatch):
     target = torch.tensor([129, 514, 199, 300, 150, 400, 511, 512, 513])
     rule = LogitRule(1.0, None, 0.8)
     _, expected = truth(hidden, weight, bias, target, rule)
-    result = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+    result = linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True)
     assert_close(result, expected)
     monkeypatch.undo()
     assert configs.SLICE_COLUMNS == linear_triton.SLICE_COLUMNS
-    assert_close(linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
+    assert_close(linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
 
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 64, 95, 149])
@@ -112,11 +107,11 @@ def test_tiles_with_and_without_a_target(monkeypatch, first):
     hidden, weight, _, _ = make(9, 16, 150, torch.bfloat16, 0.8)
     target, rule = torch.full((9,), first), LogitRule(1.0, None, 1.0)
     target[5:8] = torch.tensor([-100, 10**12, 150])
-    lse, logps, _ = linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=False)
+    lse, logps, _ = linear_triton.head_logps(hidden, weight, None, target, rule, return_entropy=False)
     inside = torch.tensor([0, 1, 2, 3, 4, 8])
     _, expected = truth(hidden[inside], weight, None, target[inside], rule)
     assert_close((lse[inside], logps[inside]), expected[:2])
-    heavy = linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=True)
+    heavy = linear_triton.head_logps(hidden, weight, None, target, rule, return_entropy=True)
     assert_same((lse, logps), heavy[:2])  # the entropy takes the long form everywhere
 
 
@@ -126,12 +121,12 @@ def test_groups_of_row_blocks(monkeypatch):
     monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 32, 16, 4, 2, 32))
     hidden, weight, bias, target = make(130, 16, 300, torch.float32, 0.4)
     rule = LogitRule(1.0, None, 0.8)
-    expected = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+    expected = linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True)
     assert_close(expected, truth(hidden, weight, bias, target, rule)[1])
     for blocks in (1, 2, 4):
         monkeypatch.setattr(linear_triton, "GROUP_BYTES", blocks * 32 * 16 * 4)
         with only_memory_of(hidden, weight, bias, target):
-            assert_same(linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
+            assert_same(linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True), expected)
 
 
 def test_default_slices():
@@ -139,7 +134,7 @@ def test_default_slices():
     hidden, weight, _, _ = make(2, 8, 2052, torch.bfloat16, 0.7)
     target, rule = torch.tensor([2047, 2048]), LogitRule(1.0, None, 1.0)
     _, expected = truth(hidden, weight, None, target, rule)
-    assert_close(linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=True), expected)
+    assert_close(linear_triton.head_logps(hidden, weight, None, target, rule, return_entropy=True), expected)
 
 
 def test_a_row_depends_on_nothing_but_itself():
@@ -154,7 +149,7 @@ def test_a_row_depends_on_nothing_but_itself():
         if strided:
             h = h.T.contiguous().T
         part = LogitRule(1.0, None, rule.temperature[index])
-        return linear_triton.linear_logps(h, weight, bias, target[index], part, return_entropy=True)
+        return linear_triton.head_logps(h, weight, bias, target[index], part, return_entropy=True)
 
     everything = run(torch.arange(70))
     for index in (torch.arange(7), torch.arange(69, -1, -1), torch.tensor([68])):
@@ -169,10 +164,10 @@ def test_a_row_depends_on_nothing_but_itself():
 def test_strided_weight():
     hidden, weight, bias, target = make(5, 24, 100)
     rule = LogitRule(1.0, None, 1.0)
-    expected = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+    expected = linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True)
     for view in (weight.T.contiguous().T, torch.full((100, 61), float("nan"))[:, 3:51:2].copy_(weight)):
         # Not bit for bit: rows off the 16-byte grid take a smaller tile.
-        assert_close(linear_triton.linear_logps(hidden, view, bias, target, rule, return_entropy=True), expected)
+        assert_close(linear_triton.head_logps(hidden, view, bias, target, rule, return_entropy=True), expected)
 
 
 def test_confident_token():
@@ -184,7 +179,7 @@ def test_confident_token():
     weight[9, 0] = 1.0
     target, rule = torch.full((12,), 9), LogitRule(1.0, None, 1.0)
     _, (_, expected, _) = truth(hidden, weight, None, target, rule)
-    _, logps, _ = linear_triton.linear_logps(hidden, weight, None, target, rule, return_entropy=False)
+    _, logps, _ = linear_triton.head_logps(hidden, weight, None, target, rule, return_entropy=False)
     raw = hidden @ weight.T
     _, from_rows, _ = rows_triton.row_logps(raw, target, rule, return_entropy=False)
     # 2e-6 is half a unit in the last place of logits near 40, which the inputs of the softmax carry anyway.
@@ -203,7 +198,7 @@ def test_more_slices_than_a_block_of_the_join(monkeypatch, vocab):
     for columns in (32, 1 << 20):
         monkeypatch.setattr(linear_triton, "SLICE_COLUMNS", columns)
         with only_memory_of(hidden, weight, bias, target):
-            result = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+            result = linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True)
         for got, want in zip(result, expected, strict=True):
             assert ((got - want).abs() <= 1e-6 * want.abs() + LP_BAR).all()
 
@@ -211,20 +206,20 @@ def test_more_slices_than_a_block_of_the_join(monkeypatch, vocab):
 def test_bad_ids_are_never_read():
     hidden, weight, bias, target = make(4, 16, 50)
     rule = LogitRule(1.0, None, 1.0)
-    expected = linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+    expected = linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True)
     bad = target.clone()
     bad[1], bad[2] = -100, 10**12
-    result = linear_triton.linear_logps(hidden, weight, bias, bad, rule, return_entropy=True)
+    result = linear_triton.head_logps(hidden, weight, bias, bad, rule, return_entropy=True)
     assert_same([x[[0, 3]] for x in result], [x[[0, 3]] for x in expected])
     assert all(torch.isfinite(x).all() for x in result)
 
 
 def test_no_rows_and_mixed_dtypes():
     hidden, weight, _, target = make(0, 16, 50)
-    for x in linear_triton.linear_logps(hidden, weight, None, target, LogitRule(1.0, None, 1.0), return_entropy=True):
+    for x in linear_triton.head_logps(hidden, weight, None, target, LogitRule(1.0, None, 1.0), return_entropy=True):
         assert x.shape == (0,)
     with pytest.raises(ValueError, match="hidden: expected the dtype of weight"):
-        linear_triton.linear_logps(
+        linear_triton.head_logps(
             hidden.bfloat16(), weight, None, target, LogitRule(1.0, None, 1.0), return_entropy=True
         )
 
@@ -238,7 +233,7 @@ def test_memory_and_program_order(monkeypatch, dtype):
 
     def run():
         with only_memory_of(hidden, weight, bias, target, rule.temperature, out):
-            return linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
+            return linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True, logits_out=out)
 
     forward, first = run(), out.clone()
     with reversed_programs():
@@ -246,4 +241,4 @@ def test_memory_and_program_order(monkeypatch, dtype):
     assert_same(forward, backward)
     assert torch.equal(out, first)
     with pytest.raises(Exception, match="out of bounds"), only_memory_of(weight[:-1], bias, target, rule.temperature):
-        linear_triton.linear_logps(hidden, weight, bias, target, rule, return_entropy=True)
+        linear_triton.head_logps(hidden, weight, bias, target, rule, return_entropy=True)

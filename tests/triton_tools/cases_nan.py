@@ -10,20 +10,9 @@ import math
 import pytest
 import torch
 
-from grpo_fast.kernels import linear_triton
 from tests.loss_cases import LOSS_LEVELS, make_case, options_for
 from tests.test_nan_is_seen import assert_seen, spoiled
 from triton_tools import interpreter  # noqa: F401  (its repairs)
-
-# The doors that a head takes: the vendor's product and row kernels, or the kernels that start from hidden.
-HEADS = ("row kernels", "from hidden")
-
-
-@pytest.fixture(params=HEADS)
-def head(request, monkeypatch) -> str:
-    vendor_from = 0 if request.param == "row kernels" else 10**6  # columns of hidden
-    monkeypatch.setattr(linear_triton, "VENDOR_GEMM_FROM", vendor_from)
-    return request.param
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
@@ -38,7 +27,7 @@ def test_for_every_loss(loss_type, level):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_for_every_way_through_the_head(head, where, value, dtype):
+def test_for_every_dtype(where, value, dtype):
     case = make_case(34, dtype=dtype, sampling=True, **options_for("grpo", beta=0.1, sampling_correction="token_mask"))
     for advantage in (-0.8, 0.0):
         values = case.advantages.clone()

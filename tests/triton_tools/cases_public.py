@@ -12,7 +12,9 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels import linear, linear_triton, rows_triton
+from grpo_fast.kernels.gpu import linear as linear_triton
+from grpo_fast.kernels.gpu import rows as rows_triton
+from grpo_fast.kernels.head import loop as linear
 from triton_tools import interpreter  # noqa: F401  (its repairs)
 
 B, L, H, V = 5, 13, 12, 37

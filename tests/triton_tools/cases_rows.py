@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.config import LossConfig
-from grpo_fast.kernels import rows_triton
-from grpo_fast.kernels.rows_torch import LogitRule, RowLoss
-from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.kernels.gpu import rows as rows_triton
+from grpo_fast.kernels.types import LogitRule, RowLoss
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.losses import OBJECTIVES
 from triton_tools import formulas
 from triton_tools.interpreter import only_memory_of, reversed_programs
 
@@ -60,7 +61,7 @@ def test_logps_and_gradient(vocab, rule_name, dtype):
     for grad_entropy in (None, g_entropy):
         expected = formulas.gradient(z, slope, target, g, grad_entropy)
         out = torch.full_like(logits, float("nan"))
-        arguments = target, lse, logps, entropy, g, grad_entropy, rule
+        arguments = target, (lse, logps, entropy), g, grad_entropy, rule
         assert rows_triton.row_grad_(logits, *arguments, out=out) is out
         assert_gradient(out, expected, dtype)
     over = logits.clone()
@@ -72,9 +73,9 @@ def test_lower_precision_out():
     logits, target, numbers = make(3, 300)
     rule = LogitRule(1.0, None, 1.0)
     lse, logps, _ = rows_triton.row_logps(logits, target, rule, return_entropy=False)
-    exact = rows_triton.row_grad_(logits, target, lse, logps, None, numbers[0], None, rule, out=torch.empty(3, 300))
+    exact = rows_triton.row_grad_(logits, target, (lse, logps, None), numbers[0], None, rule, out=torch.empty(3, 300))
     out = torch.empty(3, 300, dtype=torch.bfloat16)
-    rows_triton.row_grad_(logits, target, lse, logps, None, numbers[0], None, rule, out=out)
+    rows_triton.row_grad_(logits, target, (lse, logps, None), numbers[0], None, rule, out=out)
     assert torch.equal(out, exact.bfloat16())
 
 
@@ -92,7 +93,7 @@ def test_minus_inf_columns_count_nothing(dtype):
         assert (actual - expected).abs().max() <= LP_BAR
     expected = formulas.gradient(z, slope, target, numbers[0], numbers[1])
     masked = logits == -torch.inf
-    rows_triton.row_grad_(logits, target, lse, logps, entropy, numbers[0], numbers[1], rule)
+    rows_triton.row_grad_(logits, target, (lse, logps, entropy), numbers[0], numbers[1], rule)
     assert_gradient(logits, expected, dtype)
     assert (logits[masked] == 0).all()
 
@@ -117,7 +118,7 @@ def test_confident_token_keeps_its_gradient():
     lse, logps, _ = rows_triton.row_logps(logits, target, rule, return_entropy=False)
     # The kernel's share of the error: 1 - e^lp from the lp that it was given.
     exact = -torch.expm1(logps.double())
-    rows_triton.row_grad_(logits, target, lse, logps, None, one, None, rule)
+    rows_triton.row_grad_(logits, target, (lse, logps, None), one, None, rule)
     assert ((logits[:, 7] - exact).abs() <= 2e-7 * exact).all()
 
 
@@ -159,7 +160,7 @@ def check_loss(config, *, rows=16, vocab=33, with_old=True, with_kl=True, g_entr
     expected = formulas.gradient(z, slope, target, g, grad_entropy)
     out = logits.clone()
     results = rows_triton.row_loss_(
-        out, out, target, advantages, policy, kl, old, ref, grad_entropy, config, rule, return_entropy=True
+        out, out, target, RowTerms(advantages, policy, kl, old, ref, grad_entropy), config, rule, return_entropy=True
     )
     assert isinstance(results, RowLoss)
     for actual, want in zip(results[:3], plain, strict=True):
@@ -206,7 +207,7 @@ def test_far_ratios_stay_finite():
     logps = rows_triton.row_logps(logits, target, rule, return_entropy=False)[1]
     advantages, old = torch.tensor([1.0, -1.0]), logps - 200.0
     result = rows_triton.row_loss_(
-        logits, logits, target, advantages, one, one, old, logps + 100.0, None,
+        logits, logits, target, RowTerms(advantages, one, one, old, logps + 100.0),
         LossConfig(loss_type="grpo"), rule, return_entropy=False,
     )  # fmt: skip
     assert torch.isfinite(logits).all() and (logits != 0).any()
@@ -223,9 +224,9 @@ def test_unweighted_rows_are_inert():
 
     def run(logits, target, old, ref, advantages):
         out = torch.full_like(logits, float("nan"))
-        inputs = logits, out, target, advantages, policy, kl, old, ref
-        with only_memory_of(*inputs):
-            stats = rows_triton.row_loss_(*inputs, None, config, rule, return_entropy=True)
+        terms = RowTerms(advantages, policy, kl, old, ref)
+        with only_memory_of(logits, out, target, *terms[:5]):
+            stats = rows_triton.row_loss_(logits, out, target, terms, config, rule, return_entropy=True)
         return out, torch.stack(stats[:5])
 
     clean, clean_stats = run(logits, target, old - 5, ref - 5, advantages)
@@ -245,9 +246,9 @@ def test_no_rows():
     ids = torch.empty(0, dtype=torch.long)
     lse, logps, entropy = rows_triton.row_logps(logits, ids, rule, return_entropy=True)
     assert lse.shape == logps.shape == entropy.shape == (0,)
-    assert rows_triton.row_grad_(logits, ids, lse, logps, None, empty, None, rule) is logits
+    assert rows_triton.row_grad_(logits, ids, (lse, logps, None), empty, None, rule) is logits
     results = rows_triton.row_loss_(
-        logits, logits, ids, empty, empty, None, None, None, None, LossConfig(), rule, return_entropy=False
+        logits, logits, ids, RowTerms(empty, empty), LossConfig(), rule, return_entropy=False
     )
     assert results.lse.shape == results.losses.shape == results.grad_logps.shape == (0,)
     assert results.entropy is None
@@ -262,11 +263,11 @@ def test_memory_and_program_order(vocab):
 
     def run():
         work, out = logits.clone(), torch.full_like(logits, float("nan"))
-        inputs = (work, out, target, advantages, policy, kl, old, ref, numbers[5].clone())
-        with only_memory_of(*inputs, rule.temperature):
+        terms = RowTerms(advantages, policy, kl, old, ref, numbers[5].clone())
+        with only_memory_of(work, out, target, *terms, rule.temperature):
             stats = rows_triton.row_logps(work, target, rule, return_entropy=True)
-            fused = rows_triton.row_loss_(*inputs, config, rule, return_entropy=True)
-            rows_triton.row_grad_(work, target, *stats, policy, inputs[-1], rule)
+            fused = rows_triton.row_loss_(work, out, target, terms, config, rule, return_entropy=True)
+            rows_triton.row_grad_(work, target, stats, policy, terms.grad_entropy, rule)
         return [*stats, *fused[:5], out, work]
 
     forward = run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.kernels import scale_triton
+from grpo_fast.kernels.gpu import scale as scale_triton
 from triton_tools.interpreter import only_memory_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -10,9 +10,11 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels import linear, linear_triton, weights_triton
-from grpo_fast.kernels.configs import LinearConfig
-from grpo_fast.kernels.rows_torch import LogitRule
+from grpo_fast.kernels.gpu import linear as linear_triton
+from grpo_fast.kernels.gpu import exponentials as weights_triton
+from grpo_fast.kernels.gpu.configs import LinearConfig
+from grpo_fast.kernels.head import loop as linear
+from grpo_fast.kernels.types import LogitRule
 from triton_tools import formulas
 from triton_tools.interpreter import only_memory_of, reversed_programs
 
@@ -33,7 +35,7 @@ def weights_of(hidden, weight, bias, target, rule, **options):
     rows, vocab = hidden.shape[0], weight.shape[0]
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), float("nan"), dtype=torch.bfloat16)
     out = buffer[:, :vocab]
-    stats, *units, _ = weights_triton.linear_weights(hidden, weight, bias, target, rule, out, **options)
+    stats, *units, _ = weights_triton.head_exponentials(hidden, weight, bias, target, rule, out, **options)
     assert buffer[:, vocab:].isnan().all(), "written beyond the vocabulary"
     return stats, torch.stack(units), out
 
@@ -63,7 +65,7 @@ def test_against_fp64(rows, hidden_size, vocab, rule):
         "temperatures": LogitRule(0.7, None, torch.linspace(0.6, 2.0, rows)),
     }[rule]
     b = None if rule is PLAIN else bias
-    expected = linear_triton.linear_logps(hidden, weight, b, target, rule, return_entropy=True)
+    expected = linear_triton.head_logps(hidden, weight, b, target, rule, return_entropy=True)
     stats, unit, out = weights_of(hidden, weight, b, target, rule, return_entropy=True)
     for actual, want in zip(stats, expected, strict=True):
         assert torch.equal(actual, want), "the store must change no bit of the statistics"
@@ -80,25 +82,24 @@ def test_against_fp64(rows, hidden_size, vocab, rule):
     assert all(torch.equal(x, y) for x, y in zip(again, known, strict=True))
 
 
-@pytest.mark.parametrize("loops", [{}, {"flatten": True}, {"specialize": True}], ids=str)
 @pytest.mark.parametrize("block_v", [64, 128])
-def test_tensor_descriptors(monkeypatch, block_v, loops):
+def test_tensor_descriptors(monkeypatch, block_v):
     """The TMA path, loads and stores, with tiles of one and of several pieces: the bits do not depend on them."""
     hidden, weight, _, target, g = make(70, 72, 200)
-    target %= 40  # tiles without a target: the short form of the epilogue, which "specialize" does not take
+    target %= 40  # tiles without a target: the short form of the epilogue
 
     def run(config):
         monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
         return weights_of(hidden, weight, None, target, PLAIN)
 
-    config = LinearConfig(64, block_v, 32, 4, 2, 32, use_tma=True, **loops)
+    config = LinearConfig(64, block_v, 32, 4, 2, 32, use_tma=True)
     stats, unit, out = run(config)
     assert_gradient(unit, out, g, hidden, weight, None, target, PLAIN)
     plain_stats, plain_unit, plain = run(LinearConfig(32, 32, 32, 4, 2, 32))
     assert torch.equal(stats[1], plain_stats[1]) and torch.equal(unit, plain_unit) and torch.equal(out, plain)
     unaligned = torch.full((70, 203), float("nan"), dtype=torch.bfloat16)[:, 1:201]
     monkeypatch.setattr(linear_triton, "linear_config", lambda *a, **k: config)
-    weights_triton.linear_weights(hidden, weight, None, target, PLAIN, unaligned)
+    weights_triton.head_exponentials(hidden, weight, None, target, PLAIN, unaligned)
     assert torch.equal(unaligned, out)
 
 
@@ -201,7 +202,7 @@ def test_memory_and_program_order(monkeypatch):
     def run():
         out.fill_(float("nan"))
         with only_memory_of(hidden, weight, bias, target, rule.temperature, out):
-            stats, *units, _ = weights_triton.linear_weights(
+            stats, *units, _ = weights_triton.head_exponentials(
                 hidden, weight, bias, target, rule, out, return_entropy=True
             )
         return [*stats, *units, out.clone()]
@@ -211,7 +212,7 @@ def test_memory_and_program_order(monkeypatch):
         backward = run()
     assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
     with pytest.raises(Exception, match="out of bounds"), only_memory_of(hidden, weight[:-1], bias, target, out):
-        weights_triton.linear_weights(hidden, weight, bias, target, PLAIN, out)
+        weights_triton.head_exponentials(hidden, weight, bias, target, PLAIN, out)
 
 
 def test_no_rows():
@@ -314,40 +315,24 @@ def test_held_and_computed_again(monkeypatch):
     assert torch.equal(held[0], again[0]) and torch.equal(held[1], again[1])
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
 @pytest.mark.parametrize("zeros", [1, 40])
-def test_rows_without_coefficient_are_inert(loss_type, zeros):
-    """NaN in rows of zero advantage: no bit of any gradient changes, whether they are gathered away or not."""
-    hidden, weight, bias, target, advantages = make(67, 40, 150)
-    lengths = torch.ones(67, dtype=torch.long)  # one completion each: a sequence-level ratio stays in its row
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    advantages[3 : 3 + zeros] = 0.0
-    config = LossConfig(loss_type=loss_type)
-    arguments = (weight, bias, target, advantages, config, "triton")
-    clean = loss_gradients(hidden, *arguments, cu_seqlens=cu_seqlens)
-    clean_zero = hidden.clone()
-    clean_zero[3] = 0.0
+def test_rows_without_coefficient_are_inert(zeros):
+    """NaN in rows whose logps nobody reads: no bit of any gradient changes, gathered away or not."""
+    hidden, weight, bias, target, _ = make(67, 40, 150)
+    share = torch.linspace(0.5, 1.5, 67)
+    share[3 : 3 + zeros] = 0.0
+
+    def gradients(hidden):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+        logps = grpo_fast.linear_logps(leaves[0], leaves[1], target, bias=leaves[2], backend="triton")
+        return logps, torch.autograd.grad(logps, leaves, share)
+
+    _, clean = gradients(hidden)
     dirty = hidden.clone()
     dirty[3, 5] = float("nan")
-    found = loss_gradients(dirty, *arguments, cu_seqlens=cu_seqlens)
-    assert torch.isnan(found[0][3])
-    for actual, expected in zip(found[1:], clean[1:], strict=True):
-        assert torch.equal(actual, expected)
-    assert (found[1][3 : 3 + zeros] == 0).all()
-
-
-def test_a_head_that_the_vendor_multiplies(monkeypatch):
-    """The switch of configs.py: the vendor's GEMM and row_loss_, with d-logits in 16 bits."""
-    hidden, weight, bias, target, advantages = make(67, 48, 193)
-    config = LossConfig(loss_type="dapo", entropy_coef=0.01)
-    exact = loss_gradients(hidden.double(), weight.double(), bias.double(), target, advantages, config, "torch")
-    monkeypatch.setattr(linear_triton, "VENDOR_GEMM_FROM", 48)
-    for name in ("sweep", "statistics"):
-        monkeypatch.setattr(linear_triton, name, None)
-    found = loss_gradients(hidden, weight, bias, target, advantages, config, "triton")
-    assert (found[0] - exact[0]).abs().max() <= 1e-5
-    for actual, expected in zip(found[1:], exact[1:], strict=True):
-        assert (actual.double() - expected).norm() <= 3e-3 * expected.norm()
+    logps, found = gradients(dirty)
+    assert torch.isnan(logps[3]) and (found[0][3 : 3 + zeros] == 0).all()
+    assert all(torch.equal(*pair) for pair in zip(found, clean, strict=True))
 
 
 @pytest.mark.parametrize("rows", [40, 32])

@@ -6,17 +6,18 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-import triton
 
-from grpo_fast.config import LossConfig
-from grpo_fast.kernels import linear_triton, rows_triton, scale_triton, weights_triton
-from grpo_fast.kernels.rows_torch import LogitRule
-from grpo_fast.kl import KL_ESTIMATORS
-from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.kernels.gpu import exponentials
+from grpo_fast.kernels.gpu import linear as linear_triton
+from grpo_fast.kernels.gpu import rows as rows_triton
+from grpo_fast.kernels.gpu import scale as scale_triton
+from grpo_fast.kernels.types import LogitRule
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
 
 ROWS = 64
-# Triton 3.6 fails to compile these loops warp specialised.
-SPECIALIZES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
@@ -39,12 +40,12 @@ def linear(
     def call() -> object:
         arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
         out = torch.empty(ROWS, vocab) if store else None
-        return linear_triton.linear_logps(*arguments, return_entropy=has_entropy, logits_out=out)
+        return linear_triton.head_logps(*arguments, return_entropy=has_entropy, logits_out=out)
 
     return call
 
 
-def weights(vocab: int, hidden_size: int, options: str, *, known: bool = False) -> Callable[[], object]:
+def written(vocab: int, hidden_size: int, options: str, *, known: bool = False) -> Callable[[], object]:
     """The hidden -> 16-bit weights kernels: first pass and guard, or from known statistics."""
 
     def call() -> object:
@@ -52,23 +53,9 @@ def weights(vocab: int, hidden_size: int, options: str, *, known: bool = False) 
         out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
         v = torch.ones(ROWS)
         stats = (v, v, None) if known else None
-        return weights_triton.linear_weights(*arguments, out, return_entropy=has_entropy, known=stats)
+        return exponentials.head_exponentials(*arguments, out, return_entropy=has_entropy, known=stats)
 
     return call
-
-
-def looped(call: Callable[[], object], **loops: bool) -> Callable[[], object]:
-    """The same in another form of the loops, which `benchmarks.tune` times."""
-
-    def changed() -> object:
-        original = linear_triton.linear_config
-        linear_triton.linear_config = lambda *args, **options: original(*args, **options)._replace(**loops)
-        try:
-            return call()
-        finally:
-            linear_triton.linear_config = original
-
-    return changed
 
 
 def rows(dtype: torch.dtype, vocab: int) -> Callable[[], object]:
@@ -79,12 +66,12 @@ def rows(dtype: torch.dtype, vocab: int) -> Callable[[], object]:
         v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
         rule = LogitRule(1.0, 30.0, v)
         rows_triton.row_logps(logits, target, rule, return_entropy=True)
-        rows_triton.row_grad_(logits, target, v, v, v, v, v, rule)
+        rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule)
         if dtype == torch.float32:  # d-logits in 16 bits beside the logits
             out = torch.empty(4, vocab, dtype=torch.bfloat16)
-            rows_triton.row_grad_(logits, target, v, v, v, v, v, rule, out=out)
-            rows_triton.row_loss_(logits, out, target, v, v, v, v, v, v, config, rule, return_entropy=True)
-        rows_triton.row_loss_(logits, logits, target, v, v, v, v, v, v, config, rule, return_entropy=True)
+            rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule, out=out)
+            rows_triton.row_loss_(logits, out, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True)
+        rows_triton.row_loss_(logits, logits, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True)
 
     return call
 
@@ -97,7 +84,7 @@ def loss(config: LossConfig) -> Callable[[], object]:
     def call() -> None:
         logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
         rule = LogitRule(1.0, None, 1.0)
-        rows_triton.row_loss_(logits, logits, target, v, v, v, v, v, None, config, rule, return_entropy=False)
+        rows_triton.row_loss_(logits, logits, target, RowTerms(v, v, v, v, v), config, rule, return_entropy=False)
 
     return call
 
@@ -113,19 +100,12 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         for dtype in (torch.bfloat16, torch.float32):
             for options in ("", "bce"):
                 yield f"linear {str(dtype)[6:]} {size} {options}", linear(dtype, vocab, hidden_size, options)
-        yield f"weights bfloat16 {size} bce", weights(vocab, hidden_size, "bce")
+        yield f"exponentials bfloat16 {size} bce", written(vocab, hidden_size, "bce")
     yield "linear bfloat16 V=32000 H=896 be store", linear(torch.bfloat16, 32000, 896, "be", store=True)
     yield "linear float16 V=32000 H=896 bce store", linear(torch.float16, 32000, 896, "bce", store=True)
     for options in ("", "b", "be", "c") if arch == "sm_90" else ("",):
-        yield f"weights bfloat16 V=32000 H=896 {options}", weights(32000, 896, options)
-    yield "weights bfloat16 V=32000 H=896 known", weights(32000, 896, "", known=True)
-    if arch == "sm_90":
-        light = torch.bfloat16, 32000, 896, ""
-        yield "weights bfloat16 V=32000 H=896 bce, flatten", looped(weights(32000, 896, "bce"), flatten=True)
-        yield "linear bfloat16 V=32000 H=896, flatten", looped(linear(*light), flatten=True)
-        if SPECIALIZES:
-            yield "weights bfloat16 V=32000 H=896, specialize", looped(weights(32000, 896, ""), specialize=True)
-            yield "linear bfloat16 V=32000 H=896, specialize", looped(linear(*light), specialize=True)
+        yield f"exponentials bfloat16 V=32000 H=896 {options}", written(32000, 896, options)
+    yield "exponentials bfloat16 V=32000 H=896 known", written(32000, 896, "", known=True)
     for dtype, vocab in (
         (torch.float16, 1000),
         (torch.float32, 1001),

@@ -1,0 +1,108 @@
+"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken instead of torch's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.cpu import loader
+from grpo_fast.kernels.types import AddedRows, detached
+
+logger = logging.getLogger("grpo_fast")
+
+
+@functools.cache
+def unavailable(dtype: torch.dtype) -> str | None:
+    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can. Asked once."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it multiplies float32 and bfloat16, not {dtype}"
+    reason = loader.load("gemm")
+    if reason:
+        return reason
+    kernels = torch.ops.grpo_fast_gemm
+    if dtype == torch.float32:
+        return None if kernels.has_fma() else "it was compiled without AVX2 and FMA"
+    if not kernels.has_dot16() and not has_tiles():
+        return "this CPU has neither AVX512_BF16 nor AMX"
+    return None if _is_right(has_tiles()) else "its bf16 product failed its self-check"
+
+
+def vendor_rounds() -> bool:
+    """Whether torch may round fp32 operands on the CPU, as `torch.set_float32_matmul_precision("medium")` has it."""
+    return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether bf16 products go through AMX, by way of a function inside libtorch_cpu."""
+    return {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags()) and torch.ops.grpo_fast_gemm.has_tiles()
+
+
+def uses_tiles(x: Tensor) -> bool:
+    """Whether products with x as their second operand go through AMX."""
+    return x.dtype == torch.bfloat16 and has_tiles()
+
+
+def _is_right(tiles: bool) -> bool:
+    """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface needs a look."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))  # whole tiles and edges
+    out = torch.empty(130, 70)
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, False, *[None] * 6)
+    error = (out - a.float() @ b.float().t()).abs().amax().item()
+    if not error <= 1e-4:
+        logger.warning("grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead", error)
+    return error <= 1e-4
+
+
+@functools.cache
+def _door() -> Any:
+    return torch.ops.grpo_fast_gemm.mm_.default
+
+
+def mm_(
+    a: Tensor,  # (M, K) fp32, bf16 or POSITIVE16; or the transpose of such a matrix
+    b: Tensor,  # (K, N) fp32 or bf16, likewise
+    out: Tensor,  # (M, N) fp32 or bf16, contiguous rows
+    *,
+    add: bool = False,
+    parts: int = 1,
+    scales: Tensor | None = None,  # (K,) fp32
+    keeps_heavy: bool = False,
+    out_scales: Tensor | None = None,  # (M,) fp32
+    added: AddedRows | None = None,
+) -> Tensor:  # (M, N)
+    """out = a·b, or out += a·b: products exact, sums in fp32, rounded once to the dtype of `out`.
+
+    An fp32 or POSITIVE16 a beside a bf16 b is rounded to bf16 with `parts=1`; with 2, what the rounding leaves is
+    multiplied as well (16 digits, at twice the time). `keeps_heavy`, of an a that is a transpose: with 1 part, elements
+    that dominate a sum keep both, those with a 16th of the squares of their row. `scales`: the columns of a, which must
+    be a transpose and no bf16, are multiplied by these first. `out_scales`: the rows of a·b, by these before anything
+    is added (exact zeros where they are 0). An element's bits depend on its row of a and its column of b only: not on
+    M, N, or the number of threads.
+
+    Raises:
+        RuntimeError: a dtype, shape or stride that it does not take.
+    """
+    is_transpose = scales is not None or keeps_heavy
+    a, a_transposed = (a.t(), True) if is_transpose else _as_stored(a)
+    b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
+    extra: tuple[Tensor | None, ...] = (None,) * 5
+    if added is not None:
+        values = detached(added.values)
+        values = values if values.stride(1) == 1 else values.contiguous()
+        extra = *added.by_id(), detached(added.coefficients), added.rows, values
+    layout = a_transposed, b_transposed, add, parts, uses_tiles(b)
+    _door()(detached(a), detached(b), detached(out), *layout, scales, keeps_heavy, out_scales, *extra)
+    return out
+
+
+def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
+    """The matrix whose rows are contiguous in memory, and whether it is the transpose of x."""
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        return x, False
+    return (x.t(), True) if x.stride(0) == 1 else (x.contiguous(), False)

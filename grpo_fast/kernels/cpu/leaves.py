@@ -1,0 +1,212 @@
+"""The loss leaves for C++: prints the functions of objectives.py and kl.py as a header for csrc/rows.cpp.
+
+The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the vocabulary has one
+C++ counterpart, in double. Nothing is written by hand per loss; the header is made when the kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+
+MAX_PARAMS = 4  # p0 … p3 of the kernels' doors
+
+OPERATORS: dict[type, str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.BitAnd: "&&", ast.BitOr: "||",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+}  # fmt: skip
+WORDS = {
+    "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1", "where": "where",
+    "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum", "maximum": "maximum",
+}  # fmt: skip
+# Helpers of kl.py that are words themselves: each reader has its own.
+HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
+
+PRELUDE = """\
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+namespace grpo_fast {
+
+struct ValueAndSlope {
+  double value, slope;
+};
+
+// A NaN argument comes out as NaN everywhere, as in torch.
+inline double where(bool condition, double a, double b) { return condition ? a : b; }
+inline bool where(bool condition, bool a, bool b) { return condition ? a : b; }
+inline double clamp(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
+inline double minimum(double a, double b) { return b < a || b != b ? b : a; }
+inline double maximum(double a, double b) { return b > a || b != b ? b : a; }
+inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+inline double expm1_minus(double x) { return std::expm1(x) - x; }
+"""
+
+
+def objective_leaves() -> list[Callable]:
+    """The leaves of `OBJECTIVES`, each once; their order numbers them."""
+    return list(dict.fromkeys(objective.leaf for objective in OBJECTIVES.values()))
+
+
+def kl_leaves() -> list[Callable]:
+    """The leaves of `KL_ESTIMATORS`, each once; their order numbers them."""
+    return list(dict.fromkeys(KL_ESTIMATORS.values()))
+
+
+@functools.cache
+def header() -> str:
+    """The text of leaves.h.
+
+    Raises:
+        ValueError: a leaf uses something outside of the vocabulary; the message names the leaf and the expression.
+        OSError: the python sources are not there.
+    """
+    text = print_header(objective_leaves(), kl_leaves())
+    return f'{text}\n[[gnu::used]] static const char kLeavesMarker[] = "{marker_of(text)}";\n'
+
+
+def marker() -> str:
+    """What a library built with this header holds as a string: how a prebuilt one is known to have the same leaves."""
+    return marker_of(print_header(objective_leaves(), kl_leaves()))
+
+
+def marker_of(text: str) -> str:
+    return f"grpo_fast leaves {hashlib.sha256(text.encode()).hexdigest()[:20]}"
+
+
+def print_header(objectives: list[Callable], estimators: list[Callable]) -> str:
+    """A header with every leaf and the two tables `objective` and `kl_estimator`, which choose by number."""
+    functions: dict[Callable, str] = {}  # in the order in which C++ must see them: helpers first
+    for leaf in (*objectives, *estimators):
+        add_function(leaf, functions)
+    tables = [
+        table("objective", ("logp", "log_ratio", "advantage"), objectives),
+        table("kl_estimator", ("d",), estimators),
+    ]
+    limit = f"constexpr double kLogRatioMax = {LOG_RATIO_MAX!r};\n"
+    return "\n".join([PRELUDE, limit, *functions.values(), *tables, "}  // namespace grpo_fast\n"])
+
+
+def table(name: str, arguments: tuple[str, ...], leaves: list[Callable]) -> str:
+    """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0], p[1], …"""
+    lines = []
+    for index, leaf in enumerate(leaves):
+        extra = leaf.__code__.co_argcount - len(arguments)
+        if not 0 <= extra <= MAX_PARAMS:
+            raise ValueError(
+                f"{leaf.__name__}: expected the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more, "
+                f"got {inspect.signature(leaf)}"
+            )
+        values = ", ".join([*arguments, *(f"p[{i}]" for i in range(extra))])
+        lines.append(f"    case {index}: return {function_name(leaf)}({values});")
+    signature = ", ".join(f"double {argument}" for argument in arguments)
+    head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
+    head += f"inline ValueAndSlope {name}(int64_t index, {signature}, [[maybe_unused]] const double* p) {{\n"
+    return head + "  switch (index) {\n" + "\n".join(lines) + "\n  }\n  return {NAN, NAN};\n}\n"
+
+
+def function_name(leaf: Callable) -> str:
+    return f"{leaf.__module__.rpartition('.')[2]}_{leaf.__name__}"
+
+
+def add_function(leaf: Callable, functions: dict[Callable, str]) -> None:
+    """Print a leaf, and before it the leaves it calls."""
+    if leaf in functions:
+        return
+    printer = LeafPrinter(leaf)
+    text = printer.function()
+    for callee in printer.callees:
+        add_function(callee, functions)
+    functions[leaf] = text
+
+
+class LeafPrinter:
+    """One leaf as a C++ function of doubles. A name gets a trailing underscore, so it is no C++ keyword or word."""
+
+    def __init__(self, leaf: Callable) -> None:
+        self.leaf = leaf
+        tree = ast.parse(textwrap.dedent(inspect.getsource(leaf))).body[0]
+        if not isinstance(tree, ast.FunctionDef):
+            raise ValueError(f"{leaf.__name__}: expected a function made by def")
+        self.tree = tree
+        self.local = {argument.arg for argument in tree.args.args}
+        self.callees: list[Callable] = []
+
+    def function(self) -> str:
+        arguments = ", ".join(f"double {argument.arg}_" for argument in self.tree.args.args)
+        lines = [line for statement in self.tree.body for line in self.statement(statement)]
+        return f"inline ValueAndSlope {function_name(self.leaf)}({arguments}) {{\n" + "\n".join(lines) + "\n}\n"
+
+    def statement(self, statement: ast.stmt) -> list[str]:
+        match statement:
+            case ast.Expr(value=ast.Constant(value=str())):
+                return []
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                text = self.expression(value)
+                declared = "" if name in self.local else "auto "
+                self.local.add(name)
+                return [f"  {declared}{name}_ = {text};"]
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=value), ast.Name(id=slope)])], value=ast.Call() as call
+            ):
+                pair = f"{value}_and_{slope}_"
+                self.local |= {value, slope}
+                return [
+                    f"  const ValueAndSlope {pair} = {self.expression(call)};",
+                    f"  [[maybe_unused]] double {value}_ = {pair}.value, {slope}_ = {pair}.slope;",
+                ]
+            case ast.Return(value=ast.Tuple(elts=[value, slope])):
+                return [f"  return {{{self.expression(value)}, {self.expression(slope)}}};"]
+        raise self.refusal(statement)
+
+    def expression(self, node: ast.expr) -> str:
+        match node:
+            case ast.Name(id=name):
+                return self.name(node, name)
+            case ast.Constant(value=int() | float()):
+                return repr(float(node.value))  # type: ignore[arg-type]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                return f"({self.expression(left)} {OPERATORS[type(op)]} {self.expression(right)})"
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return f"(-{self.expression(operand)})"
+            case ast.Compare(left=left, ops=[compare], comparators=[right]) if type(compare) in OPERATORS:
+                return f"({self.expression(left)} {OPERATORS[type(compare)]} {self.expression(right)})"
+            case ast.Call(func=function, args=args, keywords=[]):
+                return f"{self.callee(function)}({', '.join(map(self.expression, args))})"
+        raise self.refusal(node)
+
+    def name(self, node: ast.expr, name: str) -> str:
+        if name in self.local:
+            return f"{name}_"
+        constant = self.leaf.__globals__.get(name)
+        if isinstance(constant, (int, float)):
+            return repr(float(constant))
+        raise self.refusal(node)
+
+    def callee(self, node: ast.expr) -> str:
+        match node:
+            case ast.Attribute(value=ast.Name(id="tl"), attr=word) if word in WORDS:
+                return WORDS[word]
+            case ast.Name(id=name) if name in HELPERS:
+                return HELPERS[name]
+            case ast.Name(id=name) if isinstance(self.leaf.__globals__.get(name), types.FunctionType):
+                function = self.leaf.__globals__[name]
+                self.callees.append(function)
+                return function_name(function)
+        raise self.refusal(node)
+
+    def refusal(self, node: ast.AST) -> ValueError:
+        words = ", ".join(WORDS)
+        return ValueError(
+            f"{self.leaf.__name__}: expected assignments and a returned pair in the words {words}, "
+            f"got {ast.unparse(node)!r}"
+        )

@@ -1,0 +1,136 @@
+"""Row kernels in C++ for the CPU (csrc/api/rows.cpp): the doors of reference.py on vector instructions.
+
+`row_logps` reads the logits from memory once; `row_grad_` reads and writes them once, and so does `row_loss_`, which is
+both with the loss between them. One exponential per element and sweep (two under a soft cap). A row's result depends on
+that row only, bitwise: not on the thread count, nor on the chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.cpu import leaves, loader
+from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats, detached
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
+
+
+@functools.cache
+def door(name: str) -> Any:
+    loader.require("rows")
+    return getattr(torch.ops.grpo_fast_rows, name).default
+
+
+def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
+    """(logit_scale, softcap, temperature, temperatures) of the C++ doors."""
+    if isinstance(rule.temperature, Tensor):
+        return rule.logit_scale, rule.softcap, 1.0, vector(rule.temperature)
+    return rule.logit_scale, rule.softcap, rule.temperature, None
+
+
+def vector(x: Tensor | None) -> Tensor | None:
+    """Values by row as the kernels read them: fp32, contiguous."""
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
+        return x
+    return detached(x).float().contiguous()
+
+
+def row_logps(
+    logits: Tensor,  # (C, V) fp32, bf16 or fp16; any row stride
+    target_ids: Tensor,  # (C,) int64
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> RowStats:
+    """(lse, logps, entropy) of every row, fp32 (C,); the formulas are those of reference.row_logps.
+
+    A target id outside [0, V), as masked slots may hold, is never read: its logp is NaN, its lse and entropy are right.
+
+    Raises:
+        CsrcUnavailable: the library can neither be found nor compiled.
+        RuntimeError: a dtype, shape or stride that the kernels do not take.
+    """
+    lse, logps, entropy = door("row_logps")(
+        detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy
+    )
+    return lse, logps, entropy if return_entropy else None
+
+
+def row_grad_(
+    logits: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,) int64
+    stats: RowStats,
+    grad_logps: Tensor,  # (C,) fp32
+    grad_entropy: Tensor | None,  # (C,) fp32
+    rule: LogitRule,
+    *,
+    out: Tensor | None = None,  # (C, V), dtype of the logits; or bf16 for fp32 logits
+) -> Tensor:  # (C, V)
+    """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
+
+    A row whose two coefficients are zero becomes exact zeros, whatever it held. `out` may also be a bf16 view of the
+    logits' own memory whose rows start where the logits' rows start: a row is read ahead of where it is written.
+
+    Raises:
+        CsrcUnavailable: the library can neither be found nor compiled.
+        RuntimeError: a dtype, shape or stride that the kernels do not take.
+    """
+    out = logits if out is None else out
+    lse, logps, entropy = (vector(x) for x in stats)
+    entropy = None if grad_entropy is None else entropy
+    door("row_grad_")(
+        detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy, vector(grad_logps),
+        vector(grad_entropy), *rule_arguments(rule),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _leaf_numbers() -> tuple[dict, dict]:
+    """The number of every loss type and of every KL estimator in the printed header."""
+    objectives, estimators = leaves.objective_leaves(), leaves.kl_leaves()
+    return (
+        {name: objectives.index(objective.leaf) for name, objective in OBJECTIVES.items()},
+        {name: estimators.index(leaf) for name, leaf in KL_ESTIMATORS.items()},
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def leaf_arguments(key: str) -> tuple:
+    """(objective, kl, kl_times_ratio, p0, …, p3) of the C++ doors, for the config with this key."""
+    config, (objectives, estimators) = LossConfig.from_key(key), _leaf_numbers()
+    params = config.params
+    padding = (0.0,) * (leaves.MAX_PARAMS - len(params))
+    return objectives[config.loss_type], estimators[config.kl_estimator], config.kl_times_ratio, *params, *padding
+
+
+def row_loss_(
+    logits: Tensor,  # (C, V)
+    out: Tensor,  # (C, V), dtype of the logits; or bf16 for fp32 logits
+    target_ids: Tensor,  # (C,) int64
+    terms: RowTerms,
+    config: LossConfig,
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> RowLoss:
+    """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache; see reference.row_loss_.
+
+    The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for the `grad_logps`
+    that are returned. Between them the leaves run in double, from C++ printed off their Python source (leaves.py).
+
+    Raises:
+        CsrcUnavailable: the library can neither be found nor compiled.
+        RuntimeError: a dtype, shape or stride that the kernels do not take.
+    """
+    lse, logps, entropy, losses, grad_logps = door("row_loss_")(
+        detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),
+        *leaf_arguments(config.key), *rule_arguments(rule), return_entropy,
+    )  # fmt: skip
+    return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)

@@ -1,0 +1,288 @@
+"""hidden -> log-probabilities without logits: the head's GEMM with the softmax statistics in its epilogue.
+
+    raw = hidden · Wᵀ + bias,   z = softcap·tanh(logit_scale·raw/softcap)/temperature   ->   lse, lp, entropy
+
+HBM: hidden and W are read (W once per 24 MiB of hidden), 16·ceil(V/2048) bytes per row of
+partial sums are written and read. No logits exist, unless somebody asks for them: the same kernel with one more store,
+of the raw logits or of the exponentials of exponentials.py, so the log-probabilities of a pass with gradient and of one
+without are equal bit for bit.
+
+One program takes BLOCK_T rows and one slice of 2048 columns and keeps (max, Σe, Σe·(z - max), z[target]) per row in
+registers, the sums without the target; a second kernel joins the slices of a row in their order. The slices depend on V
+alone and the tile on the device, the dtype and the layout of W alone, so a row's result depends on that row, W and its
+scalars: not on the batch around it.
+Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_fast.kernels.gpu.configs import (
+    GROUP_BYTES,
+    SLICE_COLUMNS,
+    LinearConfig,
+    architecture,
+    linear_config,
+)
+from grpo_fast.kernels.gpu.epilogue import fold_tile
+from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
+from grpo_fast.kernels.gpu.rows import launch, rule_arguments
+from grpo_fast.kernels.types import LogitRule, RowStats
+
+
+@triton.jit
+def load_tile(
+    source, row_start, n_rows, stride_row, col_start, n_cols, stride_col,
+    ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """ROWS x COLS of a matrix, zeros outside of it: through its tensor descriptor, or by predicated loads."""
+    if USE_TMA:
+        tile = source.load([row_start, col_start])
+    else:
+        # The corner in int64, inside the tile int32: half the registers of int64 throughout.
+        offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
+        corner = source + tl.cast(row_start, tl.int64) * stride_row + tl.cast(col_start, tl.int64) * stride_col
+        inside = (offs_r < n_rows - row_start)[:, None] & (offs_c < n_cols - col_start)[None, :]
+        tile = tl.load(corner + offs_r[:, None] * stride_row + offs_c[None, :] * stride_col, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["n_rows", "group_blocks"])
+def slice_kernel(
+    hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr, partial_ptr,
+    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns, group_blocks,
+    logit_scale, softcap, temperature,
+    STORE: tl.constexpr, ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
+    BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of them. So does their
+    # part of hidden, which they read once per tile: a group of row blocks takes all slices before the next one starts.
+    row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
+    first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
+    place = tl.program_id(0) % (group_blocks * slices)
+    blocks = tl.minimum(row_blocks - first_block, group_blocks)
+    slice_id = place // blocks
+    row_start = (first_block + place % blocks) * BLOCK_T
+    rows = row_start + tl.arange(0, BLOCK_T)
+    in_rows = rows < n_rows
+    target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    # No column but the target's own may match; in int32, half the registers and comparisons of the ids' int64.
+    target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
+        inv_temperature = tl.div_rn(1.0, temperature)
+        row_inv_temperature = inv_temperature[:, None]
+    else:
+        inv_temperature = tl.div_rn(1.0, temperature)
+        row_inv_temperature = inv_temperature
+
+    first = slice_id * slice_columns
+    stop = tl.minimum(first + slice_columns, V)
+    high = tl.full([BLOCK_T], FLOOR, tl.float32)
+    rest = tl.zeros([BLOCK_T], tl.float32)
+    moment = tl.zeros([BLOCK_T], tl.float32)
+    z_target = tl.zeros([BLOCK_T], tl.float32)
+    normaliser = z_target
+    if STORE == "exponentials":
+        raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
+        normaliser, _ = bent(raw_target, logit_scale, softcap, inv_temperature)
+        if lse_ptr is not None:
+            lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
+            far = is_far(lse, normaliser) & in_rows
+            normaliser = tl.where(far, lse, normaliser)
+            if ONLY_FAR:
+                stop = tl.where(tl.max(far.to(tl.int32), 0) > 0, stop, first)
+
+    for start in tl.range(first, stop, BLOCK_V):
+        raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        for h in tl.range(0, H, BLOCK_H):
+            a = load_tile(hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA)
+            b = load_tile(weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA)
+            raw = tl.dot(a, b.T, raw, input_precision="ieee")
+        high, rest, moment, z_target = fold_tile(
+            raw, start, (high, rest, moment, z_target), (target, normaliser, row_inv_temperature),
+            (row_start, n_rows, V, stride_out_t), out, bias_ptr, logit_scale, softcap,
+            STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
+        )  # fmt: skip
+
+    if partial_ptr is not None:
+        # partial (4, S, T): every kind of number lies contiguous over the rows of a slice.
+        plane = tl.cast(slices, tl.int64) * n_rows
+        here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
+        tl.store(here, high, mask=in_rows)
+        tl.store(here + plane, rest, mask=in_rows)
+        tl.store(here + 2 * plane, z_target, mask=in_rows)
+        if ENTROPY:
+            tl.store(here + 3 * plane, moment, mask=in_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows", "slices"])
+def join_kernel(
+    partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Join the slices of BLOCK_T rows, BLOCK_S at a time, first to last: the same online sum as inside a slice."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    in_rows = rows < n_rows
+    target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    inside = (target >= 0) & (target < V)
+    plane = tl.cast(slices, tl.int64) * n_rows
+    offs_s = tl.arange(0, BLOCK_S)
+    z_target = tl.zeros([BLOCK_T], tl.float32)
+    for first in range(0, slices, BLOCK_S):
+        here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
+        mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
+        z_target += tl.sum(tl.load(here + 2 * plane, mask=mask, other=0.0), 0)
+    high = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
+    rest = tl.zeros([BLOCK_T], tl.float32)
+    moment = tl.zeros([BLOCK_T], tl.float32)
+    for first in range(0, slices, BLOCK_S):
+        here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
+        mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
+        high_s = tl.load(here, mask=mask, other=FLOOR)
+        rest_s = tl.load(here + plane, mask=mask, other=0.0)
+        raised = tl.maximum(high, tl.max(high_s, 0))
+        shrink = exp_fp32(high - raised)
+        below_s = high_s - raised[None, :]
+        shrink_s = exp_fp32(below_s)
+        if entropy_ptr is not None:
+            moment_s = tl.load(here + 3 * plane, mask=mask, other=0.0)
+            moment = (moment + (high - raised) * rest) * shrink + tl.sum((moment_s + below_s * rest_s) * shrink_s, 0)
+        rest = rest * shrink + tl.sum(rest_s * shrink_s, 0)
+        high = raised
+    lse, lp, entropy = finish(high, rest, moment, z_target, inside)
+    tl.store(lse_ptr + rows, lse, mask=in_rows)
+    tl.store(logps_ptr + rows, lp, mask=in_rows)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + rows, entropy, mask=in_rows)
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Rows that start on 16 bytes and lie contiguous: what vector loads and tensor descriptors need."""
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
+    """The matrix as a tensor descriptor (TMA) of tiles."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
+    """hidden and weight as the kernel takes them: tensors, or tensor descriptors for TMA."""
+    if not config.use_tma:
+        return hidden, weight
+    return tiles(hidden, config.block_t, config.block_h), tiles(weight, config.block_v, config.block_h)
+
+
+class Problem(NamedTuple):
+    """One call as `sweep` takes it: hidden on 16-byte rows, target ids contiguous."""
+
+    hidden: Tensor  # (T, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    target_ids: Tensor  # (T,)
+    rule: LogitRule
+
+    @property
+    def slices(self) -> int:
+        return triton.cdiv(self.weight.shape[0], SLICE_COLUMNS)
+
+
+def problem(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule) -> Problem:
+    """Check the dtypes; the tile must not depend on how this batch happens to lie in memory (its sums would), so an
+    unaligned hidden, which is small, is copied to an aligned one, and W alone decides.
+    """
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}")
+    hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
+    return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
+
+
+def sweep(
+    p: Problem,
+    partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
+    out: Tensor | None = None,  # (T, V): raw logits, or with `raw_target` exponentials
+    raw_target: Tensor | None = None,  # (T,)
+    lse: Tensor | None = None,  # (T,)
+    *,
+    only_far: bool = False,
+) -> None:
+    """Start slice_kernel over all rows and slices."""
+    rows, vocab = p.hidden.shape[0], p.weight.shape[0]
+    has_entropy = partial is not None and partial.shape[0] == 4
+    temperature_ptr, *scalars = rule_arguments(p.rule)
+    is_light = not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
+    config = linear_config(p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light)
+    store_tma = config.use_tma and raw_target is not None and is_aligned(out)
+    # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and not in the exponentials
+    # from known statistics, where Triton 3.6 spills on sm_100).
+    has_room = is_light and p.hidden.dtype.itemsize == 2 and partial is not None
+    group_blocks = max(GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1)
+    destination = tiles(out, config.block_t, config.piece) if store_tma else out
+    launch(
+        slice_kernel, triton.cdiv(rows, config.block_t) * p.slices, *sources(p.hidden, p.weight, config), p.bias,
+        p.target_ids, temperature_ptr, destination, raw_target, lse,
+        partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0), p.weight.stride(1),
+        0 if out is None else out.stride(0), SLICE_COLUMNS, group_blocks, *scalars,
+        STORE="" if out is None else "logits" if raw_target is None else "exponentials", ONLY_FAR=only_far,
+        ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
+        BRANCH=has_room, BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
+        PARTS=config.block_v // config.piece, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def statistics(
+    p: Problem, *, return_entropy: bool, out: Tensor | None = None, raw_target: Tensor | None = None
+) -> RowStats:
+    """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
+    rows, device = p.hidden.shape[0], p.hidden.device
+    lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    entropy = torch.empty_like(lse) if return_entropy else None
+    if rows:
+        partial = torch.empty(4 if return_entropy else 3, p.slices, rows, dtype=torch.float32, device=device)
+        sweep(p, partial, out, raw_target)
+        launch(
+            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, lse, logps, entropy, rows, p.weight.shape[0],
+            p.slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+        )  # fmt: skip
+    return lse, logps, entropy
+
+
+def head_logps(
+    hidden: Tensor,  # (T, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    target_ids: Tensor,  # (T,)
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+    logits_out: Tensor | None = None,  # (T, V)
+) -> RowStats:
+    """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
+
+    Equals `row_logps(hidden @ weight.T + bias, ...)` with fp32 logits that never leave the registers. `hidden` and
+    `weight` share one dtype (fp32, bf16, fp16), with any strides; `logits_out` (fp32, bf16 or fp16, contiguous last
+    dimension) receives the raw logits and changes no bit of the other outputs. A target id outside [0, V) counts as a
+    logit of 0.
+
+    Raises:
+        ValueError: hidden and weight of different dtype.
+    """
+    return statistics(problem(hidden, weight, bias, target_ids, rule), return_entropy=return_entropy, out=logits_out)
+
+
+def aligned_copy(matrix: Tensor) -> Tensor:
+    """The same (T, H) values in rows that start on 16 bytes."""
+    columns = matrix.shape[1]
+    per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
+    copy = torch.empty(matrix.shape[0], per_row, dtype=matrix.dtype, device=matrix.device)[:, :columns]
+    return copy.copy_(matrix)

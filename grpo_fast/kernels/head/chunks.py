@@ -1,0 +1,185 @@
+"""The logits of one chunk and their gradient, in the two forms that the chunk loop of loop.py knows.
+
+    LogitChunks         raw logits in fp32 (vendor GEMM, or kernels from hidden with a store), a row kernel writes the
+                        d-logits over them; for 16-bit inputs on a GPU beside them, in 16 bits.   4 or 6 bytes a logit
+    ExponentialChunks   the GEMM's epilogue writes exponentials E once; d-logits = coefficient of the row · E, so no row
+                        kernel runs and nothing is written again (gpu/exponentials.py, cpu/linear.py).      2 or 4 bytes
+
+Both have the same methods. A chunk has C rows; its buffers have the padded rows of h, of which the last stay unset.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.gradients import ChunkGradients, Coefficients
+from grpo_fast.kernels.head.products import is_wide, matmul_wide
+from grpo_fast.kernels.route import Route
+from grpo_fast.kernels.types import Exponentials, LogitRule, RowLoss, RowStats, pad_rows
+from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
+from grpo_fast.objective.coefficients import RowTerms, row_coefficients
+from grpo_fast.objective.config import LossConfig
+
+# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever the vocabulary.
+ROW_ELEMENTS = 64
+
+
+class LogitChunks:
+    """d-logits by way of stored logits."""
+
+    has_entropy_gradient = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, route: Route) -> None:
+        self.weight, self.bias, self.kernels = weight, bias, route.kernels
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        # GEMMs that take 16 bits get d-logits in 16 bits, rounded once, by the row kernel.
+        self.has_narrow = not is_wide(weight) and (weight.is_cuda or route.backend == "triton")
+        self.bytes_per_logit = self.dtype.itemsize + (weight.dtype.itemsize if self.has_narrow else 0)
+        self.most_rows = 0  # rows of the workspace
+        self._logits: Tensor | None = None
+        self._narrow: Tensor | None = None
+
+    def workspace(self, rows: int) -> Tensor:
+        """(rows, V): the one buffer of logits of this pass."""
+        if self._logits is None:
+            self._logits = take_workspace(self.most_rows, self.weight.shape[0], self.weight, self.dtype)
+        return self._logits[:rows]
+
+    def release(self) -> None:
+        """Give the workspace back."""
+        give_back_workspace(self._logits)
+        self._logits = self._narrow = None
+
+    def _gradient(self, rows: int) -> Tensor:
+        """(rows, V): where the d-logits go."""
+        if not self.has_narrow:
+            return self.workspace(rows)
+        if self._narrow is None:
+            self._narrow = self.weight.new_empty(self.most_rows, self.weight.shape[0])
+        return self._narrow[:rows]
+
+    def _raw_logits(self, h: Tensor) -> Tensor:
+        """(C, V) = h·Wᵀ + bias in fp32."""
+        z = self.workspace(h.shape[0])
+        matmul_wide(h, self.weight, out=z)
+        return z if self.bias is None else z.add_(self.bias)
+
+    def logps(self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool) -> RowStats:
+        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the logits stay."""
+        count = target_ids.shape[0]
+        if self.kernels.head_logps is None:
+            z = self._raw_logits(h)[:count]
+            return self.kernels.row_logps(z, target_ids, rule, return_entropy=return_entropy)
+        return self.kernels.head_logps(
+            h[:count], self.weight, self.bias, target_ids, rule, return_entropy=return_entropy,
+            logits_out=self.workspace(h.shape[0])[:count],
+        )  # fmt: skip
+
+    def row_loss(
+        self, h: Tensor, target_ids: Tensor, terms: RowTerms, config: LossConfig, rule: LogitRule
+    ) -> tuple[ChunkGradients, RowLoss]:
+        """The d-logits, and the losses of the first C = len(target_ids) rows."""
+        count, has_entropy = target_ids.shape[0], config.needs_entropy
+        d = self._gradient(h.shape[0])
+        if self.kernels.head_logps is None:
+            z = self._raw_logits(h)
+            part = self.kernels.row_loss_(
+                z[:count], d[:count], target_ids, terms, config, rule, return_entropy=has_entropy
+            )
+            return ChunkGradients(d), part
+        # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give them here.
+        stats = self.logps(h, target_ids, rule, return_entropy=has_entropy)
+        losses, g = row_coefficients(stats[1], terms, config)
+        z = self.workspace(h.shape[0])
+        self.kernels.row_grad_(z[:count], target_ids, stats, g, terms.grad_entropy, rule, out=d[:count])
+        return ChunkGradients(d), RowLoss(*stats, losses, g)
+
+    def gradients(
+        self,
+        h: Tensor,
+        target_ids: Tensor,
+        rule: LogitRule,
+        known: RowStats,
+        g: Tensor,
+        g_entropy: Tensor | None,
+        *,
+        held: bool,
+    ) -> ChunkGradients:
+        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: `logps` of this very chunk came last."""
+        if not held:
+            self.logps(h, target_ids, rule, return_entropy=False)
+        z, d, count = self.workspace(h.shape[0]), self._gradient(h.shape[0]), target_ids.shape[0]
+        self.kernels.row_grad_(z[:count], target_ids, known, g, g_entropy, rule, out=d[:count])
+        return ChunkGradients(d)
+
+
+class ExponentialChunks:
+    """d-logits as the product of a coefficient by row and of a matrix that does not depend on the loss."""
+
+    has_entropy_gradient = False  # E knows the logps' gradient only
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, route: Route) -> None:
+        assert route.kernels.head_exponentials is not None and route.exponentials is not None
+        self.weight, self.bias, self.door = weight, bias, route.kernels.head_exponentials
+        self.dtype = route.exponentials
+        self.bytes_per_logit = self.dtype.itemsize
+        self.most_rows = 0
+        self._matrix: Tensor | None = None
+        self._filled: Exponentials | None = None
+
+    def workspace(self, rows: int) -> Tensor:
+        """(rows, V): the one buffer of exponentials of this pass."""
+        vocab = self.weight.shape[0]
+        if self._matrix is None:
+            columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
+            self._matrix = take_workspace(self.most_rows, columns, self.weight, self.dtype)
+        return self._matrix[:rows, :vocab]
+
+    def release(self) -> None:
+        """Give the workspace back."""
+        give_back_workspace(self._matrix)
+        self._matrix = None
+
+    def _fill(self, h: Tensor, target_ids: Tensor, rule: LogitRule, **options) -> RowStats:
+        count = target_ids.shape[0]
+        out = self.workspace(h.shape[0])[:count]
+        self._filled = self.door(h[:count], self.weight, self.bias, target_ids, rule, out, **options)
+        return self._filled.stats
+
+    def _times(self, g: Tensor, target_ids: Tensor, rows: int) -> ChunkGradients:
+        assert self._filled is not None
+        _, *units, dominant = self._filled
+        by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
+        matrix = self.workspace(rows)
+        rest = None if dominant is None else dominant.rest(matrix)
+        return ChunkGradients(matrix, Coefficients(by_row, by_target, target_ids, rest))
+
+    def logps(self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool) -> RowStats:
+        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the exponentials stay."""
+        return self._fill(h, target_ids, rule, return_entropy=return_entropy)
+
+    def row_loss(
+        self, h: Tensor, target_ids: Tensor, terms: RowTerms, config: LossConfig, rule: LogitRule
+    ) -> tuple[ChunkGradients, RowLoss]:
+        """The d-logits, and the losses of the first C = len(target_ids) rows."""
+        stats = self.logps(h, target_ids, rule, return_entropy=config.needs_entropy)
+        losses, g = row_coefficients(stats[1], terms, config)
+        return self._times(g, target_ids, h.shape[0]), RowLoss(*stats, losses, g)
+
+    def gradients(
+        self,
+        h: Tensor,
+        target_ids: Tensor,
+        rule: LogitRule,
+        known: RowStats,
+        g: Tensor,
+        g_entropy: Tensor | None,
+        *,
+        held: bool,
+    ) -> ChunkGradients:
+        """The d-logits of Σ g·logp; `held`: `logps` of this very chunk came last."""
+        assert g_entropy is None
+        if not held:
+            self._fill(h, target_ids, rule, known=known)
+        return self._times(g, target_ids, h.shape[0])

@@ -1,0 +1,79 @@
+"""Opt-in: leave vocabulary columns out of the gradient GEMMs whose share of the gradient is certified to be small.
+
+After the row kernel a chunk's d-logits (C, V) are known, and with them the mass of every column, m_j = Σ_t |d_tj|. The
+lightest columns are left out as long as their masses add up to at most `tolerance`·Σ_j m_j; the others are gathered, so
+it does not matter where in the vocabulary they lie. The masses hold the rows' coefficients: a column that is likely for
+a clipped token only has none.
+
+What is left out is known exactly, not estimated. With δ = Σ of the masses left out,
+
+    ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
+
+The loss and the log-probabilities do not change. A row's dH then depends on its chunk (which columns stay does), so the
+bitwise invariance to batching is given up; runs stay reproducible.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.types import widened
+
+# Gathering columns costs about as much as multiplying by this share of them.
+WORTH_BELOW = 0.6
+# Rows whose absolute values are summed at a time.
+ROWS = 64
+
+
+class Filtered(NamedTuple):
+    """Over all chunks so far: fp64 0-d tensors on the device, no sync."""
+
+    dropped: Tensor  # Σ of the masses left out
+    total: Tensor  # Σ of all masses
+    columns: Tensor  # Σ over chunks of rows · columns that stayed
+    elements: Tensor  # Σ over chunks of rows · columns
+
+    @classmethod
+    def none(cls, like: Tensor) -> Filtered:
+        zero = torch.zeros((), dtype=torch.float64, device=like.device)
+        return cls(zero, zero, zero, zero)
+
+    def add(self, dropped: Tensor | float, total: Tensor, rows: int, kept: int, of: int) -> Filtered:
+        return Filtered(
+            self.dropped + dropped, self.total + total, self.columns + rows * kept, self.elements + rows * of
+        )
+
+    def shares(self) -> Tensor:
+        """(2,) fp32: the share of the mass that was left out, and the share of the columns that stayed."""
+        whole = self.elements.clamp(min=1)
+        stayed = torch.where(self.elements > 0, self.columns / whole, 1.0)
+        return torch.stack([self.dropped / self.total.clamp(min=torch.finfo(torch.float64).tiny), stayed]).float()
+
+
+def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
+    """(V,) fp64: Σ_t |scale_t·d_tj| of (C, V) d-logits."""
+    masses = torch.zeros(d.shape[1], dtype=torch.float64, device=d.device)
+    for start in range(0, d.shape[0], ROWS):
+        block = widened(d[start : start + ROWS]).abs()
+        if scale is not None:
+            block = block * scale[start : start + ROWS, None].abs()
+        masses += block.sum(0, dtype=torch.float32)
+    return masses
+
+
+def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns that stay, in ascending order, the mass of the others, and the mass of all.
+
+    Args:
+        masses: (V,) ≥ 0.
+        tolerance: share of the mass that may be left out, in (0, 1).
+    """
+    lightest, order = masses.sort()
+    summed = lightest.cumsum(0)
+    total = summed[-1]
+    out = int((summed <= tolerance * total).sum())
+    dropped = summed[out - 1] if out else torch.zeros_like(total)
+    return order[out:].sort().values, dropped, total

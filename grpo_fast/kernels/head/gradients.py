@@ -1,0 +1,212 @@
+"""dH, dW and db from the d-logits of one chunk after another, by the matrix products of products.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
+from grpo_fast.kernels.head.products import (
+    accumulate_outer,
+    matmul_narrow,
+    weighted_column_sum,
+    weighted_product,
+)
+from grpo_fast.kernels.types import AddedRows, Dominant, Wanted, add_rows_, pad_rows
+
+# Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them are active.
+GATHER_BELOW = 0.9
+
+
+class Coefficients(NamedTuple):
+    """What turns exponentials into d-logits: by_row[:, None]·matrix, and by_target in the targets' columns."""
+
+    by_row: Tensor  # (padded C,) fp32
+    by_target: Tensor  # (padded C,) fp32
+    target_ids: Tensor  # (C,)
+    rest: Dominant | None = None  # of elements that the product rounds
+
+    def select(self, rows: Tensor) -> Coefficients:
+        """Those of some rows, padded again."""
+        by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
+        rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
+        return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)
+
+
+class ChunkGradients(NamedTuple):
+    """d-logits of a chunk: the matrix itself, or with coefficients a matrix of exponentials.
+
+    Exponentials are finite in every row and 0 in the target's column; a row whose coefficients are 0 counts as exact
+    zeros.
+    """
+
+    matrix: Tensor  # (padded C, V)
+    coefficients: Coefficients | None = None
+
+
+class GradientSums:
+    """dH by rows, dW and db over the chunks of one head, summed in fp32 (fp64 for fp64).
+
+    Args:
+        hidden, weight, bias: (N, H), (V, H), (V,) the head's tensors.
+        wanted: which gradients to form.
+        index: (T,) the row of hidden that predicts each target; None: t.
+        repeats: a row of hidden may predict several targets: its gradients are summed.
+        is_only: all rows come in one call of `add`.
+        is_wide: gradients are returned as they are summed; else in the dtypes of hidden, weight and bias.
+        tolerance: share of Σ|d-logits| that may be left out (grad_filter.py); None: nothing.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: Wanted,
+        *,
+        index: Tensor | None = None,
+        repeats: bool = False,
+        is_only: bool = False,
+        is_wide: bool = False,
+        tolerance: float | None = None,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.wanted = hidden, weight, bias, wanted
+        self.index, self.repeats = index, repeats
+        self.is_wide, self.is_only = is_wide, is_only and not is_wide
+        self.tolerance = tolerance
+        self.filtered = None if tolerance is None else Filtered.none(hidden)
+        self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.hidden_dtype = self.sum_dtype if is_wide or repeats else hidden.dtype
+        self.d_hidden: Tensor | None = None
+        self.d_weight: Tensor | None = None
+        self.d_bias: Tensor | None = None
+
+    def add(self, rows: slice | Tensor, h: Tensor, d_logits: ChunkGradients, count: int, keep: Tensor | None) -> None:
+        """Add one chunk.
+
+        Args:
+            rows: the chunk among the T active rows.
+            h: (padded C, H) its hidden rows.
+            d_logits: its d-logits.
+            count: C, the rows that are no padding.
+            keep: those with a coefficient, None for all; the others are exact zeros, left out of every GEMM when they
+                are many.
+        """
+        if keep is not None and keep.shape[0] == 0:
+            return
+        index = rows if self.index is None else self.index[rows]
+        d, by = d_logits
+        if keep is not None and gathers(keep, count):
+            h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
+            by = None if by is None else by.select(keep)
+            index, count = keep + index.start if isinstance(index, slice) else index[keep], keep.shape[0]
+        elif count < d.shape[0]:
+            d[count:].zero_()
+        if by is None:
+            self._add_products(d, h, count, index)
+        else:
+            self._add_weighted(d, by, h, count, index)
+
+    def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
+        d, weight, columns = self._filter(d, count, None)
+        if self.wanted.hidden:
+            self._keep_hidden(matmul_narrow(d, weight, wide=self.is_wide)[:count], index)
+        self._keep_weight(d, h, columns)
+        if self.wanted.bias:
+            self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)
+
+    def _add_weighted(self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor) -> None:
+        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in their order."""
+        target = by.by_target[:count]
+        d, weight, columns = self._filter(d, count, by)
+        if self.wanted.hidden:
+            added = AddedRows(target, self.weight, rows=by.target_ids)
+            if by.rest is not None:
+                rest = by.rest if columns is None else by.rest.of_columns(columns)
+                added = rest.added_to(added, by.by_row)
+            self._keep_hidden(weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index)
+        if self.wanted.weight:
+            self._keep_weight(d, h, columns, by.by_row, AddedRows(target, h[:count], ids=by.target_ids))
+        if self.wanted.bias:
+            self._keep_bias(weighted_column_sum(d, by.by_row), columns)
+            assert self.d_bias is not None
+            add_rows_(self.d_bias, by.target_ids, target)
+
+    def _filter(self, d: Tensor, count: int, by: Coefficients | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """d, W and the columns that the filter leaves of both; None for all. Targets' coefficients always stay."""
+        if self.tolerance is None or self.filtered is None:
+            return d, self.weight, None
+        vocab = self.weight.shape[0]
+        masses = column_masses(d[:count], None if by is None else by.by_row[:count])
+        columns, dropped, total = heavy_columns(masses, self.tolerance)
+        if by is not None:
+            total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
+        kept = columns.shape[0]
+        if kept >= WORTH_BELOW * vocab:
+            self.filtered = self.filtered.add(0.0, total, count, vocab, vocab)
+            return d, self.weight, None
+        self.filtered = self.filtered.add(dropped, total, count, kept, vocab)
+        return d.index_select(1, columns), self.weight.index_select(0, columns), columns
+
+    def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
+        if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
+            self.d_hidden = dh.to(self.hidden_dtype)
+            return
+        if self.d_hidden is None:
+            self.d_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden_dtype, device=dh.device)
+        if self.repeats:
+            assert isinstance(index, Tensor)
+            add_rows_(self.d_hidden, index, dh.to(self.hidden_dtype))
+        else:
+            self.d_hidden[index] = dh.to(self.hidden_dtype)
+
+    def _keep_weight(
+        self,
+        d: Tensor,
+        h: Tensor,
+        columns: Tensor | None,
+        scales: Tensor | None = None,
+        added: AddedRows | None = None,
+    ) -> None:
+        """dW += dᵀ·diag(scales)·h, and `added`; every column of `columns` occurs once: no order is in question."""
+        if not self.wanted.weight:
+            return
+        if columns is None:
+            self.d_weight = accumulate_outer(
+                self.d_weight, d, h, self.weight, is_only=self.is_only, scales=scales, added=added
+            )
+            return
+        if self.d_weight is None:
+            self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)
+        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
+        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales))
+        if added is not None:
+            added.add_to_(self.d_weight)
+
+    def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
+        if columns is not None:
+            db = db.new_zeros(self.weight.shape[0]).index_copy_(0, columns, db)
+        self.d_bias = db if self.d_bias is None else self.d_bias + db
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(dH, dW, db), contiguous; empty where none was wanted."""
+        results = []
+        for sum_, like, is_wanted in (
+            (self.d_hidden, self.hidden, self.wanted.hidden),
+            (self.d_weight, self.weight, self.wanted.weight),
+            (self.d_bias, self.bias, self.wanted.bias),
+        ):
+            if not is_wanted:
+                results.append(self.hidden.new_empty(0))
+                continue
+            dtype = self.sum_dtype if self.is_wide else like.dtype
+            is_missing = sum_ is None
+            results.append(torch.zeros(like.shape, dtype=dtype, device=like.device) if is_missing else sum_.to(dtype))
+        return results[0], results[1], results[2]
+
+
+def gathers(keep: Tensor, count: int) -> bool:
+    """Whether so few of `count` rows are kept that copying them beats multiplying zeros."""
+    return keep.shape[0] < GATHER_BELOW * count

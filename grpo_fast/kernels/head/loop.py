@@ -1,0 +1,179 @@
+"""hidden → loss: the chunk loop over rows, one for all devices. Nothing of size N·V ever exists.
+
+For each chunk of C rows: hidden·Wᵀ and its statistics lse, logp, entropy → coefficients (grpo_fast/objective) →
+d-logits → dH = d·W, dW += dᵀ·hidden in fp32. Chunks come in two kinds (chunks.py). 6·N·V·H flops when the coefficients
+of a chunk follow from the chunk (token-level losses, or everything in one chunk); otherwise the last chunk is kept and
+the others are formed again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one chunk, bounded by
+`workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits.
+
+A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least ROW_MULTIPLE rows
+(zero-padded), so a small batch meets the same GEMM kernel as a large one. (On a GPU that is so for logps, from a kernel
+of ours; whether the vendor's dH keeps it for every number of rows is not measured.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
+from grpo_fast.kernels.head.gradients import GradientSums, gathers
+from grpo_fast.kernels.route import Route
+from grpo_fast.kernels.types import ActiveRows, LogitRule, RowLoss, RowStats, Wanted, pad_rows, padded
+from grpo_fast.kernels.workspace import workspace_bytes
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+
+
+class LinearHead:
+    """One pass of T active rows through the head: logits by chunk, and the gradients that come back.
+
+    Args:
+        hidden, weight, bias: (N, H), (V, H), (V,).
+        rows: the targets, their rule, and the rows of hidden that predict them.
+        route: what runs.
+        tolerance: share of Σ|d-logits| that the gradient GEMMs may leave out (grad_filter.py).
+        entropy_gradient: the coefficients will have a dL/dentropy.
+        is_wide: dH, dW and db are returned as they are summed, in fp32 at least.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: ActiveRows,
+        route: Route,
+        *,
+        tolerance: float | None = None,
+        entropy_gradient: bool = False,
+        is_wide: bool = False,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.rows = hidden, weight, bias, rows
+        self.head_logps = route.kernels.head_logps
+        self.tolerance, self.is_wide = tolerance, is_wide
+        self.num_rows = rows.target_ids.shape[0]
+        has_exponentials = route.exponentials is not None and not entropy_gradient
+        self.chunk = (ExponentialChunks if has_exponentials else LogitChunks)(weight, bias, route)
+        self.chunk_rows = self._chunk_rows()
+        self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
+        self.held: slice | None = None  # the chunk whose logits or exponentials are in the workspace, from `logps`
+        self.filtered: Tensor | None = None  # (2,) what the filter left out, from the last gradients
+
+    def _chunk_rows(self) -> int:
+        """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
+        row_bytes = max(self.weight.shape[0], 1) * self.chunk.bytes_per_logit
+        most = max(workspace_bytes(self.weight.device, self.chunk.bytes_per_logit) // row_bytes, 1)
+        chunks = -(-self.num_rows // most) or 1
+        return max(padded(-(-self.num_rows // chunks)), padded(1))
+
+    def chunks(self) -> Iterator[slice]:
+        """Slices of the active rows, in order."""
+        for start in range(0, self.num_rows, self.chunk_rows):
+            yield slice(start, min(start + self.chunk_rows, self.num_rows))
+
+    @property
+    def is_single_chunk(self) -> bool:
+        return self.num_rows <= self.chunk_rows
+
+    def _hidden(self, chunk: slice) -> Tensor:
+        """(C, H): the hidden rows of a chunk."""
+        index = self.rows.hidden_index
+        return self.hidden[chunk] if index is None else self.hidden.index_select(0, index[chunk])
+
+    def _padded(self, chunk: slice) -> Tensor:
+        """(padded C, H): zero rows added up to a multiple of ROW_MULTIPLE."""
+        return pad_rows(self._hidden(chunk)).contiguous()
+
+    def _targets(self, index: slice | Tensor) -> tuple[Tensor, LogitRule]:
+        return self.rows.target_ids[index], self.rows.rule.rows(index)
+
+    def _sums(self, wanted: Wanted) -> GradientSums:
+        return GradientSums(
+            self.hidden, self.weight, self.bias, wanted, index=self.rows.hidden_index, repeats=self.rows.repeats,
+            is_only=self.is_single_chunk, is_wide=self.is_wide, tolerance=self.tolerance,
+        )  # fmt: skip
+
+    def _finished(self, sums: GradientSums) -> tuple[Tensor, Tensor, Tensor]:
+        self.chunk.release()
+        self.filtered = None if sums.filtered is None else sums.filtered.shares()
+        return sums.finish()
+
+    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
+        """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole work: 2·T·V·H.
+
+        With `keep` the last chunk stays in the workspace, ready for `gradients`.
+        """
+        parts, chunks = [], list(self.chunks())
+        if self.head_logps is not None and not keep and self.num_rows:
+            chunks = [slice(0, self.num_rows)]
+        for chunk in chunks:
+            targets, rule = self._targets(chunk)
+            if self.head_logps is not None and not (keep and chunk == chunks[-1]):
+                h = self._hidden(chunk)
+                stats = self.head_logps(h, self.weight, self.bias, targets, rule, return_entropy=return_entropy)
+            else:
+                stats = self.chunk.logps(self._padded(chunk), targets, rule, return_entropy=return_entropy)
+                self.held = chunk
+            parts.append(stats)
+        if not keep:
+            self.held = None
+            self.chunk.release()
+        return joined(parts, self.hidden)
+
+    def loss_gradients(
+        self, terms: RowTerms, config: LossConfig, wanted: Wanted
+    ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
+        """One sweep, 6·T·V·H: row losses and (dH, dW, db) of a loss whose coefficients follow row by row."""
+        sums, parts = self._sums(wanted), []
+        for chunk in self.chunks():
+            h, (targets, rule) = self._padded(chunk), self._targets(chunk)
+            here = terms.rows(chunk)
+            d_logits, part = self.chunk.row_loss(h, targets, here, config, rule)
+            keep = None if is_capturing(h) else active_rows(part.grad_logps, here.grad_entropy)
+            sums.add(chunk, h, d_logits, targets.shape[0], keep)
+            parts.append(part)
+        return RowLoss(*joined(parts, self.hidden)), self._finished(sums)
+
+    def gradients(
+        self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
+
+        The chunk that `logps` kept comes first; the others are computed again, for active rows only.
+        """
+        sums = self._sums(wanted)
+        for chunk in reversed(list(self.chunks())) if any(wanted) else ():
+            keep = None
+            if not is_capturing(g):
+                keep = active_rows(g[chunk], None if g_entropy is None else g_entropy[chunk])
+                if keep.shape[0] == 0:
+                    continue
+            h, count = self._padded(chunk), chunk.stop - chunk.start
+            index: slice | Tensor = chunk
+            is_held, self.held = chunk == self.held, None
+            if not is_held and keep is not None and gathers(keep, count):
+                h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
+                index, keep = keep + chunk.start, torch.arange(count, device=keep.device)
+            targets, rule = self._targets(index)
+            stats: RowStats = tuple(None if x is None else x[index] for x in known)  # type: ignore[assignment]
+            here = g[index], None if g_entropy is None else g_entropy[index]
+            sums.add(index, h, self.chunk.gradients(h, targets, rule, stats, *here, held=is_held), count, keep)
+        return self._finished(sums)
+
+
+def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """The rows with a coefficient that is not 0."""
+    return (g if g_entropy is None else (g != 0) | (g_entropy != 0)).nonzero()[:, 0]
+
+
+def joined(parts: list, like: Tensor) -> tuple:
+    """Concatenate the fields of the chunks' statistics; a field that is None stays None."""
+    if not parts:
+        return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))

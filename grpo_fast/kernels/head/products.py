@@ -1,0 +1,142 @@
+"""The three matrix products of a chunk, by the vendor's GEMM or our own: which call, for each dtype and device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.cpu import gemm
+from grpo_fast.kernels.route import own_product
+from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
+
+# Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32 output.
+WIDEN_ROWS = 16384
+# Rows of a matrix of exponentials that are widened at a time.
+COLUMN_SUM_ROWS = 64
+
+
+def is_wide(x: Tensor) -> bool:
+    """True for fp32 and fp64, which GEMMs treat as they are."""
+    return x.dtype.itemsize >= 4
+
+
+def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
+    """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ, products exact and sums in fp32 for 16-bit inputs."""
+    if own_product(h):
+        gemm.mm_(h, weight.t(), out)
+    elif is_wide(h):
+        torch.mm(h, weight.t(), out=out)
+    elif h.is_cuda:
+        torch.mm(h, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        h = h.float()
+        for v in range(0, weight.shape[0], WIDEN_ROWS):
+            matmul_wide(h, weight[v : v + WIDEN_ROWS].float(), out=out[:, v : v + WIDEN_ROWS])
+
+
+def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
+    """(C, H) = d (C, V) · weight (V, H), summed in fp32.
+
+    d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU may round it to the
+    weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps 16 digits.
+    """
+    if own_product(weight):
+        out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
+        return gemm.mm_(d, weight, out, parts=1 if d.dtype == weight.dtype else 2)
+    if is_wide(weight):
+        return d @ weight
+    if weight.is_cuda:
+        d = d.to(weight.dtype)
+        return torch.mm(d, weight, out_dtype=torch.float32) if wide else d @ weight
+    dh = torch.zeros((d.shape[0], weight.shape[1]), dtype=torch.float32, device=d.device)
+    for v in range(0, weight.shape[0], WIDEN_ROWS):
+        add_product_(dh, d[:, v : v + WIDEN_ROWS].float(), weight[v : v + WIDEN_ROWS].float())
+    return dh
+
+
+def weighted_product(matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype) -> Tensor:
+    """(C, H) = diag(scales)·matrix · weight + added, for (C,) scales; summed in fp32, rounded to `dtype` once.
+
+    `matrix`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those 16 bits where the
+    product takes such.
+    """
+    count = scales.shape[0]
+    if own_product(weight):
+        out = weight.new_empty((count, weight.shape[1]), dtype=dtype)
+        return gemm.mm_(matrix[:count], weight, out, out_scales=scales, added=added)
+    product = scaled_rows(matmul_narrow(matrix, weight, wide=True)[:count], scales)
+    return (product + added.terms()).to(dtype)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a·b in fp32 or fp64."""
+    return gemm.mm_(a, b, total, add=True) if own_product(b) else total.addmm_(a, b)
+
+
+def accumulate_outer(
+    total: Tensor | None,
+    d: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    *,
+    is_only: bool,
+    scales: Tensor | None = None,
+    added: AddedRows | None = None,
+) -> Tensor:
+    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the weight's dtype.
+
+    `scales` (C,) fp32: the rows of d are exponentials, to be multiplied by these (exact zeros where they are 0). `added`:
+    rows that the sum gets on top.
+    """
+    is_own = own_product(h)
+    if scales is not None and not (is_own and d.dtype in (torch.float32, POSITIVE16)):
+        h, scales = scaled_rows(h, scales).to(h.dtype), None
+    if is_own:
+        is_new = total is None
+        if total is None:
+            dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
+            total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
+        digits: dict[str, Any] = {}
+        if d.dtype != h.dtype:
+            digits = {"parts": 2} if scales is None else {"keeps_heavy": True}
+        return gemm.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added, **digits)
+    total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
+    if added is not None:
+        added.add_to_(total)
+    return total
+
+
+def _accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool) -> Tensor:
+    if is_wide(h):
+        return d.t() @ h if total is None else total.addmm_(d.t(), h)
+    if h.is_cuda:
+        if total is None:
+            return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
+        return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
+    d, h = d.float(), h.float()
+    if total is None and not is_only:
+        total = d.new_zeros(weight.shape)
+    if total is not None:
+        return add_product_(total, d.t(), h)
+    total = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for v in range(0, total.shape[0], WIDEN_ROWS):
+        part = total[v : v + WIDEN_ROWS]
+        part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_only=True))
+    return total
+
+
+def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
+    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], for a matrix (C, V) of exponentials and (C,) fp32 coefficients."""
+    if not matrix.is_cuda:
+        total = coefficients.new_zeros(matrix.shape[1])
+        for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):
+            total += coefficients[t : t + COLUMN_SUM_ROWS] @ widened(matrix[t : t + COLUMN_SUM_ROWS])
+        return total
+    # Three 16-bit numbers hold the 24 digits of an fp32 one: one thin GEMM, no fp32 copy of the matrix.
+    parts, left = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype), coefficients
+    for i in range(3):
+        parts[:, i] = left
+        left = left - parts[:, i].float()
+    return torch.mm(matrix.t(), parts, out_dtype=torch.float32).sum(1)

@@ -1,0 +1,123 @@
+"""Row kernels in plain torch: the readable reference, for every device and dtype.
+
+Each door treats a chunk of rows of raw logits (C, V), raw = hidden·Wᵀ + bias, under a `LogitRule`. cpu/rows.py (C++)
+and gpu/rows.py (Triton) have the same doors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
+from grpo_fast.objective.coefficients import RowTerms, row_coefficients
+from grpo_fast.objective.config import LossConfig
+
+
+def final_logits(logits: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | float]:
+    """z (C, V) in fp32 (fp64 stays fp64) and dz/draw, a float or (C, 1) or (C, V)."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    slope: Tensor | float = rule.logit_scale
+    if rule.logit_scale != 1:
+        z = z * rule.logit_scale
+    if rule.softcap is not None:
+        bent = torch.tanh(z / rule.softcap)
+        z = bent * rule.softcap
+        slope = (1 - bent * bent) * slope
+    if isinstance(rule.temperature, Tensor):
+        temperature = rule.temperature.to(z.dtype)[:, None]
+        return z / temperature, slope / temperature
+    if rule.temperature != 1:
+        return z / rule.temperature, slope / rule.temperature
+    return z, slope
+
+
+def row_logps(
+    logits: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,) int64
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> RowStats:
+    """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0.
+
+    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain. A row with a NaN or +inf
+    among its logits has lse and logp NaN.
+    """
+    z, _ = final_logits(logits, rule)
+    columns = columns_of(target_ids, logits)[:, None]
+    z_target = z.gather(-1, columns)
+    others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
+    x = others - z_target.squeeze(-1)
+    # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's softplus does).
+    logps = -torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+    lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
+    is_sound = lse < torch.inf
+    lse, logps = torch.where(is_sound, lse, torch.nan), torch.where(is_sound, logps, torch.nan)
+    entropy = None
+    if return_entropy:
+        logp_all = z - lse[:, None]
+        entropy = -torch.where(logp_all == -torch.inf, 0.0, logp_all.exp() * logp_all).sum(-1)
+    return lse.float(), logps.float(), None if entropy is None else entropy.float()
+
+
+def columns_of(target_ids: Tensor, logits: Tensor) -> Tensor:
+    """(C,) the targets' columns; where there is none, any."""
+    return target_ids.clamp(0, logits.shape[-1] - 1)
+
+
+def row_grad_(
+    logits: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,) int64
+    stats: RowStats,
+    grad_logps: Tensor,  # (C,)
+    grad_entropy: Tensor | None,  # (C,)
+    rule: LogitRule,
+    *,
+    out: Tensor | None = None,  # (C, V)
+) -> Tensor:  # (C, V)
+    """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
+
+    A row whose two coefficients are zero becomes exact zeros, whatever it held. The target column's 1 - p is
+    -expm1(logp), so nothing cancels when the model is certain.
+    """
+    out = logits if out is None else out
+    lse, logps, entropy = stats
+    z, slope = final_logits(logits, rule)
+    logp_all = z - lse.to(z.dtype)[:, None]
+    p = logp_all.exp()
+    g = grad_logps.to(z.dtype)[:, None]
+    dz = -g * p
+    columns = columns_of(target_ids, logits)[:, None]
+    dz.scatter_(-1, columns, -g * torch.expm1(logps.to(z.dtype))[:, None])
+    active = grad_logps != 0
+    if grad_entropy is not None and entropy is not None:
+        surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
+        dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
+        active = active | (grad_entropy != 0)
+    out.copy_(torch.where(active[:, None], dz * slope, 0.0))
+    return out
+
+
+def row_loss_(
+    logits: Tensor,  # (C, V)
+    out: Tensor,  # (C, V)
+    target_ids: Tensor,  # (C,)
+    terms: RowTerms,
+    config: LossConfig,
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+) -> RowLoss:
+    """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`, `row_grad_`.
+
+    `out` (which may be `logits`) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t. A row whose target
+    lies outside [0, V) does not count: it is written as zeros and has loss 0, whatever it and its terms hold.
+    """
+    stats = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
+    losses, grad = row_coefficients(stats[1], terms, config)
+    counts = target_ids == columns_of(target_ids, logits)
+    losses, grad = torch.where(counts, losses, 0.0), torch.where(counts, grad, 0.0)
+    grad_entropy = None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
+    row_grad_(logits, target_ids, stats, grad, grad_entropy, rule, out=out)
+    return RowLoss(*stats, losses, grad)

@@ -1,0 +1,171 @@
+"""Which code runs: the one place that decides, by device, dtype and shape, and says so.
+
+A `Route` is the answer for one head or one matrix of logits, as a value that can be printed. GRPO_FAST_LOG=1 prints
+each one the first time it is taken. Environment:
+
+    GRPO_FAST_LOG=1                  say on stderr what runs
+    GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (default auto: see `own_product`)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.cpu import gemm, loader
+from grpo_fast.kernels.types import POSITIVE16
+
+logger = logging.getLogger("grpo_fast")
+
+BACKENDS = ("auto", "torch", "cpu", "triton")
+GEMMS = ("auto", "own", "vendor")
+# Below this many columns the C++ row kernels, which also take the loss's leaf, are as fast as those that start from
+# hidden, and take fewer Python calls.
+FROM_HIDDEN = 2048
+
+if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
+    logging.basicConfig(format="%(message)s")
+    logger.setLevel(logging.INFO)
+
+
+class Kernels(NamedTuple):
+    """The doors of one backend (documented in reference.py, gpu/linear.py and gpu/exponentials.py)."""
+
+    row_logps: Callable
+    row_grad_: Callable
+    row_loss_: Callable
+    head_logps: Callable | None = None  # from hidden
+    head_exponentials: Callable | None = None  # from hidden
+
+
+class Route(NamedTuple):
+    """What runs for one head or one matrix of logits.
+
+    Attributes:
+        backend: "torch", "cpu" (C++) or "triton".
+        kernels: its doors; those that start from hidden are None where they are not taken.
+        exponentials: dtype of what `head_exponentials` writes, None where the logits are stored instead.
+        product: whose matrix products: "own", "own, AMX", or "torch".
+    """
+
+    backend: str
+    kernels: Kernels
+    exponentials: torch.dtype | None
+    product: str
+
+    def __str__(self) -> str:
+        stored = "logits" if self.exponentials is None else f"exponentials in {str(self.exponentials)[6:]}"
+        way = "row kernels" if self.kernels.head_logps is None else f"kernels from hidden, {stored} stored"
+        return f"{self.backend} backend, {way}, products: {self.product}"
+
+
+def rows_route(backend: str, logits: Tensor) -> Route:
+    """For a matrix of given logits.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot run here, with the reason.
+    """
+    name = _resolved(backend, logits)
+    return _said(name, None, "torch")
+
+
+def head_route(backend: str, weight: Tensor) -> Route:
+    """For a head with this weight; see `rows_route`."""
+    name = _resolved(backend, weight)
+    is_own = own_product(weight)
+    product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
+    stored: torch.dtype | None = None
+    if name == "triton":
+        stored = torch.bfloat16 if weight.dtype == torch.bfloat16 else None
+        return _said(name, "from hidden", product, stored)
+    if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN and loader.load("linear") is None:
+        stored = POSITIVE16 if weight.dtype == torch.bfloat16 else torch.float32
+        return _said(name, "from hidden", product, stored)
+    return _said(name, None, product)
+
+
+def own_product(x: Tensor) -> bool:
+    """Whether products with x as their second operand go through our own matrix product (csrc) instead of torch's.
+
+    torch multiplies fp32 through MKL, which gives an AMD core half of what it can do; and it rounds a bf16 product to
+    bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not Intel's, and for bf16 wherever
+    the CPU multiplies 16-bit numbers. Elsewhere the vendor's product is as good, or 16-bit numbers are widened. Where
+    the user lets torch round fp32 operands (medium matmul precision on AMX), ours keeps the loss in fp32.
+    """
+    if not x.is_cpu or _gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
+        return False
+    is_intel = loader.cpu_vendor() == "GenuineIntel"
+    return not (x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto") or gemm.vendor_rounds()
+
+
+@functools.cache
+def _gemm_choice() -> str:
+    choice = os.environ.get("GRPO_FAST_GEMM", "auto")
+    if choice not in GEMMS:
+        raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, got {choice!r}")
+    return choice
+
+
+def _resolved(backend: str, x: Tensor) -> str:
+    """An explicit name never falls back: it works or says why not.
+
+    "auto" is csrc on the CPU where it can be built, Triton on a GPU, and plain torch elsewhere and for fp64, which is
+    the reference's own dtype.
+    """
+    if x.dtype == torch.float64:
+        if backend not in ("auto", "torch"):
+            raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
+        return "torch"
+    if backend == "auto":
+        return _auto(x.device.type)
+    reason = unavailable(backend, x.device.type)
+    if reason:
+        raise ValueError(f"backend: expected one that runs here, got {backend!r}: {reason}")
+    return backend
+
+
+@functools.cache
+def _auto(device_type: str) -> str:
+    preferred = {"cpu": "cpu", "cuda": "triton"}.get(device_type, "torch")
+    return "torch" if unavailable(preferred, device_type) else preferred
+
+
+@functools.cache
+def unavailable(backend: str, device_type: str) -> str | None:
+    """Why a backend cannot run on a kind of device, or None when it can."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
+    if backend == "cpu":
+        if device_type != "cpu":
+            return f"the tensors are on {device_type}, the C++ kernels read host memory"
+        return loader.load()
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the tensors are on the CPU (set TRITON_INTERPRET=1 before the first import to interpret kernels)"
+    return None
+
+
+@functools.cache
+def _said(backend: str, start: str | None, product: str, stored: torch.dtype | None = None) -> Route:
+    """The route with its doors; logged when it is first taken."""
+    folder = {"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend]
+    rows = importlib.import_module(f"grpo_fast.kernels.{folder}")
+    kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)
+    if start is not None:
+        folder = "cpu" if backend == "cpu" else "gpu"
+        head = importlib.import_module(f"grpo_fast.kernels.{folder}.linear")
+        weights = head if backend == "cpu" else importlib.import_module("grpo_fast.kernels.gpu.exponentials")
+        kernels = kernels._replace(head_logps=head.head_logps, head_exponentials=weights.head_exponentials)
+    route = Route(backend, kernels, stored, product)
+    logger.info("grpo_fast: %s", route)
+    return route

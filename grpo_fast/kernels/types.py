@@ -1,0 +1,199 @@
+"""What the floors of the kernels hand to each other. Rows: T active tokens, or the C of one chunk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# (lse, logps, entropy or None) of some rows, each (C,) fp32
+RowStats = tuple[Tensor, Tensor, Tensor | None]
+
+# Rows per GEMM are a multiple of this: below 8 rows MKL takes another kernel, with another order
+# of summation.
+ROW_MULTIPLE = 32
+# Numbers from 0 to 2^30 with ten binary digits (Positive16 in csrc/vec/storage.h): torch has no
+# such dtype.
+POSITIVE16 = torch.int16
+
+
+class LogitRule(NamedTuple):
+    """How raw logits become the distribution's.
+
+    z = softcap · tanh(logit_scale · raw / softcap) / temperature
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
+
+    def rows(self, index: slice | Tensor) -> LogitRule:
+        """The rule of a subset of the rows."""
+        if isinstance(self.temperature, Tensor):
+            return self._replace(temperature=self.temperature[index])
+        return self
+
+
+class ActiveRows(NamedTuple):
+    """The T rows that have a target, how they lie among the N of the caller, and their logits' rule."""
+
+    num_rows: int  # N
+    index: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
+    target_ids: Tensor  # (T,) int64, inside [0, V)
+    rule: LogitRule  # temperature: a float, or (T,)
+    hidden_index: Tensor | None  # (T,) int64: the row of hidden that predicts each target; None: t
+    repeats: bool = False  # a row of hidden may predict several targets: its gradients are summed
+
+    def active(self, x: Tensor) -> Tensor:
+        """(N, …) → (T, …)."""
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def to_rows(self, x: Tensor, fill: int = 0) -> Tensor:
+        """(T,) → (N,), `fill` where a row is not active."""
+        if self.index is None:
+            return x
+        return x.new_full((self.num_rows,), fill).index_copy_(0, self.index, x)
+
+
+class RowLoss(NamedTuple):
+    """What `row_loss_` says of every row, (C,) fp32, beside the d-logits it writes."""
+
+    lse: Tensor
+    logps: Tensor
+    entropy: Tensor | None
+    losses: Tensor  # policy_weights·ℓ + kl_weights·KL
+    grad_logps: Tensor  # its derivative
+
+
+class Wanted(NamedTuple):
+    """Which gradients somebody will read."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class AddedRows(NamedTuple):
+    """Rows that a matrix gets on top in fp32: total[ids[t]] += coefficients[t]·values[rows[t]].
+
+    Where the coefficient is 0 nothing is added, whatever `values` holds; equal ids are added in
+    their order.
+    """
+
+    coefficients: Tensor  # (T,) fp32
+    values: Tensor  # (R, N)
+    ids: Tensor | None = None  # (T,) int64, None: t
+    rows: Tensor | None = None  # (T,) int64, None: t
+
+    def terms(self) -> Tensor:
+        """(T, N) fp32: what is added, one row for each coefficient."""
+        count = len(self.coefficients)
+        values = self.values[:count] if self.rows is None else self.values[self.rows]
+        return scaled_rows(values, self.coefficients)
+
+    def add_to_(self, total: Tensor) -> None:
+        """The same as a pass of its own over (V, N) fp32 sums."""
+        assert self.ids is not None
+        add_rows_(total, self.ids, self.terms())
+
+    def by_id(self) -> tuple[Tensor, Tensor]:
+        """ids in ascending order, and the t of each."""
+        if self.ids is None:
+            places = torch.arange(len(self.coefficients))
+            return places, places
+        ids, order = self.ids.sort(stable=True)
+        return ids, order
+
+
+class Dominant(NamedTuple):
+    """n elements of a matrix (C, V) in 16 bits that make up more than a 16th of their row; at most 16 of a row.
+
+    A row of dH is Σ_j d_j·(W_j - W_target). Where one j has most of it and W_j resembles W_target the two nearly
+    cancel, and the digits that d_j lost are a large part of what is left: that is added to dH in fp32.
+    """
+
+    rows: Tensor  # (n,) int64
+    columns: Tensor  # (n,) int64
+    values: Tensor  # (n,) fp32
+
+    def rest(self, matrix: Tensor) -> Dominant:
+        """What is left of the values when the product has taken those of `matrix`, rounded to bf16."""
+        taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
+        return self._replace(values=self.values - taken)
+
+    def of_rows(self, rows: Tensor, count: int) -> Dominant:
+        """Those of some of `count` rows, which are numbered anew."""
+        places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
+        return self._replace(rows=places)._where(places >= 0)
+
+    def of_columns(self, columns: Tensor) -> Dominant:
+        """Those in some columns, whose numbers stay."""
+        return self._where(torch.isin(self.columns, columns))
+
+    def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
+        """The rows for dH: one target for each row of the result, and these, times the scale (C,) of their row."""
+        assert targets.rows is not None
+        return AddedRows(
+            torch.cat([targets.coefficients, scales[self.rows] * self.values]),
+            targets.values,
+            ids=torch.cat([torch.arange(len(targets.coefficients)), self.rows]),
+            rows=torch.cat([targets.rows, self.columns]),
+        )
+
+    def _where(self, kept: Tensor) -> Dominant:
+        return Dominant(*(x[kept] for x in self))
+
+
+class Exponentials(NamedTuple):
+    """What `head_exponentials` says of its rows, beside the matrix E it writes.
+
+    The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, with g·target_unit in the targets'
+    columns, where E is 0. Every E is finite.
+    """
+
+    stats: RowStats
+    unit: Tensor  # (T,) fp32
+    target_unit: Tensor  # (T,) fp32
+    dominant: Dominant | None  # of a matrix in 16 bits: what its rounding must not lose
+
+
+def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
+    """(C, H) fp32 coefficients[:, None]·x, exact zeros where the coefficient is 0, also of NaN."""
+    return torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])
+
+
+def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """total[index] += rows; equal indices in their order, whatever the device and its threads.
+
+    On a GPU index_put_ sorts and index_add_ races; on a CPU index_add_ goes through the rows and
+    index_put_ races.
+    """
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)
+
+
+def padded(count: int) -> int:
+    """The next multiple of ROW_MULTIPLE."""
+    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """(C, …) → (padded C, …), zeros added."""
+    missing = padded(x.shape[0]) - x.shape[0]
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
+
+
+def detached(x: Tensor) -> Tensor:
+    """Autograd never looks into the kernels. (A detach costs a microsecond, as 500 exponentials.)"""
+    return x.detach() if x.requires_grad else x
+
+
+def widened(x: Tensor) -> Tensor:
+    """16-bit numbers, POSITIVE16 included, in fp32; others as they are."""
+    if x.dtype == POSITIVE16:
+        bits = x.to(torch.int32) & 0xFFFF
+        return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
+    return x if x.dtype.itemsize >= 4 else x.float()

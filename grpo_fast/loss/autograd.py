@@ -1,0 +1,232 @@
+"""What autograd sees of the passes, outside of torch.compile (operators.py has the rest).
+
+A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands them over, once, so
+that they can become `.grad` without a copy; a second backward through a retained graph computes them again. Logps keep
+the logits (or exponentials) of as many rows as the workspace holds until the first backward, which forms the others
+again: 6 to 8·N·V·H flops for the linear ones, 6 where one chunk holds the batch. A double backward is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.route import head_route, rows_route, unavailable
+from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
+from grpo_fast.loss import checks
+from grpo_fast.loss.batch import rows_of_targets
+from grpo_fast.loss.passes import LogitsSweep, LossResult, Sweep, kernel_precision
+
+NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
+OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
+
+
+def wants_gradient(*tensors: Tensor | None) -> list[bool]:
+    """Which of a call's tensors somebody will ask a gradient of."""
+    on = torch.is_grad_enabled()
+    return [on and x is not None and x.requires_grad for x in tensors]
+
+
+# ---- losses: gradients are there when the forward ends ----
+
+
+class Formed(torch.autograd.Function):
+    """A loss pass `run(*tensors) -> LossResult`; its outputs are loss, logps, entropy and what was filtered."""
+
+    @staticmethod
+    def forward(ctx, run, *tensors):
+        tensors = tuple(None if x is None else x.detach() for x in tensors)
+        result = run(*tensors)
+        ctx.save_for_backward(*tensors)
+        ctx.run = run
+        return _outputs(ctx, tensors, result)
+
+    @staticmethod
+    def backward(ctx, grad_loss, *unused):
+        def again():
+            result = ctx.run(*ctx.saved_tensors)
+            return kept_gradients(ctx.saved_tensors, result.gradients, result.units)
+
+        return None, *handed_over(ctx, grad_loss, ctx.needs_input_grad[1:], again)
+
+
+class Overwriting(torch.autograd.Function):
+    """`Formed` with the gradient written over the logits: nothing else is kept."""
+
+    @staticmethod
+    def forward(ctx, run, logits):
+        result = run(logits.detach())
+        if result.gradients[0].numel():
+            # Autograd does not see the kernels write: an operator that saved the logits must hear of it.
+            torch.autograd.graph.increment_version(logits)
+        return _outputs(ctx, (logits,), result)
+
+    @staticmethod
+    def backward(ctx, grad_loss, *unused):
+        def gone():
+            raise RuntimeError(OVERWRITTEN)
+
+        return None, *handed_over(ctx, grad_loss, ctx.needs_input_grad[1:], gone)
+
+
+Kept = list[tuple[Tensor | None, Tensor | None]]
+
+
+def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
+    ctx.set_materialize_grads(False)
+    ctx.kept = kept_gradients(tensors, result.gradients, result.units)
+    outputs = result.loss, result.logps, result.entropy, result.filtered
+    ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
+    return outputs
+
+
+def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
+    """The gradients that a pass formed and their units; None for those nobody wanted (of another shape)."""
+    factors = units.detach().unbind() if units is not None and units.numel() else [None] * len(gradients)
+    return [
+        (x.detach() if like is not None and x.shape == like.shape else None, unit)
+        for like, x, unit in zip(tensors, gradients, factors, strict=True)
+    ]
+
+
+def handed_over(
+    ctx: Any, grad_loss: Tensor | None, needs_grad: tuple[bool, ...], again: Callable[[], Kept]
+) -> list[Tensor | None]:
+    """The gradients in `ctx.kept`, or formed `again`, times the upstream scalar."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+    if grad_loss is None:
+        return [None] * len(needs_grad)
+    kept, ctx.kept = ctx.kept, None
+    kept = again() if kept is None else kept
+    return [
+        scale_(x, grad_loss if unit is None else grad_loss * unit) if need and x is not None else None
+        for (x, unit), need in zip(kept, needs_grad, strict=True)
+    ]
+
+
+def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
+    """gradient · upstream in place; an upstream of 1 costs nothing, and no sync."""
+    if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
+        return gradient
+    on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
+    if on_gpu and unavailable("triton", "cuda") is None:
+        from grpo_fast.kernels.gpu import scale
+
+        return scale.scale_(gradient, upstream)
+    return gradient.mul_(upstream)
+
+
+# ---- logps: gradients are formed when their upstream is known ----
+
+
+class RowOptions(NamedTuple):
+    """How logps are computed, beside the tensors they come from."""
+
+    hidden_rows: Tensor | None  # the shape of target_ids
+    target_ids: Tensor  # (B, L) or (T,)
+    temperatures: Tensor | None  # the shape of target_ids
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    return_entropy: bool
+    backend: str
+
+
+class RowPass:
+    """The active rows of a call, as `rows_of_targets` found them, and their sweep."""
+
+    def __init__(
+        self,
+        tensors: tuple,
+        options: RowOptions,
+        found: tuple[ActiveRows, Tensor | None] | None = None,
+        *,
+        entropy_gradient: bool = False,
+    ) -> None:
+        self.options, self.device = options, tensors[0].device
+        self.found = found or _find_rows(tensors, options)
+        self.rows, self.left_out = self.found
+        self.sweep = _sweep(tensors, self.rows, options.backend, entropy_gradient)
+
+    def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
+        """(logps, entropy, lse) of all rows, and the statistics of the active ones."""
+        with kernel_precision(self.device):
+            stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
+        lse, logps, entropy = stats
+        checks.logps(logps, "auto")
+        spread = self.rows.to_rows
+        flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
+        return (spread(self._selected(logps)), flat, spread(lse)), stats
+
+    def gradients(
+        self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
+    ) -> tuple[Tensor, ...]:
+        g, g_entropy = (
+            None if d is None else self._selected(self.rows.active(d).float()) for d in (d_logps, d_entropy)
+        )
+        if g is None:
+            assert g_entropy is not None
+            g = torch.zeros_like(g_entropy)
+        with kernel_precision(self.device):
+            return self.sweep.gradients(g, g_entropy, stats, wanted)
+
+    def known(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
+        """The statistics of the active rows, from those of all."""
+        active = self.rows.active
+        return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
+
+    def _selected(self, x: Tensor) -> Tensor:
+        return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
+
+
+def _find_rows(tensors: tuple, options: RowOptions) -> tuple[ActiveRows, Tensor | None]:
+    vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
+    temperature = options.temperature if options.temperatures is None else options.temperatures
+    rule = LogitRule(options.logit_scale, options.softcap, temperature)
+    return rows_of_targets(options.target_ids, rule, vocab, options.hidden_rows, len(tensors[0]))
+
+
+def _sweep(tensors: tuple, rows: ActiveRows, backend: str, entropy_gradient: bool) -> Sweep:
+    if len(tensors) == 1:
+        return LogitsSweep(tensors[0], None, rows, rows_route(backend, tensors[0]))
+    return LinearHead(*tensors, rows, head_route(backend, tensors[1]), entropy_gradient=entropy_gradient)
+
+
+class Recalled(torch.autograd.Function):
+    """Logps whose first backward finds what the workspace still holds."""
+
+    @staticmethod
+    def forward(ctx, options, is_wanted, *tensors):
+        tensors = tuple(None if x is None else x.detach() for x in tensors)
+        work = RowPass(tensors, options)
+        outputs, stats = work.outputs(keep=is_wanted)
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.found = options, work.found
+        ctx.kept = (work, stats) if work.sweep.held is not None else None
+        ctx.save_for_backward(*tensors, *outputs)
+        ctx.mark_non_differentiable(outputs[2])
+        return outputs
+
+    @staticmethod
+    def backward(ctx, d_logps, d_entropy, unused):
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_DOUBLE_BACKWARD)
+        needs = ctx.needs_input_grad[2:]
+        if d_logps is None and d_entropy is None:
+            return (None,) * (2 + len(needs))
+        saved = ctx.saved_tensors  # also where they are not needed: it refuses what was changed since
+        kept, ctx.kept = ctx.kept, None
+        if kept is not None and d_entropy is not None and not kept[0].sweep.chunk.has_entropy_gradient:
+            kept = None  # exponentials know the logps' gradient only: the logits are formed again
+        wanted = Wanted(*needs, *[False] * (3 - len(needs)))
+        if kept is None:
+            tensors, outputs = saved[:-3], saved[-3:]
+            work = RowPass(tensors, ctx.options, ctx.found, entropy_gradient=d_entropy is not None)
+            kept = work, work.known(*outputs)
+        found = kept[0].gradients(kept[1], d_logps, d_entropy, wanted)
+        return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))

@@ -1,0 +1,71 @@
+"""Checks of values that live on a device: at once on the CPU and under `validate="full"`, else when they have arrived.
+
+On a GPU under "auto" a flag is computed there and copied to the host behind the work; the next call that finds it
+there raises. Kernels never read out of bounds meanwhile: ids are clamped.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.gpu.capture import is_capturing
+
+Check = tuple[Tensor, str]  # a 0-d bool, and what to say where it is set
+
+
+class _Pending(NamedTuple):
+    flags: Tensor  # (K,) bool on the host, valid once `ready`
+    ready: torch.cuda.Event
+    messages: tuple[str, ...]
+
+
+_pending: list[_Pending] = []
+_lock = threading.Lock()
+
+
+def raise_pending() -> None:
+    """Raise what an earlier call on a GPU found wrong, as soon as its flags have arrived."""
+    if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    with _lock:
+        arrived = [check for check in _pending if check.ready.query()]
+        _pending[:] = [check for check in _pending if not check.ready.query()]
+    for check in arrived:
+        for flag, message in zip(check.flags.tolist(), check.messages, strict=True):
+            if flag:
+                raise ValueError(f"{message} (in an earlier call; validate='full' checks at once)")
+
+
+def check_values(checks: list[Check], validate: str) -> None:
+    """Raise a ValueError for the first flag that is set: at once, or when it has reached the host."""
+    if not checks or is_capturing(checks[0][0]):
+        return
+    if checks[0][0].is_cuda and validate == "auto":
+        flags = torch.stack([flag for flag, _ in checks])
+        host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+        host.copy_(flags, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        with _lock:
+            _pending.append(_Pending(host, ready, tuple(message for _, message in checks)))
+        return
+    for flag, message in checks:
+        if flag:
+            raise ValueError(message)
+
+
+def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:
+    """The elements of x: where some are `odd`, the first of them and how many.
+
+    Args:
+        expected: the beginning of the sentence, up to ", got".
+        on_device: what came, where saying more would cost a sync.
+    """
+    flag = odd.any()
+    if x.device.type != "cpu" or not flag:
+        return flag, f"{expected}, got {on_device}"
+    return flag, f"{expected}, got {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"

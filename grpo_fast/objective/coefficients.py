@@ -1,0 +1,270 @@
+"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy: all on (T,) vectors.
+
+The only place where an objective's leaf, the KL, the weights and the filters meet; the kernels above
+it only know coefficients. Everything is flat over the T active tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+
+LOG_TINY = math.log(1e-8)
+
+
+class Tokens(NamedTuple):
+    """What the objective knows about every active token, beside its logp. All fp32 unless said otherwise."""
+
+    advantages: Tensor  # (T,)
+    token_weights: Tensor  # (T,) w_t of the aggregation
+    entropy_weight: float | Tensor | None  # 1/N of the entropy bonus; None: 1/(tokens the entropy mask keeps)
+    lengths: Tensor  # (B,) int64
+    segments: Tensor  # (T,) int64: the completion of each token
+    old_logps: Tensor | None  # (T,)
+    ref_logps: Tensor | None  # (T,)
+    sampling_logps: Tensor | None  # (T,)
+    unit: Tensor | None = None  # 0-d power of two by which the loss and its coefficients are multiplied
+
+    def scaled(self, unit: Tensor) -> Tokens:
+        """The batch of unit · loss."""
+        return self._replace(token_weights=self.token_weights * unit, unit=unit)
+
+    def completion_sum(self, x: Tensor) -> Tensor:
+        """(T,) → (B,): the sum over each completion, in fp64 and in token order (deterministic)."""
+        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
+
+    def completion_mean(self, x: Tensor) -> Tensor:
+        """(T,) → (B,): the mean over each completion, 0 where it is empty (fp64)."""
+        return self.completion_sum(x) / self.lengths.clamp(min=1)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """(B,) → (T,): each completion's value at its tokens."""
+        return x.float()[self.segments]
+
+
+class RowTerms(NamedTuple):
+    """What a token-level loss needs of every row, all of it known before the forward pass; a view of `Tokens`."""
+
+    advantages: Tensor  # (T,)
+    policy_weights: Tensor  # (T,)
+    kl_weights: Tensor | None = None  # (T,), None: no KL
+    old_logps: Tensor | None = None  # (T,), None: the ratio is 1
+    ref_logps: Tensor | None = None  # (T,), None: no KL
+    grad_entropy: Tensor | None = None  # (T,)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
+        """The terms with every tensor changed."""
+        return RowTerms(*(None if x is None else function(x) for x in self))
+
+    def rows(self, index: slice) -> RowTerms:
+        """Those of some rows."""
+        return self.map(lambda x: x[index])
+
+
+class TokenLoss(NamedTuple):
+    loss: Tensor  # 0-d fp32
+    grad_logps: Tensor  # (T,) dL/dlogp
+    grad_entropy: Tensor | None  # (T,) dL/dentropy, None without an entropy bonus
+
+
+class Ratio(NamedTuple):
+    """The importance ratio of the tokens, and how a slope with respect to its log reaches the logps."""
+
+    raw: Tensor  # (T,) logp - old_logp
+    log: Tensor  # (T,) the log ratio the objective reads
+    per_completion: bool
+
+    def route(self, slope: Tensor, tokens: Tokens) -> Tensor:
+        """dL/d(log ratio) → dL/dlogp: itself per token, or its completion's sum through the mean."""
+        return tokens.to_tokens(tokens.completion_mean(slope)) if self.per_completion else slope
+
+
+def token_loss(
+    logps: Tensor,  # (T,) fp32
+    entropy: Tensor | None,  # (T,) fp32
+    tokens: Tokens,
+    config: LossConfig,
+) -> TokenLoss:
+    """Loss and coefficients of OBJECTIVES.md for T active tokens; no autograd, value and slope by hand."""
+    objective = OBJECTIVES[config.loss_type]
+    old_logps = logps if tokens.old_logps is None else tokens.old_logps
+    sampling = sampling_ratio(old_logps, tokens, config)
+    ratio = importance_ratio(logps, old_logps, sampling, tokens, config)
+
+    loss, slope = objective.leaf(logps, ratio.log, tokens.advantages, *config.params)
+    if objective.window == "geometric":
+        mean = tokens.completion_mean(loss)
+        completion_ratio = tokens.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
+        loss, clip_slope = -tokens.advantages * completion_ratio, slope
+    elif objective.window == "detached_mean":
+        slope = torch.where(ratio.log < 10.0, slope, 0.0)
+
+    keep_entropy = high_entropy_mask(entropy, config)
+    weights = policy_weights(logps, old_logps, sampling, keep_entropy, tokens, config)
+    if objective.window == "geometric":
+        grad = tokens.to_tokens(tokens.completion_mean(weights * loss)) * clip_slope
+    elif objective.slope_of == "log_ratio":
+        grad = ratio.route(weights * slope, tokens)
+    else:
+        grad = weights * slope
+    total = weights * loss
+    is_lost = logps.isnan() | ratio.log.isnan()  # comparisons above would hide it
+    grad, total = torch.where(is_lost, torch.nan, grad), torch.where(is_lost, torch.nan, total)
+
+    if config.uses_reference and tokens.ref_logps is not None:
+        kl, kl_grad = weighted_kl(logps, ratio, tokens, config)
+        total = torch.add(total, tokens.token_weights * kl, alpha=config.beta)
+        grad = torch.add(grad, kl_grad, alpha=config.beta)
+
+    loss = total.sum(dtype=torch.float64)
+    grad_entropy = None
+    if config.entropy_coef and entropy is not None:
+        grad_entropy = -config.entropy_coef * entropy_share(keep_entropy, tokens)
+        loss = loss + (grad_entropy * entropy).sum(dtype=torch.float64)
+    return TokenLoss(loss.float(), grad, grad_entropy)
+
+
+def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
+    """The weights of a loss whose coefficients follow row by row from the logps; None for the others."""
+    sampling = None
+    if tokens.sampling_logps is not None and config.sampling_correction is not None:
+        if tokens.old_logps is None:
+            return None
+        sampling = sampling_ratio(tokens.old_logps, tokens, config)
+    if not config.is_token_local:
+        return None
+    has_kl = config.uses_reference
+    grad_entropy = -config.entropy_coef * entropy_share(None, tokens) if config.entropy_coef else None
+    return RowTerms(
+        tokens.advantages,
+        tokens.token_weights if sampling is None else tokens.token_weights * sampling,
+        tokens.token_weights * config.beta if has_kl else None,
+        tokens.old_logps,
+        tokens.ref_logps if has_kl else None,
+        grad_entropy,
+    )
+
+
+def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """(losses, grad_logps), (T,) each, of a token-level loss from the logps and terms of its rows.
+
+    losses = policy_weights·ℓ + kl_weights·KL. Both are NaN where the logp is: a leaf's comparisons and a weight of 0
+    would hide it.
+    """
+    advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
+    log_ratio = torch.zeros_like(logps) if old_logps is None else (logps - old_logps).clamp(max=LOG_RATIO_MAX)
+    loss, slope = OBJECTIVES[config.loss_type].leaf(logps, log_ratio, advantages, *config.params)
+    losses, grad = torch.where(weights == 0, 0.0, weights * loss), torch.where(weights == 0, 0.0, weights * slope)
+    if kl_weights is not None and ref_logps is not None:
+        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps)
+        if config.kl_times_ratio:
+            ratio = torch.exp(log_ratio)
+            kl, kl_slope = kl * ratio, (kl_slope + kl) * ratio
+        losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
+        grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
+    return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
+
+
+def importance_ratio(
+    logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
+) -> Ratio:
+    """The log ratio at the level and in the window of the objective, clamped so that exp cannot overflow."""
+    raw = logps - old_logps
+    window = OBJECTIVES[config.loss_type].window
+    if window == "sum":
+        log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
+        if sampling is not None:
+            log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
+            per_token = str(config.sampling_correction).startswith("token")
+            log_weight = log_weight + (tokens.completion_sum if per_token else tokens.completion_mean)(log_sampling)
+        return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)), False)
+    if window == "detached_mean":
+        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)), False)
+    if config.importance_sampling_level == "sequence":
+        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=LOG_RATIO_MAX)), True)
+    return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX), False)
+
+
+def sampling_ratio(old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Tensor | None:
+    """(T,) exp(old_logp - sampling_logp), bounded; None without sampler logps or a correction.
+
+    A NaN sampling_logp marks a token the sampler did not score: it counts as agreeing.
+    """
+    if tokens.sampling_logps is None or config.sampling_correction is None:
+        return None
+    level, bound = config.sampling_correction.split("_")
+    log_ratio = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0)
+    if level == "sequence":
+        log_ratio = tokens.to_tokens(tokens.completion_sum(log_ratio))
+    ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
+    if bound == "truncate":
+        return ratio.clamp(max=config.sampling_ratio_cap)
+    return torch.where(ratio <= config.sampling_ratio_cap, ratio, 0.0)
+
+
+def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
+    """(T,) bool: the tokens at or above the batch's (1 - q) quantile of entropy; None when all are kept."""
+    if config.top_entropy_quantile >= 1 or entropy is None:
+        return None
+    if entropy.numel() == 0:
+        return torch.zeros_like(entropy, dtype=torch.bool)
+    return entropy >= quantile(entropy, 1 - config.top_entropy_quantile)
+
+
+def quantile(x: Tensor, q: float) -> Tensor:
+    """The linearly interpolated quantile of (T,), for any T (torch.quantile stops at 16M elements)."""
+    ordered = x.sort().values
+    position = q * (x.numel() - 1)
+    low = math.floor(position)
+    return torch.lerp(ordered[low], ordered[min(low + 1, x.numel() - 1)], position - low)
+
+
+def policy_weights(
+    logps: Tensor,
+    old_logps: Tensor,
+    sampling: Tensor | None,
+    keep_entropy: Tensor | None,
+    tokens: Tokens,
+    config: LossConfig,
+) -> Tensor:
+    """(T,) weight of the policy term: w_t × off-policy mask × entropy mask × sampling ratio."""
+    weights = tokens.token_weights
+    if config.off_policy_threshold is not None:
+        behaviour = old_logps if tokens.sampling_logps is None else tokens.sampling_logps
+        drift = tokens.completion_mean(torch.nan_to_num(behaviour - logps, nan=0.0))
+        near = tokens.to_tokens(drift <= config.off_policy_threshold) != 0
+        weights = torch.where((tokens.advantages >= 0) | near, weights, 0.0)
+    if keep_entropy is not None:
+        weights = torch.where(keep_entropy, weights, 0.0)
+    if sampling is not None and OBJECTIVES[config.loss_type].window != "sum":
+        weights = weights * sampling
+    return weights
+
+
+def weighted_kl(logps: Tensor, ratio: Ratio, tokens: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """(T,) KL as it enters the loss, before its weight; and (T,) its gradient with its weight w_t."""
+    assert tokens.ref_logps is not None
+    kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps)
+    if not config.kl_times_ratio:
+        return kl, tokens.token_weights * slope
+    r = torch.exp(ratio.log if OBJECTIVES[config.loss_type].window == "ratio" else ratio.raw.clamp(max=LOG_RATIO_MAX))
+    kl = kl * r
+    through_ratio = (
+        ratio.route(tokens.token_weights * kl, tokens) if ratio.per_completion else tokens.token_weights * kl
+    )
+    return kl, tokens.token_weights * r * slope + through_ratio
+
+
+def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
+    """(T,) weight of each token's entropy in its mean: 1/N, over the tokens the entropy mask keeps."""
+    kept = torch.ones_like(tokens.token_weights) if keep is None else keep.float()
+    share = 1.0 / kept.sum().clamp(min=1) if tokens.entropy_weight is None else tokens.entropy_weight
+    return kept * (share if tokens.unit is None else share * tokens.unit)

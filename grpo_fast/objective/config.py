@@ -1,0 +1,242 @@
+"""`LossConfig`: every option of the loss, validated once, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+from torch import Tensor
+
+from grpo_fast.objective.aggregation import AGGREGATIONS
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES, VESPO_PARAMS, Objective
+
+SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+# Options that only some losses read: given to another one they would be ignored, so they are refused (`reads`).
+# Not the clip range: one range is kept while losses are tried in turn, and `replace` keeps one that was filled in.
+OWN_OPTIONS = (
+    "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg", *VESPO_PARAMS,
+    "kl_estimator", "kl_times_ratio",
+)  # fmt: skip
+
+
+def reads(objective: Objective, option: str) -> bool:
+    """Whether one of OWN_OPTIONS does something for this objective: as a parameter of its leaf, or of its KL."""
+    if option.startswith("kl_"):
+        return objective.reference
+    return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss` compute (formulas: README, "Losses").
+
+    Objective
+        loss_type: a name of `grpo_fast.objective.losses.OBJECTIVES`.
+        epsilon_low, epsilon_high: clip range of the ratio, `[1 - epsilon_low, 1 + epsilon_high]`; `epsilon_high=None`
+            means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper bound (default 5.0) unless
+            `cispo_bound="offset"`; for `gmpo` both are in log space; for `dppo_*` they are divergence thresholds.
+        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of the `grpo` family.
+        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO). `gspo` is "sequence"
+            whatever stands here: "token" is the default, and cannot be told from one that was asked for.
+        aggregation: how tokens are averaged; None takes the loss type's own (`objectives.OBJECTIVES`).
+        max_completion_length: tokens; required by `aggregation="fixed_length"`.
+    KL to the reference
+        beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`); `ref_logps` is required when beta != 0.
+        kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
+        For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no reference.
+    Logits
+        logit_scale, softcap, temperature: `z = softcap * tanh(logit_scale * raw / softcap) / temperature`;
+            temperature may be a float tensor with one value per token (the layout of `target_ids`).
+    Filters and corrections
+        off_policy_threshold: drop completions with A < 0 whose mean(sampling_logp - logp) exceeds it (DeepSeek-V3.2).
+        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps all).
+        sampling_correction: how `sampling_logps`, when given, reweights the policy loss by
+            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", or
+            None.
+        sampling_ratio_cap: the bound of that ratio.
+    Entropy
+        entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy without a bonus.
+
+    Raises:
+        ValueError: an option out of range, two that exclude each other, or one changed from its default that this
+            loss type does not read (`OWN_OPTIONS`); the message names the field.
+    """
+
+    loss_type: str = "dapo"
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    kl_times_ratio: bool = False
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    importance_sampling_level: str = "token"
+    aggregation: str | None = None
+    max_completion_length: int | None = None
+    entropy_coef: float = 0.0
+    top_entropy_quantile: float = 1.0
+    off_policy_threshold: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    compute_entropy: bool = False
+    dual_clip_c: float = 3.0
+    cispo_bound: str = "raw"
+    sampling_correction: str | None = "token_truncate"
+    sampling_ratio_cap: float = 3.0
+
+    def __post_init__(self) -> None:
+        choice("loss_type", self.loss_type, OBJECTIVES)
+        choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        choice("cispo_bound", self.cispo_bound, ("raw", "offset"))
+        if self.aggregation is not None:
+            choice("aggregation", self.aggregation, AGGREGATIONS)
+        if self.sampling_correction is not None:
+            choice("sampling_correction", self.sampling_correction, SAMPLING_CORRECTIONS)
+        self._fill_defaults()
+        self._check_ranges()
+        self._check_combinations()
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if isinstance(self.temperature, Tensor):
+            plain["temperature"] = 1.0
+        object.__setattr__(self, "_key", json.dumps(plain))
+
+    @property
+    def key(self) -> str:
+        """The config as a string; a temperature tensor travels beside it."""
+        return self.__dict__["_key"]
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def from_key(key: str) -> LossConfig:
+        """The config whose `key` this is: how custom operators carry a config through torch.compile."""
+        return LossConfig(**json.loads(key))
+
+    def _fill_defaults(self) -> None:
+        """Resolve the defaults that depend on the loss type, so that a config prints what it will do."""
+        objective = OBJECTIVES[self.loss_type]
+        if self.epsilon_high is None:
+            raw = objective.raw_epsilon_high if self.cispo_bound == "raw" else None
+            object.__setattr__(self, "epsilon_high", self.epsilon_low if raw is None else raw)
+        if self.aggregation is None:
+            object.__setattr__(self, "aggregation", objective.aggregation)
+        if objective.levels == ("sequence",):
+            object.__setattr__(self, "importance_sampling_level", "sequence")
+
+    def _check_ranges(self) -> None:
+        number("epsilon_low", self.epsilon_low, "a finite number >= 0", lambda x: x >= 0)
+        number("epsilon_high", self.epsilon_high, "a finite number >= 0", lambda x: x >= 0)
+        number("beta", self.beta, "a finite number >= 0", lambda x: x >= 0)
+        number("logit_scale", self.logit_scale, "a finite number, not 0", lambda x: x != 0)
+        number("entropy_coef", self.entropy_coef, "a finite number", lambda x: True)
+        number("top_entropy_quantile", self.top_entropy_quantile, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "sampling_ratio_cap"):
+            number(name, getattr(self, name), "a finite number > 0", lambda x: x > 0)
+        number("dual_clip_c", self.dual_clip_c, "a finite number > 1", lambda x: x > 1)
+        for name in ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            number(name, getattr(self, name), "a finite number >= 0", lambda x: x >= 0)
+        for name in ("kl_times_ratio", "compute_entropy"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if self.delta is not None:
+            number("delta", self.delta, "None or a finite number > 0", lambda x: x > 0)
+        if self.softcap is not None:
+            number("softcap", self.softcap, "None or a finite number > 0", lambda x: x > 0)
+        if self.off_policy_threshold is not None:
+            number("off_policy_threshold", self.off_policy_threshold, "None or a finite number", lambda x: True)
+        if self.max_completion_length is not None:
+            number(
+                "max_completion_length", self.max_completion_length, "a whole number of tokens > 0",
+                lambda x: x > 0 and x == int(x),
+            )  # fmt: skip
+        if isinstance(self.temperature, Tensor):
+            if not self.temperature.is_floating_point():
+                raise ValueError(f"temperature: expected a float or a float tensor, got dtype {self.temperature.dtype}")
+        else:
+            number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
+
+    def _check_combinations(self) -> None:
+        objective = OBJECTIVES[self.loss_type]
+        if self.importance_sampling_level not in objective.levels:
+            raise ValueError(
+                f"importance_sampling_level: loss_type {self.loss_type!r} expects one of {list(objective.levels)}, "
+                f"got {self.importance_sampling_level!r}"
+            )
+        if self.aggregation == "fixed_length" and self.max_completion_length is None:
+            raise ValueError('max_completion_length: aggregation "fixed_length" expects a number of tokens, got None')
+        for name in OWN_OPTIONS:
+            value, default = getattr(self, name), getattr(LossConfig, name)
+            if value != default and not reads(objective, name):
+                readers = ", ".join(loss for loss, other in OBJECTIVES.items() if reads(other, name))
+                raise ValueError(
+                    f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected the "
+                    f"default {default!r}, got {value!r}"
+                )
+        if self.sampling_correction is None and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap:
+            raise ValueError(
+                f"sampling_correction: sampling_ratio_cap = {self.sampling_ratio_cap!r} expects one of "
+                f"{list(SAMPLING_CORRECTIONS)}, got None"
+            )
+
+    @property
+    def params(self) -> tuple[float, ...]:
+        """The leaf's hyperparameters, in the leaf's order."""
+        offset = self.cispo_bound == "offset"
+        derived = {
+            "delta": float("inf") if self.delta is None else self.delta,
+            "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
+            "ratio_max": 1.0 + self.epsilon_high if offset else self.epsilon_high,
+            # TRL bounds λ below by 1e-4, so that φ still falls off.
+            "vespo_lambda_pos": max(self.vespo_lambda_pos, 1e-4),
+            "vespo_lambda_neg": max(self.vespo_lambda_neg, 1e-4),
+        }
+        names = OBJECTIVES[self.loss_type].params
+        return tuple(float(derived.get(name, getattr(self, name, None))) for name in names)
+
+    @property
+    def uses_reference(self) -> bool:
+        """True when the loss reads `ref_logps`."""
+        return self.beta != 0 and OBJECTIVES[self.loss_type].reference
+
+    @property
+    def needs_entropy(self) -> bool:
+        """True when the entropy of every row is computed."""
+        return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
+
+    @property
+    def is_token_local(self) -> bool:
+        """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits is enough."""
+        return (
+            OBJECTIVES[self.loss_type].window == "ratio"
+            and self.importance_sampling_level == "token"
+            and self.off_policy_threshold is None
+            and self.top_entropy_quantile == 1
+        )
+
+    def replace(self, **changes: Any) -> LossConfig:
+        """A copy with some fields changed (defaults that were resolved from the loss type stay as they are)."""
+        return dataclasses.replace(self, **changes)
+
+
+def choice(name: str, value: Any, choices: Any) -> None:
+    """Raise a ValueError that lists the choices unless `value` is one of them."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
+
+
+def number(name: str, value: Any, expected: str, holds: Any) -> None:
+    """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not holds(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")

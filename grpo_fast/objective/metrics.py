@@ -1,0 +1,107 @@
+"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them, not on the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fast.objective.coefficients import Tokens, importance_ratio, sampling_ratio, token_loss, weighted_kl
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.kl import K3_GUARD
+from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+
+
+def token_metrics(
+    logps: Tensor,  # (T,)
+    entropy: Tensor | None,  # (T,)
+    tokens: Tokens,
+    config: LossConfig,
+    num_rows: int,
+) -> dict[str, Tensor]:
+    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its completions.
+
+    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a coefficient of exactly
+    0.
+    """
+    objective = OBJECTIVES[config.loss_type]
+    count = logps.numel()
+    old_logps = logps if tokens.old_logps is None else tokens.old_logps
+    sampling = sampling_ratio(old_logps, tokens, config)
+    ratio = importance_ratio(logps, old_logps, sampling, tokens, config)
+    result = token_loss(logps, entropy, tokens, config)
+    policy_loss = result.loss
+    active = result.grad_logps != 0
+    if result.grad_entropy is not None:
+        policy_loss = policy_loss - (result.grad_entropy * entropy).sum()
+        active = active | (result.grad_entropy != 0)
+
+    def mean(x: Tensor) -> Tensor:
+        return x.sum(dtype=torch.float64).float() / max(count, 1)
+
+    zero = logps.new_zeros(())
+    r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if objective.window in ("sum", "geometric") else ratio.log)
+    metrics = {
+        "policy_loss": policy_loss,
+        "ratio/mean": mean(r),
+        "ratio/min": r.amin() if count else zero,
+        "ratio/max": r.amax() if count else zero,
+        "approx_kl": mean(ratio.raw * ratio.raw) / 2,
+        "active_tokens": logps.new_full((), float(count)),
+        "skipped_rows": num_rows - active.sum().float(),
+    }
+    if entropy is not None:
+        metrics["entropy"] = mean(entropy)
+    if config.uses_reference and tokens.ref_logps is not None:
+        metrics["kl"] = mean(weighted_kl(logps, ratio, tokens, config)[0])
+        metrics["kl_guarded"] = (tokens.ref_logps - logps > K3_GUARD).sum().float()
+    if objective.clips == "ppo":
+        metrics |= clip_metrics(r, tokens, config)
+    elif objective.clips == "cispo":
+        _, ratio_max = config.params
+        metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (tokens.advantages > 0)).float())
+    elif objective.clips == "vespo":
+        _, slope = objective.leaf(logps, ratio.log, torch.where(tokens.advantages < 0, -1.0, 1.0), *config.params)
+        metrics["vespo/phi_seq_mean"] = mean(slope.abs())
+    if tokens.sampling_logps is not None:
+        gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
+        metrics["sampling/sampling_logp_difference/mean"] = mean(gap)
+        metrics["sampling/sampling_logp_difference/max"] = gap.amax() if count else zero
+        if sampling is not None:
+            metrics["sampling/importance_sampling_ratio/min"] = sampling.amin() if count else zero
+            metrics["sampling/importance_sampling_ratio/mean"] = mean(sampling)
+            metrics["sampling/importance_sampling_ratio/max"] = sampling.amax() if count else zero
+    return metrics
+
+
+def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
+    """The metrics that a call with these inputs returns, in their order."""
+    objective = OBJECTIVES[config.loss_type]
+    names = ["policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens", "skipped_rows"]
+    names += ["entropy"] if has_entropy else []
+    names += ["kl", "kl_guarded"] if config.uses_reference else []
+    if objective.clips == "ppo":
+        names += [f"clip_ratio/{side}_{how}" for side in ("low", "high", "region") for how in ("mean", "min", "max")]
+    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(str(objective.clips), [])
+    if has_sampling:
+        names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
+        if config.sampling_correction is not None:
+            names += [f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")]
+    return names
+
+
+def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
+    """Fractions of tokens beyond the clip range on the side their advantage pushes to."""
+    low = (r < 1 - config.epsilon_low) & (tokens.advantages < 0)
+    high = (r > 1 + config.epsilon_high) & (tokens.advantages > 0)
+    metrics = {}
+    for name, clipped in (("low", low), ("high", high), ("region", low | high)):
+        fraction = clipped.float()
+        metrics[f"clip_ratio/{name}_mean"] = fraction.sum() / max(r.numel(), 1)
+        if r.numel() == 0:
+            metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
+            continue
+        per_completion = tokens.completion_mean(fraction).float()
+        filled = torch.where(tokens.lengths > 0, per_completion, 1.0)  # an empty completion is no minimum
+        metrics[f"clip_ratio/{name}_min"] = filled.amin()
+        metrics[f"clip_ratio/{name}_max"] = per_completion.amax()
+    return metrics

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_fast.rewards.calling import RewardFunction, call, describe
 from grpo_fast.rewards.printed import escape_control
+from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class RewardSet:
     ) -> list[float] | str:  # the error where the call fails as a whole
         lists = {"prompts": list(prompts), "completions": list(completions), "answers": list(answers)}
         try:
-            values = call(reward.function, **lists)
+            with undisturbed():
+                values = call(reward.function, **lists)
         except KeyboardInterrupt:  # the user wants the run to end
             raise
         except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception

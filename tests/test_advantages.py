@@ -88,13 +88,32 @@ def test_biased_standard_deviation():
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "rewards"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0])
-@pytest.mark.parametrize("G", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("G", [2, 3, 7, 8])
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
     """Whatever rounding says: the mean of seven times 0.1 is not 0.1 in floating point."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         rewards = torch.full((2 * G,), value, dtype=torch.float64).to(dtype)
         options = {"lengths": torch.arange(1, 2 * G + 1)} if mode == "opo" else {}
         assert (group_advantages(rewards, mode, group_size=G, **options) == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
+    """All advantages would be 0: by the call, and by the configuration before a model is loaded."""
+    from grpo_fast.train.config import load_recipe
+
+    rewards = torch.tensor([1.0, 0.0, 0.5])
+    settings = ["rollout.group_size=1", f"advantages={mode}"]
+    options = {"lengths": torch.ones(3)} if mode == "opo" else {}
+    if mode == "rewards":
+        assert torch.equal(group_advantages(rewards, mode, group_size=1), rewards)
+        assert load_recipe("sort", settings).rollout.group_size == 1
+        return
+    said = f"group_size: mode '{mode}' expects at least 2, got 1: all advantages would be 0"
+    with pytest.raises(ValueError, match=said):
+        group_advantages(rewards, mode, group_size=1, **options)
+    with pytest.raises(ValueError, match=said):
+        load_recipe("sort", settings)
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "rewards"])

@@ -81,6 +81,8 @@ def test_not_numbers(text):
         ("The answer is $1,080.", None, 1080),
         ("from 10-18", None, 18),
         ("a loss of -$5", None, -5),
+        ("a loss of \u2212$5, from 10\u22128 to \u22127", None, -7),
+        ("#### \u22127", None, -7),
         ("5*3=15", None, 15),
         ("**18**", None, 18),
         ("no number", None, None),

@@ -112,14 +112,15 @@ def group_advantages(
         rewards: (N*G,) float.
         mode: a name of `MODES`: "rewards", "centered", "normalized", "max", "max_code", "batch", "rloo",
             "reinforce_pp_baseline", "opo", "passk".
-        group_size: G; must divide the number of rewards.
+        group_size: G; must divide the number of rewards. 1 is for mode "rewards" only: the others find a
+            group of equal rewards in it.
         options: keywords of that mode's function (`eps`, `unbiased`, `lengths`).
 
     Returns:
         (N*G,) fp32 advantages.
 
     Raises:
-        ValueError: unknown mode or option, wrong shape, infinite rewards.
+        ValueError: unknown mode or option, wrong shape, groups of one (see there), infinite rewards.
     """
     choice("mode", mode, MODES)
     if not isinstance(rewards, Tensor) or rewards.dim() != 1:
@@ -130,6 +131,7 @@ def group_advantages(
         raise ValueError(f"group_size: expected a divisor of {rewards.numel()} rewards, got {group_size}")
     if torch.isinf(rewards).any():
         raise ValueError("rewards: expected finite values (or NaN for a completion without a verdict), got inf")
+    check_group_size(mode, group_size)
     check_options(mode, options)
     if mode == "opo":
         lengths = options.get("lengths")
@@ -145,6 +147,13 @@ def group_advantages(
         lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
         advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
     return torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
+
+
+def check_group_size(mode: str, group_size: int) -> None:
+    """Raise a ValueError where each group is its own baseline, so that nothing could be learnt."""
+    if group_size == 1 and mode != "rewards":
+        why = "all advantages would be 0"
+        raise ValueError(f"group_size: mode {mode!r} expects at least 2, got 1: {why}")
 
 
 def check_options(mode: str, options: Mapping[str, object]) -> None:

@@ -57,7 +57,8 @@ def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> 
     """Look up every reward function before the run starts.
 
     Raises:
-        ValueError: an unknown name (the nearest is named), an import path that does not lead to a function.
+        ValueError: an unknown name (the nearest is named), an import path that does not lead to a function,
+            options that the function does not take, a timeout that cannot be waited for.
     """
     return RewardSet(
         [
@@ -84,7 +85,7 @@ def _resolve(name: str, options: dict[str, Any]) -> RewardFunction:
         raise ValueError(f"rewards: no reward is called {name!r}; {hint} Own ones go by 'package.module:function'")
     _check_call(name, function, options)
     if timeout is not None:
-        return IsolatedReward(name, timeout=float(timeout), options=options)
+        return IsolatedReward(name, timeout=timeout, options=options)
     return functools.partial(function, **options) if options else function
 
 

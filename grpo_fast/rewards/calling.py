@@ -7,16 +7,22 @@ torch unless the user's function does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import importlib
 import inspect
+import itertools
 import json
 import os
+import select
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 RewardFunction = Callable[..., Any]
+LOADED = 0  # the number of the first answer, which no request asked for
 
 
 def import_function(path: str) -> RewardFunction:
@@ -26,51 +32,137 @@ def import_function(path: str) -> RewardFunction:
         raise ValueError(f"rewards: expected 'package.module:function', got {path!r}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the module, which may raise anything
-        raise ValueError(f"rewards: could not import {module_name!r} of {path!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # importing runs the module, which may raise anything
+        failed = f"could not import {module_name!r} of {path!r}: {describe(error)}"
+        raise ValueError(f"rewards: {failed}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ValueError(f"rewards: expected a function {attribute!r} in {module_name}, found {function!r}")
+        expected = f"a function {attribute!r} in {module_name}"
+        raise ValueError(f"rewards: expected {expected}, found {text_of(function)}")
     return function
 
 
-def call(function: RewardFunction, **arguments: Any) -> list[Any]:
-    """What the function returns, awaited if it is a coroutine, as a list."""
+def call(function: RewardFunction, **arguments: Any) -> list[float | str]:
+    """What the function returns for each completion: a float, or a text where that is no number.
+
+    Awaits an awaitable. Raises whatever the function raises, and ValueError for anything that is
+    not one value per completion in their order.
+    """
     result = function(**arguments)
     if inspect.isawaitable(result):
-        awaitable = result
+        result = _awaited(result)
+    return [_number_or_text(value) for value in _values(result, len(arguments["completions"]))]
 
-        async def wait() -> Any:
-            return await awaitable
 
-        # In a thread of its own, since the caller (a notebook) may already run an event loop in this one.
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            result = pool.submit(asyncio.run, wait()).result()
-    return result.tolist() if hasattr(result, "tolist") else list(result)
+def describe(error: BaseException) -> str:
+    """The error's type and message, also where the message cannot be had."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(value: Any, longest: int = 500) -> str:
+    """The beginning of str(value); a user's class may raise anything there."""
+    try:
+        return str(value)[:longest]
+    except (Exception, SystemExit):
+        return f"<{type(value).__name__} without a text>"
+
+
+def _awaited(awaitable: Any) -> Any:
+    async def wait() -> Any:
+        return await awaitable
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait())  # in this thread: Ctrl-C cancels it
+    # The caller (a notebook) runs a loop in this thread.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, wait()).result()
+
+
+def _values(result: Any, count: int) -> list[Any]:
+    values = result.tolist() if hasattr(result, "tolist") else result
+    iterator = None
+    # The order of a dict or a set does not say which completion a value belongs to.
+    if not isinstance(values, (str, bytes, bytearray, Set)) and not hasattr(values, "keys"):
+        with contextlib.suppress(TypeError):
+            iterator = iter(values)
+    if iterator is None:
+        came = type(result).__name__
+        raise ValueError(f"expected a list of {count} numbers, the function returned {came}")
+    listed = list(itertools.islice(iterator, count + 1))  # it may be endless
+    if len(listed) != count:
+        number = len(listed) if len(listed) < count else "more"
+        raise ValueError(f"expected {count} rewards, the function returned {number}")
+    return listed
+
+
+def _number_or_text(value: Any) -> float | str:
+    if not isinstance(value, (str, bytes, bytearray)):  # float() would read numbers out of these
+        with contextlib.suppress(Exception):
+            return float(value)
+    return text_of(value, 60)
+
+
+def open_folder() -> int | None:
+    """The working folder, for `os.fchdir`; None where it cannot be opened (another user's)."""
+    try:
+        return os.open(os.curdir, os.O_RDONLY)
+    except OSError:
+        return None
 
 
 def serve(path: str) -> None:
-    """The child's loop: one JSON line in, one out. What the function prints goes to stderr, not among the answers."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    """The child's loop: one JSON line in, one out with its number; one before: was `path` found?"""
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # The function, and what it starts, finds nothing on stdin and prints to stderr.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    home = open_folder()
+    function: RewardFunction
+    request: dict[str, Any]
 
-    def send(message: dict[str, Any]) -> None:
+    def load() -> None:
+        nonlocal function
+        function = import_function(path)
+
+    def score() -> list[float | str]:
+        return call(function, **request["arguments"])
+
+    def answer(number: int, work: Callable[[], Any]) -> None:
+        message: dict[str, Any] = {"number": number}
+        try:
+            message["rewards"] = work()
+        except BaseException as error:  # a user's function may raise anything
+            message["error"] = describe(error)
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    try:
-        function = import_function(path)
-    except ValueError as error:
-        send({"error": str(error)})
-        return
-    send({"ready": True})
-    for line in sys.stdin:
-        try:
-            values = call(function, **json.loads(line))
-            send({"rewards": [value if isinstance(value, (int, float)) else None for value in values]})
-        except Exception as error:  # a user's function may raise anything
-            send({"error": f"{type(error).__name__}: {error}"[:500]})
+    answer(LOADED, load)
+    for line in requests:
+        request = json.loads(line)
+        if home is not None:
+            os.fchdir(home)
+        answer(request["number"], score)
+
+
+def _end_with_the_caller(lifeline: int) -> None:
+    """Have the kernel kill this process group when the other end of the pipe `lifeline` is gone.
+
+    A thread that waits for that would need the interpreter lock, which a backtracking regular
+    expression never gives back; PR_SET_PDEATHSIG watches the thread that started this process, not
+    its process. The signal says that there is something to read, which can only be the end: nobody
+    writes to this pipe.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it went before the signal was asked for
+        os._exit(1)
 
 
 if __name__ == "__main__":
+    _end_with_the_caller(int(sys.argv[2]))
     serve(sys.argv[1])

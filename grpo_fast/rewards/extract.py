@@ -2,7 +2,8 @@
 
 A number is `-?` digit, then digits and commas, then an optional decimal part: ASCII only, at most 32 digits. `$ % ** ,`
 and a trailing full stop are dropped before. Numbers are compared as `Decimal`: 18, 18.0, $18 and `18.` are one answer,
-1,080 is 1080.
+1,080 is 1080. The typographic minus (U+2212) counts in running text only: `#### −7` is no strict answer,
+and -7 is the lenient one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def extract_lenient(text: str) -> Decimal | None:
 
 
 def _numbers(text: str) -> list[str]:
-    return _NUMBER_IN_TEXT.findall(text)
+    return _NUMBER_IN_TEXT.findall(text.replace("\u2212", "-"))
 
 
 def _to_decimal(number: str) -> Decimal | None:

@@ -2,103 +2,174 @@
 
 A function that hangs, crashes the interpreter or eats all memory then costs its samples, not the run. The child is a
 fresh interpreter (running `calling.py`) that reads one JSON line per call and answers with one: no fork of a process
-full of threads, and no pickle. It starts at the first call and again after a time-out.
+full of threads, and no pickle. It starts at the first call, and again after one that ended without its answer.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import itertools
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+import weakref
+from typing import Any, BinaryIO, TextIO
 
 from grpo_fast.rewards import calling
+from grpo_fast.rewards.printed import escape_control
 
 START_LIMIT_S = 120.0  # what the user's module imports may take long; this is not the function's own time
 
 
 class IsolatedReward:
-    """Callable like the function at `path`, run elsewhere.
+    """Callable like the function at `path`, run elsewhere. Calls of several threads take turns.
 
-    Raises TimeoutError after `timeout` seconds, RuntimeError with the function's own message when it raises or dies.
+    Raises:
+        ValueError: a `timeout` that cannot be waited for, `options` that JSON cannot carry.
+        TimeoutError: (a call) after `timeout` seconds.
+        RuntimeError: (a call) with the function's own message when it raises or dies.
     """
 
     def __init__(self, path: str, *, timeout: float, options: dict[str, Any] | None = None) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout: expected seconds > 0, got {timeout}")
-        self.path, self.timeout, self.options = path, timeout, options or {}
-        self._child: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str] = queue.Queue()
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if not is_number or not 0 < timeout < threading.TIMEOUT_MAX:
+            expected = f"seconds, above 0 and below {threading.TIMEOUT_MAX:.3g}, for reward {path}"
+            raise ValueError(f"timeout: expected {expected}, got {timeout!r}")
+        self.path, self.timeout, self.options = path, float(timeout), options or {}
+        if not _same_as_json(self.options):
+            expected = f"values that JSON can carry for reward {path}"
+            raise ValueError(f"options: expected {expected}, got {self.options!r}")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(calling.LOADED + 1)
+        self._worker: _Worker | None = None
 
-    def __call__(self, *, prompts: list[Any], completions: list[str], answers: list[str]) -> list[Any]:
-        child = self._start()
-        request = {"prompts": prompts, "completions": completions, "answers": answers, **self.options}
-        try:
-            child.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
-            child.stdin.flush()  # type: ignore[union-attr]
-        except OSError as error:
-            self.close()
-            raise RuntimeError(f"the process of reward {self.path} ended: {error}") from None
-        reply = json.loads(self._receive(self.timeout))
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        return list(reply["rewards"])
+    def __call__(
+        self,
+        *,
+        prompts: list[Any],
+        completions: list[str],
+        answers: list[str],
+    ) -> list[float | str]:
+        arguments = {"prompts": prompts, "completions": completions, "answers": answers}
+        arguments |= self.options
+        with self._lock:
+            try:
+                answer = self._ask(arguments)
+            except BaseException:  # Ctrl-C included: an answer to nobody may be on its way
+                self.close()
+                raise
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["rewards"]
 
     def close(self) -> None:
         """End the child process, if there is one."""
-        child, self._child = self._child, None
-        if child is not None:
-            atexit.unregister(self.close)
-            child.kill()
-            child.wait()
-            for stream in (child.stdin, child.stdout):
-                if stream is not None:
-                    try:
-                        stream.close()
-                    except OSError:  # a request was still in the buffer of a dead child
-                        pass
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
 
-    def _start(self) -> subprocess.Popen[str]:
-        if self._child is not None:
-            return self._child
+    def _ask(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        # A fork has a copy of its parent's worker and must not talk to it.
+        if self._worker is None or self._worker.owner != os.getpid():
+            self._worker = _Worker(self.path)
+            loaded = self._worker.receive(calling.LOADED, START_LIMIT_S)
+            if "error" in loaded:
+                raise RuntimeError(loaded["error"])
+        number = next(self._numbers)
+        self._worker.send({"number": number, "arguments": arguments})
+        return self._worker.receive(number, self.timeout)
+
+
+class _Worker:
+    """The child process and the threads at its pipes; `end()`s with the object and the program."""
+
+    def __init__(self, path: str) -> None:
         search = os.pathsep.join(p or os.getcwd() for p in sys.path)  # what can be imported here can be imported there
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", calling.__file__, self.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": search},
-        )
-        atexit.register(self.close)
-        self._lines = queue.Queue()
-        threading.Thread(target=_pump, args=(self._child.stdout, self._lines), daemon=True).start()
-        ready = json.loads(self._receive(START_LIMIT_S))
-        if "error" in ready:
-            self.close()
-            raise RuntimeError(ready["error"])
-        return self._child
+        self.path, self.owner = path, os.getpid()
+        read_end, write_end = os.pipe()
+        lifeline = os.fdopen(write_end, "wb", 0)  # never written to; the kernel closes it if not we
+        with os.fdopen(read_end, "rb", 0):
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", calling.__file__, path, str(read_end)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[read_end],
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                env={**os.environ, "PYTHONPATH": search},
+                # A group of its own: Ctrl-C is for us, and what the function starts ends with it.
+                start_new_session=True,
+            )
+        self.lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_pump, args=(self._child.stdout, self.lines), daemon=True).start()
+        shown = threading.Thread(target=_show, args=(self._child.stderr,), daemon=True)
+        shown.start()
+        self.end = weakref.finalize(self, _end, self.owner, self._child, shown, lifeline)
 
-    def _receive(self, limit: float) -> str:
+    def send(self, message: dict[str, Any]) -> None:
+        """Returns at once: the limit of `receive` is also for a child that does not read."""
+        line = json.dumps(message) + "\n"
+        threading.Thread(target=_write, args=(self._child.stdin, line), daemon=True).start()
+
+    def receive(self, number: int, limit: float) -> dict[str, Any]:
         try:
-            line = self._lines.get(timeout=limit)
+            line = self.lines.get(timeout=limit)
         except queue.Empty:
-            self.close()
             raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None
         if not line:
-            self.close()
             raise RuntimeError(f"the process of reward {self.path} ended in the middle of a call")
-        return line
+        answer = json.loads(line)
+        if answer["number"] != number:
+            came = f"answered request {answer['number']}, not {number}"
+            raise RuntimeError(f"the process of reward {self.path} {came}")
+        return answer
 
 
-def _pump(stream: Any, lines: queue.Queue[str]) -> None:
-    try:
+def _end(owner: int, child: subprocess.Popen, shown: threading.Thread, lifeline: BinaryIO) -> None:
+    """Not a method of the worker: it would keep that alive."""
+    if os.getpid() != owner:  # the copy in a fork
+        return
+    with contextlib.suppress(OSError):  # it ended by itself
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    with contextlib.suppress(OSError):  # a request was still in the buffer
+        child.stdin.close()
+    lifeline.close()
+    with contextlib.suppress(RuntimeError):  # the garbage collector may run in that very thread
+        shown.join(1.0)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the child is gone: its answers end, too
+        stream.write(text)
+        stream.flush()
+
+
+def _pump(stream: TextIO, lines: queue.Queue[str]) -> None:
+    with stream:
         for line in stream:
             lines.put(line)
-    except (OSError, ValueError):  # the pipe was closed by close()
-        pass
     lines.put("")
+
+
+def _show(stream: TextIO) -> None:
+    """What the function prints, on this process's stderr."""
+    with stream:
+        for text in iter(lambda: stream.readline(4096), ""):
+            # It may be closed, or None: then the pipe is emptied all the same.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                sys.stderr.write(escape_control(text))
+                sys.stderr.flush()
+
+
+def _same_as_json(options: dict[str, Any]) -> bool:
+    try:
+        return json.loads(json.dumps(options)) == options
+    except (TypeError, ValueError):
+        return False

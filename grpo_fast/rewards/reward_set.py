@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.rewards.calling import RewardFunction, call
+from grpo_fast.rewards.calling import RewardFunction, call, describe
+from grpo_fast.rewards.printed import escape_control
+from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class RewardSet:
         self.failed_total = dict.fromkeys(names, 0)
         self._recent: dict[str, deque[tuple[int, int]]] = {name: deque(maxlen=WINDOW_CALLS) for name in names}
         self._last_error = dict.fromkeys(names, "")
+        self._lock = threading.Lock()
 
     @property
     def names(self) -> list[str]:
@@ -97,48 +101,50 @@ class RewardSet:
         self, reward: WeightedReward, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
     ) -> Tensor:
         scores = self._ask(reward, prompts, completions, answers)
-        if scores is None and len(completions) > 1:
-            scores, timeouts = [], 0
+        if isinstance(scores, str) and len(completions) > 1:
+            retried, timeouts = [], 0
             for sample in zip(prompts, completions, answers, strict=True):
-                one = None if timeouts > RETRY_TIMEOUTS else self._ask(reward, *([field] for field in sample))
-                timeouts += one is None and self._last_error[reward.name].startswith("TimeoutError")
-                scores.append(math.nan if one is None else one[0])
-        if scores is None:
+                fields = ([field] for field in sample)
+                one = "unasked" if timeouts > RETRY_TIMEOUTS else self._ask(reward, *fields)
+                timeouts += isinstance(one, str) and one.startswith("TimeoutError")
+                retried.append(math.nan if isinstance(one, str) else one[0])
+            scores = retried
+        if isinstance(scores, str):
             scores = [math.nan] * len(completions)
         return torch.tensor(scores, dtype=torch.float32)
 
-    def _ask(self, reward: WeightedReward, prompts: Any, completions: Any, answers: Any) -> list[float] | None:
-        """One call of the function; None when it fails as a whole."""
+    def _ask(
+        self, reward: WeightedReward, prompts: Any, completions: Any, answers: Any
+    ) -> list[float] | str:  # the error where the call fails as a whole
+        lists = {"prompts": list(prompts), "completions": list(completions), "answers": list(answers)}
         try:
-            arguments = {"prompts": list(prompts), "completions": list(completions), "answers": list(answers)}
-            values = call(reward.function, **arguments)
-            if len(values) != len(completions):
-                raise ValueError(f"expected {len(completions)} rewards, the function returned {len(values)}")
-        except Exception as error:  # a user's function may raise anything
-            self._note(reward.name, f"{type(error).__name__}: {error}")
-            return None
+            with undisturbed():
+                values = call(reward.function, **lists)
+        except KeyboardInterrupt:  # the user wants the run to end
+            raise
+        except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception
+            message = describe(error)
+            self._note(reward.name, message)
+            return message
         return [self._number(reward.name, value) for value in values]
 
-    def _number(self, name: str, value: Any) -> float:
-        try:
-            number = float(value) if not isinstance(value, str) else math.nan
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        # float32 is what the trainer computes in: a value beyond its range is as useless as inf
-        if not math.isfinite(number) or abs(number) > torch.finfo(torch.float32).max:
-            self._note(name, f"not a finite number: {str(value)[:60]!r}")
+    def _number(self, name: str, value: float | str) -> float:
+        # float32 is what the trainer computes in: beyond its range a value is as useless as inf or NaN
+        if isinstance(value, str) or not abs(value) <= torch.finfo(torch.float32).max:
+            self._note(name, f"not a finite number: {value!r}")
             return math.nan
-        return number
+        return value
 
     def _note(self, name: str, message: str) -> None:
         if not self._last_error[name]:
             logger.warning("reward %s failed (its samples are dropped and counted): %r", name, message[:500])
-        self._last_error[name] = message[:500]
+        self._last_error[name] = escape_control(message[:500])
 
     def _count(self, name: str, failed: int, asked: int) -> None:
-        self.failed_total[name] += failed
-        recent = self._recent[name]
-        recent.append((failed, asked))
+        with self._lock:
+            self.failed_total[name] += failed
+            self._recent[name].append((failed, asked))
+            recent = list(self._recent[name])
         lost, of = sum(f for f, _ in recent), sum(n for _, n in recent)
         if len(recent) >= MIN_CALLS and lost > self.max_failures * of:
             raise RewardError(

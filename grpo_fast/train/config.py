@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from grpo_fast.objective.advantages import MODES, check_options
+from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.config import LossConfig, choice
 from grpo_fast.train.explain import explain, nearest
 
@@ -219,6 +219,7 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         choice("advantages", self.advantages, MODES)
         check_options(self.advantages, self.advantage_options)
+        check_group_size(self.advantages, self.rollout.group_size)
         for name in ("softcap", "logit_scale"):
             came = getattr(self.loss, name)
             if came != getattr(LossConfig, name):

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.files import read_examples
 from grpo_fast.rewards import build_rewards, scorer_for
-from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe, read_yaml
+from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe
 from grpo_fast.train.evaluate import evaluate, policy_generate
 from grpo_fast.train.explain import nearest
 from grpo_fast.train.setup import token_counter
+from grpo_fast.train.yaml_file import read_yaml
 
 DEFAULT_REWARDS = {
     "gsm8k": ("gsm8k_correct", "gsm8k_format"),

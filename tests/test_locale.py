@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from grpo_fast.train.config import load_recipe
 from tests.command_line import RECIPE, in_a_process, write_recipe
 
@@ -21,6 +23,7 @@ def succeeded(result, *parts):
     return True
 
 
+@pytest.mark.slow
 def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
     lines = [{"question": f"Wie groß ist {i}? 🙂", "answer": "ä" * (1 + i % 2)} for i in range(8)]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -44,6 +47,7 @@ def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
     assert (tmp_path / "p.png").is_file()
 
 
+@pytest.mark.slow
 def test_help_and_refusals(tmp_path):
     assert succeeded(in_a_process("train", "--help", **ASCII), b"KEY=VALUE")
     refused = in_a_process("train", "sort", "stepz=ä", f"output_dir={tmp_path}/r", **ASCII)

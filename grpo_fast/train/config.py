@@ -11,26 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from grpo_fast.advantages import MODES, check_options
 from grpo_fast.config import LossConfig, choice
 from grpo_fast.train.explain import explain
-from grpo_fast.train.folders import home_path
+from grpo_fast.train.folders import UserPath
 from grpo_fast.train.overrides import apply_override
 from grpo_fast.train.recipes import read_recipe
 from grpo_fast.train.recipes import recipe_names as recipe_names
-
-# `~` is written out once, here, for all who read the path.
-UserPath = Annotated[str, AfterValidator(home_path)]
 
 
 class Section(BaseModel):

@@ -14,17 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.files import read_examples
 from grpo_fast.rewards import build_rewards, scorer_for
-from grpo_fast.train.config import (
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RunConfig,
-    UserPath,
-    load_recipe,
-)
+from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe
 from grpo_fast.train.evaluate import evaluate, policy_generate
 from grpo_fast.train.explain import nearest, quoted
-from grpo_fast.train.folders import home_path
+from grpo_fast.train.folders import UserPath, home_path
 from grpo_fast.train.setup import token_counter
 from grpo_fast.train.yaml_file import read_yaml
 

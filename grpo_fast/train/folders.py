@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import unicodedata
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 
 class OutputFolderError(ValueError):
@@ -17,6 +20,10 @@ def home_path(path: str) -> str:
     if expanded.startswith("~"):
         raise ValueError("expected the home folder of a known user behind ~ (./~ is a file's name)")
     return expanded
+
+
+# A setting whose `~` is written out once, where it is read, for all who use the path.
+UserPath = Annotated[str, AfterValidator(home_path)]
 
 
 def run_folder(root: str | Path, name: str | None = None) -> Path:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
 def main() -> None:
-    """Runs `grpo_fast.cli`; the library itself needs only torch and triton, the command needs the extra "train"."""
+    """Runs `grpo_fast.cli`; the library itself needs only torch and triton, the command needs the extra "train".
+
+    A character that the terminal's encoding lacks (→ under LC_ALL=C) is shown as ?.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a caller may have put something else there
+            stream.reconfigure(errors="replace")
     try:
         from grpo_fast.cli import app
 

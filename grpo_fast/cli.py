@@ -5,6 +5,7 @@ A command imports what it needs when it runs, so that `--help` and a typing mist
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 USAGE_ERROR, RUN_ERROR = 2, 1
+LONGEST_MESSAGE = 4000  # characters: a message may quote a file
 
 app = typer.Typer(
     name="grpo-fast",
@@ -53,14 +55,15 @@ def train(
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
     try:
         from grpo_fast.train.config import load_recipe
-        from grpo_fast.train.report import run_folder
+        from grpo_fast.train.folders import check_folder, run_folder
 
         config = load_recipe(recipe, expand_data(settings or []))
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
-        _check_folder(config.output_dir)
+        check_folder(config.output_dir)
 
         from grpo_fast.rewards import RewardError, build_rewards
+        from grpo_fast.rollout import NonFiniteLogits
         from grpo_fast.train.loop import train as run
         from grpo_fast.train.optimizer import NonFiniteGradient
 
@@ -72,7 +75,7 @@ def train(
         run(config)
     except ValueError as error:
         _refuse(error, debug, USAGE_ERROR)
-    except (RewardError, NonFiniteGradient) as error:
+    except (RewardError, NonFiniteGradient, NonFiniteLogits) as error:
         _refuse(error, debug, RUN_ERROR)
 
 
@@ -87,17 +90,27 @@ def evaluate(
             "out=metrics.json",
         ),
     ] = None,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Run code the folder names: rewards, model classes."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Accuracy on held-out questions: greedy, and with samples=N also pass@k and maj@k. With standard errors."""
     try:
+        from grpo_fast.rollout import NonFiniteLogits
         from grpo_fast.train.eval_command import parse_settings, run_eval, table
 
         chosen = parse_settings(settings or [])
         _quiet_transformers()
-        typer.echo(table(run_eval(model, chosen)))
     except ValueError as error:
         _refuse(error, debug, USAGE_ERROR)
+    try:
+        typer.echo(table(run_eval(model, chosen, allow_code=allow_code)))
+    except ValueError as error:
+        _refuse(error, debug, USAGE_ERROR)
+    except (NonFiniteLogits, OSError) as error:
+        _refuse(error, debug, RUN_ERROR)
 
 
 @app.command()
@@ -135,7 +148,8 @@ def plot(
     try:
         from grpo_fast.train.curves import plot_runs
 
-        typer.echo(str(plot_runs(runs, out)))
+        folders = [os.path.expanduser(run) for run in runs]
+        typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
     except (ValueError, OSError, ImportError) as error:
         _refuse(error, debug, USAGE_ERROR)
 
@@ -162,18 +176,13 @@ def expand_data(settings: list[str]) -> list[str]:
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "data" and value and not value.startswith("{"):
-            local = Path(value).expanduser().exists() or value.endswith(".jsonl") or value.startswith((".", "/", "~"))
+            looks_local = value.startswith((".", "/", "~")) or value.endswith(".jsonl")
+            local = looks_local or os.path.exists(value)
             path, hub = (value, "null") if local else ("null", value)
             expanded += [f"data.path={path}", f"data.name={hub}"]
         else:
             expanded.append(setting)
     return expanded
-
-
-def _check_folder(folder: str) -> None:
-    path = Path(folder).expanduser()
-    if path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"output_dir: {path} is occupied; choose another with output_dir=… or --name …")
 
 
 def _quiet_transformers() -> None:
@@ -188,8 +197,10 @@ def _refuse(error: Exception, debug: bool | None, code: int) -> NoReturn:
         traceback.print_exception(error)
     from grpo_fast.train.report import escape_control  # a message may quote a data file or a model
 
+    text = str(error)
+    shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
     hint = "  (--debug shows where)" if debug is False else ""  # None: a command without that option
-    typer.echo(f"grpo-fast: {escape_control(str(error))}{hint}", err=True)
+    typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
     sys.exit(code)
 
 

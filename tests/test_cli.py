@@ -6,43 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from tiny import tiny_folder
-from typer.testing import CliRunner
 
-from grpo_fast.cli import app, expand_data
-
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = """
-output_dir: OUT
-steps: 2
-model: {tokenizer: symbols, config: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-  num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}}
-data: {task: sort, digits: 3, n_test: 8}
-rewards: [{name: sort_positions}]
-rollout: {group_size: 2, prompts_per_step: 2, max_new_tokens: 4}
-"""
+from grpo_fast.cli import expand_data
+from tests.command_line import ROOT, invoke, refused, write_recipe
+from tests.tiny import tiny_folder
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "tiny.yaml"
-    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
-    return str(path)
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, list(words), catch_exceptions=False)
-
-
-def refused(result, *parts):
-    """Exit code 2, a sentence on stderr, no traceback."""
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("grpo-fast: ") and "Traceback" not in result.output
-    assert all(part in result.stderr for part in parts), result.stderr
-    return True
+    return write_recipe(tmp_path)
 
 
 def test_help_and_version_load_nothing_heavy():

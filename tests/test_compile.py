@@ -134,7 +134,7 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 @pytest.mark.parametrize("function", ["linear", "logits", "logps"])
 def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
     """torch.library.opcheck on the operators with the very arguments the public functions give them."""
-    from grpo_fast.loss.api import operators
+    from grpo_fast.loss import operators
 
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")

@@ -140,7 +140,7 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     recorded(False)
     # The checks of values would copy their flags to the host, without waiting for them.
     for module in ("checks", "batch"):
-        monkeypatch.setattr(f"grpo_fast.loss.api.{module}.check_values", lambda checks, validate: None)
+        monkeypatch.setattr(f"grpo_fast.loss.{module}.check_values", lambda checks, validate: None)
     for call in (
         lambda: linear_logps(*head(), ids()),
         lambda: linear_grpo_loss(*head(), ids(), rand(B), LossConfig(), **tokens(ref_logps=None)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,11 @@ def test_gold_answer():
         ({"prompt": "x", "answer": "#### many"}, "expected a number after '####'"),
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
         ("[" * 100_000, "not a JSON object"),
+        ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
+        ('{"prompt": "x \\ud800", "answer": "1"}', "got the lone surrogate '\\ud800' at character 2"),
+        ('{"prompt": "x", "answer": "\\udfff"}', "lone surrogate"),
+        ('{"prompt": "x", "answer": "1", "solution": "\\ud83d"}', "lone surrogate"),
+        ('{"prompt": [{"role": "user", "content": "\\udc00"}], "answer": "1"}', "lone surrogate"),
     ],
 )
 def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
@@ -84,6 +90,41 @@ def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
     with pytest.raises(DatasetError) as error:
         read_examples(path)
     assert f"{path}:3: " in str(error.value) and reason in str(error.value)
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path):
+    line = '{"prompt": "\\ud83d\\ude42", "answer": "1", "unused": "\\ud83d"}'
+    assert read_examples(write_lines(tmp_path / "d.jsonl", line))[0].prompt == "🙂"
+
+
+@pytest.mark.parametrize("lines", [10, 2])
+def test_a_training_set_that_is_the_test_set(tmp_path, lines):
+    """One line repeated, or two equal files: nothing is left to train on."""
+    path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
+    expected = (
+        rf"data: expected a training example in {tmp_path}.* whose prompt is not a test prompt as well, got none$"
+    )
+    with pytest.raises(DatasetError, match=expected):
+        load_examples(source(task="jsonl", path=str(path)), split="train", seed=0)
+    write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
+    with pytest.raises(DatasetError, match=expected):
+        load_examples(source(task="jsonl", path=str(tmp_path)), split="train", seed=0)
+    assert len(load_examples(source(task="jsonl", path=str(tmp_path)), split="test", seed=0)) == 1
+    write_lines(tmp_path / "test.jsonl", {"prompt": "q", "answer": "1"})
+    with pytest.raises(DatasetError, match=f"got none after data.shots = {lines}$"):
+        load_examples(source(task="jsonl", path=str(tmp_path), shots=lines), split="train", seed=0)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"})
+    path.chmod(0)
+    with pytest.raises(DatasetError, match="found nothing at .*d.jsonl/x.jsonl"):
+        load_examples(source(task="jsonl", path=f"{path}/x.jsonl"), split="train", seed=0)
+    with pytest.raises(DatasetError, match="found nothing at"):
+        load_examples(source(task="jsonl", path="x" * 5000), split="train", seed=0)
+    unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
+    with pytest.raises(DatasetError, match="data.path: expected a readable .jsonl file, got .*Errno"):
+        read_examples(unreadable)
 
 
 def test_gsm8k_task_needs_a_marked_number(tmp_path):
@@ -159,6 +200,13 @@ def test_hub_rows(monkeypatch):
         return [{"question": f"{split} q", "answer": "#### 1"}]
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    empty = SimpleNamespace(load_dataset=lambda *_, split: [] if split == "test" else load_dataset(*_, split))
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "datasets", empty)
+        for split in ("train", "test"):
+            with pytest.raises(DatasetError, match="data: expected at least one test example in a/b, got none"):
+                load_examples(source(task="gsm8k", name="a/b"), split=split, seed=0)
+    asked.clear()
     train = load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)
     assert train[0].prompt == "train q"
     assert set(asked) == {("openai/gsm8k", "main", split) for split in ("train", "test")}

@@ -7,7 +7,7 @@ import torch
 
 import grpo_fast
 from grpo_fast.kernels.head import loop as linear
-from grpo_fast.loss.api import passes
+from grpo_fast.loss import passes
 from tests import oracle_inputs
 from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, assert_same, make_case, options_for, relative_l2, run
 from tests.triton_tools.launcher import HAS_TRITON, run_python

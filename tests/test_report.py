@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 
 import pytest
 import torch
 
 from grpo_fast.train.config import load_recipe, parse_config
 from grpo_fast.train.curves import series, smooth
+from grpo_fast.train.folders import check_folder
 from grpo_fast.train.report import (
     OutputFolderError,
     RunReport,
@@ -130,8 +132,22 @@ def test_occupied_folder_is_refused(tmp_path):
     with pytest.raises(OutputFolderError, match=r"output_dir: .*a is occupied \(it holds old.txt\)"):
         RunReport(tmp_path / "a", config())
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["old.txt"]
-    with pytest.raises(OutputFolderError, match="cannot use"):
-        RunReport(tmp_path / "a" / "old.txt", config())
+    for wrong in (tmp_path / "a" / "old.txt", tmp_path / "a" / "old.txt" / "b", "x" * 5000, "a\0b", tmp_path / "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("nowhere")
+        with pytest.raises(OutputFolderError, match="output_dir: cannot use .* as a folder: "):
+            RunReport(wrong, config())
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    """Known without writing anything; the nearest folder that exists decides."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(OutputFolderError, match=f"new as a folder: {tmp_path} is not writable"):
+        check_folder(tmp_path / "deep" / "new")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    check_folder(tmp_path / "deep" / "new")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", " ", "a/b", "/etc", "../x", "a\\b", "a\x00", "c:", "\u202ex"])
@@ -169,7 +185,27 @@ def test_completions_are_readable_and_cannot_break_out(tmp_path):
     assert path == tmp_path / "a" / "completions" / "step_000010.md"
     text = path.read_text(encoding="utf-8")
     assert "\x1b" not in text and "````text\n```\n# not a heading\\x1b[31m\\ud800\n````" in text
-    assert "reward 0.5 · answer 1\\n2 · kl none" in text and "[user] hi" in text and "reward nan" in text
+    assert "reward 0.5 · kl none" in text and "[user] hi" in text and "reward nan" in text
+    assert "answer\n```text\n1\n2\n```" in text
+
+
+def test_no_text_stands_outside_a_fence(tmp_path):
+    """Of a viewer of markdown nothing but our own words and numbers is markup."""
+    hostile = "1 <img src=x> ![](http://x)\n```\n# heading\n````\n[link](http://x)"
+    report = RunReport(tmp_path / "a", config(), stream=io.StringIO())
+    messages = [{"role": hostile, "content": hostile}]
+    rows = [{"prompt": prompt, "completion": hostile, "answer": hostile, "reward": 1.0, "truncated": True}
+            for prompt in (hostile, messages)]  # fmt: skip
+    fence, outside = "", []
+    for line in report.completions(3, rows).read_text(encoding="utf-8").splitlines():
+        if fence:
+            fence = "" if line == fence else fence
+        elif line.startswith("```"):
+            fence = line.removesuffix("text")
+        elif line:
+            outside.append(line)
+    row = ["reward 1 · truncated yes", "prompt", "completion", "answer"]
+    assert outside == ["# Step 3", "## 1", *row, "## 2", *row]
 
 
 def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
@@ -181,6 +217,32 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
         read_metrics(tmp_path)
     with pytest.raises(ValueError, match="found no file at"):
         read_metrics(tmp_path / "no")
+    path.write_bytes(b'{"step": 1}\n\xff\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at byte 12\)"):
+        read_metrics(tmp_path)
+    path.write_text("[" * 100_000 + "\n{}\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):
+        read_metrics(tmp_path)
+
+
+def test_numbers_that_no_picture_has(tmp_path):
+    """A run's folder may come from anywhere."""
+    huge = "1" * 400
+    lines = [f'{{"step": {step}, "reward": {reward}}}' for step, reward in [(1, 1), (2, huge), (huge, 1), (3, "1e999")]]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert series(read_metrics(tmp_path), "reward") == [(1.0, 1.0)]
+    assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["", "folder", "curves", ".png"])
+def test_a_picture_needs_a_files_name(tmp_path, name):
+    """matplotlib adds an ending by itself and would write beside the name that was asked for."""
+    logged_run(tmp_path / "run", 3).close()
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="out: expected a file such as curves.png, got "):
+        plot_runs([tmp_path / "run"], tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_plot_several_runs(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import generate
+from grpo_fast.rollout import NonFiniteLogits, generate
 from grpo_fast.rollout.sampler import Sampler, draw, seed_of
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.config import SamplingConfig
@@ -108,6 +108,66 @@ def test_chat_messages_and_empty_prompts(policy):
     assert rollout.prompts == ["1 2\n"] and rollout.prompt_ids == [policy.tokenizer("1 2")["input_ids"]]
     with pytest.raises(ValueError, match="at least one token"):
         generate(policy, [""], options(), seed=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
+def test_a_policy_that_gives_no_numbers(bad, how):
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    broken = Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    with torch.no_grad():
+        broken.lm.lm_head.weight.fill_(bad)
+    with pytest.raises(NonFiniteLogits, match="the policy's logits are NaN"):
+        generate(broken, PROMPTS, options(**how), seed=1)
+
+
+def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
+    """It goes on until the whole batch has ended."""
+    eos, rows = policy.tokenizer.eos_token_id, len(SYMBOLS) + 2
+
+    def ends_at_once(input_ids, logits_processor, **_):
+        scores = torch.zeros(len(input_ids), rows)
+        scores[:, eos] = 100.0
+        for step in (scores, torch.full_like(scores, torch.nan)):
+            tokens = logits_processor[0](input_ids, step).argmax(-1, keepdim=True)
+            input_ids = torch.cat([input_ids, tokens], dim=1)
+        return input_ids
+
+    monkeypatch.setattr(policy.lm, "generate", ends_at_once)
+    rollout = generate(policy, PROMPTS, options(group_size=1, max_new_tokens=2), seed=2)
+    assert rollout.completion_ids == [[eos]] * 3 and not any(rollout.truncated)
+
+
+def test_a_draw_from_nan_stays_inside_the_vocabulary():
+    z = torch.full((2, 5), float("nan"))
+    assert draw(z, torch.tensor([0.0, 0.99])).max() < 5
+
+
+def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
+    longest = " ".join("1" for _ in range(512))
+    assert policy.positions == 512
+    short = options(group_size=1, max_new_tokens=1)
+    assert len(generate(policy, [longest], short, seed=0).texts) == 1
+    monkeypatch.setattr(policy.lm, "generate", lambda **_: pytest.fail("asked before the check"))
+    with pytest.raises(
+        ValueError, match="prompts: expected at most 512 tokens .*max_position_embeddings.*, got 513 in '1 1 1"
+    ):
+        generate(policy, ["1 2 =", longest + " 1"], short, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "default"}, 512),
+    ],
+)
+def test_positions_of_a_stretched_model(rope, positions):
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    lm = tiny_model("llama", vocab_size=len(tokenizer), rope_parameters={"rope_theta": 1e4, **rope})
+    assert Policy(lm, tokenizer).positions == positions
 
 
 def test_a_shipped_generation_config_does_not_reach_the_sampler(policy):

@@ -59,7 +59,8 @@ def test_the_tutorials_settings():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.learning_rate=1", "optim.learning_rate: unknown key"),
+        ("optim.learning_rate=1", "optim.learning_rate: unknown key; nearest: lr"),
+        ("rollout.num_generations=1", "rollout.num_generations: unknown key; nearest: group_size"),
         ("optim.warmpu=1", "optim.warmpu: unknown key; nearest: warmup"),
         ("stpes=1", "stpes: unknown key; nearest: steps"),
         ("loss.epsilon_hihg=0.3", "loss.epsilon_hihg: unknown key; nearest: epsilon_high"),
@@ -92,6 +93,22 @@ def test_the_tutorials_settings():
         ("eval.k=[0]", "eval.k.0: "),
         ("optim.betas=[0.9,1.5]", "optim.betas.1: "),
         ("optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
+        ("optim.lr=.inf", "optim.lr: Input should be a finite number, came inf"),
+        ("optim.weight_decay=.inf", "optim.weight_decay: Input should be a finite number, came inf"),
+        ("warm_start.lr=.inf", "warm_start.lr: Input should be a finite number, came inf"),
+        ("eval.temperature=.inf", "eval.temperature: Input should be a finite number, came inf"),
+        ("optim.max_grad_norm=.nan", "optim.max_grad_norm: "),
+        ("output_dir=~nobody-of-this-name/x", "output_dir: expected the home folder of a known user"),
+        ("loss.sampling_correction=sequence_mask", "loss.sampling_correction: expected rollout.correct_sampling: true"),
+        (
+            "loss.sampling_correction=token_truncate",
+            "loss.sampling_correction: expected rollout.correct_sampling: true",
+        ),
+        ("loss.sampling_ratio_cap=2", "loss.sampling_ratio_cap: expected rollout.correct_sampling: true"),
+        (
+            "rollout.correct_sampling=true loss.sampling_correction=null",
+            "rollout.correct_sampling: expected loss.sampling_correction or loss.off_policy_threshold",
+        ),
     ],
 )
 def test_refused_overrides(override, message):
@@ -142,6 +159,46 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
     config = load_recipe("gsm8k-smollm2-1.7b", ["model.lora.r=8", "seed=3"])
     save_config(config, tmp_path / "config.yaml")
     assert load_recipe(str(tmp_path / "config.yaml")) == config
+
+
+def test_a_correction_by_the_sampler_that_is_read(tmp_path):
+    """Also in a saved configuration, which holds every default."""
+    for words in (
+        ["rollout.correct_sampling=true", "loss.sampling_correction=sequence_mask"],
+        ["rollout.correct_sampling=true", "loss.sampling_correction=null", "loss.off_policy_threshold=0.1"],
+        ["loss.sampling_correction=null"],
+        [],
+    ):
+        config = load_recipe("sort", words)
+        save_config(config, tmp_path / "config.yaml")
+        assert load_recipe(str(tmp_path / "config.yaml")) == config
+    with pytest.raises(ValueError, match="loss.sampling_correction: expected rollout.correct_sampling"):
+        load_recipe(str(tmp_path / "config.yaml"), ["loss.sampling_correction=token_mask"])
+
+
+def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["output_dir=~/runs/a", "model={path: ~/m}", "data={task: jsonl, path: ~/d.jsonl}"]
+    config = load_recipe("sort", words)
+    save_config(config, tmp_path / "config.yaml")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    for read in (config, load_recipe(str(tmp_path / "config.yaml"))):
+        paths = (read.output_dir, read.model.path, read.data.path)
+        assert paths == tuple(str(tmp_path / name) for name in ("runs/a", "m", "d.jsonl"))
+    config.output_dir = "~/b"
+    assert config.output_dir == "/elsewhere/b"
+    assert load_recipe("sort", ["output_dir=./~/x"]).output_dir == "./~/x"
+
+
+def test_no_clipping(tmp_path):
+    config = load_recipe("sort", ["optim.max_grad_norm=.inf"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_recipe(str(tmp_path / "config.yaml")).optim.max_grad_norm == float("inf")
+
+
+def test_a_refusal_is_short_however_long_the_value():
+    message = refused(steps=[f"{i}" for i in range(9000)])
+    assert "steps: Input should be a valid integer, came ['0', '1'" in message and len(message) < 400
 
 
 def test_loss_settings_are_the_losses_own():

@@ -15,6 +15,16 @@ def no_spare(monkeypatch):
     monkeypatch.setattr(memory, "_spare", [])
 
 
+@pytest.mark.parametrize("text", ["x", "-1", "1.5", "", "1e3", "٣"])
+def test_a_size_that_is_none_is_refused_by_its_name(monkeypatch, text):
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", text)
+    with pytest.raises(ValueError, match="GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got "):
+        memory.workspace_bytes(torch.device("cpu"))
+    for size in (0, 1024):
+        monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", str(size))
+        assert memory.workspace_bytes(torch.device("cpu")) == size << 20
+
+
 def take(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return memory.take_workspace(rows, columns, WEIGHT, dtype)
 

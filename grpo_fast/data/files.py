@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,10 +41,18 @@ def load_file_examples(
     train, test = _both_splits(data, gsm8k, n_test, need_train=split == "train" or shots > 0 or budget is not None)
     if shots > len(train):
         raise DatasetError(f"data.shots: expected at most the {len(train)} training examples, got {shots}")
+    if not test:
+        raise DatasetError(f"data: expected at least one test example in {_source(data)}, got none")
     if split == "test":
         chosen = test[:n_test]
     else:
         chosen = train[shots:][:n_train]
+        if not chosen:
+            after = f" after data.shots = {shots}" if shots else ""
+            raise DatasetError(
+                f"data: expected a training example in {_source(data)} whose prompt is not a "
+                f"test prompt as well, got none{after}"
+            )
         random.Random(f"{seed}/order").shuffle(chosen)
 
     def dress(example: Example, prefix: str) -> Example:
@@ -111,6 +121,7 @@ def parse_row(row: Row, *, gsm8k: bool) -> Example:
     solution = fields.get("solution")
     if solution is not None and not isinstance(solution, str):
         raise DatasetError(f"{row.where}: expected a text in field 'solution', got {type(solution).__name__}")
+    _check_unicode([prompt, answer, solution], row.where)
     if gsm8k or "####" in answer:
         try:
             gold = gold_answer(answer)
@@ -125,7 +136,7 @@ def _both_splits(
 ) -> tuple[list[Example], list[Example]]:
     path, name = getattr(data, "path", None), getattr(data, "name", None)
     if path:
-        train_file, test_file = _locate(Path(path).expanduser())
+        train_file, test_file = _locate(Path(path))
         if test_file is None:
             return _hold_out(_parse_all(_read_jsonl(train_file), gsm8k), n_test, train_file)
         test = _parse_all(_read_jsonl(test_file), gsm8k)
@@ -138,14 +149,18 @@ def _both_splits(
     return _without(train, test), test
 
 
+def _source(data: Any) -> str:
+    return str(getattr(data, "path", None) or getattr(data, "name", None))
+
+
 def _locate(path: Path) -> tuple[Path, Path | None]:
     """The training file and, where there is one, the test file that belongs to it."""
-    if path.is_dir():
+    if os.path.isdir(path):  # Path's own methods raise where a folder may not be looked into
         path = path / "train.jsonl"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise DatasetError(f"data.path: expected a .jsonl file or a folder with train.jsonl, found nothing at {path}")
     sibling = path.with_name("test.jsonl")
-    return path, sibling if path.name == "train.jsonl" and sibling.is_file() else None
+    return path, sibling if path.name == "train.jsonl" and os.path.isfile(sibling) else None
 
 
 def _hold_out(examples: list[Example], n_test: int | None, file: Path) -> tuple[list[Example], list[Example]]:
@@ -171,24 +186,31 @@ def _parse_all(rows: Iterator[Row], gsm8k: bool) -> list[Example]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise DatasetError(f"data.path: expected a .jsonl file, found nothing at {path}")
     count = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            if not raw.strip():
-                continue
-            try:
-                fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise DatasetError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise DatasetError(f"{where}: not a JSON object ({error})") from None
-            count += 1
-            yield Row(where, fields)
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if number == 1:
+                    raw = raw.removeprefix(BOM_UTF8)
+                if raw.strip():
+                    count += 1
+                    yield _row(f"{path}:{number}", raw)
+    except OSError as error:
+        raise DatasetError(f"data.path: expected a readable .jsonl file, got {error}") from None
     if count == 0:
         raise DatasetError(f"{path}: expected at least one line, the file is empty")
+
+
+def _row(where: str, raw: bytes) -> Row:
+    try:
+        return Row(where, json.loads(raw.decode()))
+    except UnicodeDecodeError as error:
+        at = f"{error.reason} at byte {error.start}"
+        raise DatasetError(f"{where}: not UTF-8 text ({at})") from None
+    except (ValueError, RecursionError) as error:  # JSON's own, or a number of 5000 digits
+        raise DatasetError(f"{where}: not a JSON object ({error})") from None
 
 
 def _read_hub(name: str, split: str) -> Iterator[Row]:
@@ -222,6 +244,19 @@ def _checked_prompt(value: Any, where: str) -> Prompt:
         if not ok or not isinstance(message.get("content"), str):
             raise DatasetError(f"{where}: expected messages with the texts 'role' and 'content', got {message!r}")
     return value
+
+
+def _check_unicode(value: Any, where: str) -> None:
+    r"""Raise DatasetError for half a character: JSON may hold "\ud800" alone, no tokenizer may."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            found = f"the lone surrogate {value[error.start]!r} at character {error.start}"
+            raise DatasetError(f"{where}: expected Unicode, got {found}") from None
+    elif isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_unicode(item, where)
 
 
 def _dress(example: Example, template: str, prefix: str = "", system: str | None = None, chat: bool = False) -> Example:

@@ -20,7 +20,10 @@ def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
     These take 512 MiB in fp32 and 256 MiB at 16 bits. A second chunk costs a second sweep of W and dW.
     """
     default = 1024 if device.type == "cuda" else 128 * bytes_per_logit
-    return int(os.environ.get("GRPO_FAST_WORKSPACE_MIB", default)) << 20
+    text = os.environ.get("GRPO_FAST_WORKSPACE_MIB", str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got {text!r}")
+    return int(text) << 20
 
 
 # A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a small loss 20%.

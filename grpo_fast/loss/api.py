@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.types import detached
-from grpo_fast.loss.api import autograd, checks, operators
+from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.passes import Options
-from grpo_fast.loss.api.pending import raise_pending
+from grpo_fast.loss.pending import raise_pending
 from grpo_fast.objective.config import LossConfig
 
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
-from grpo_fast.loss.api import checks
+from grpo_fast.loss import checks
 from grpo_fast.loss.batch import rows_of_targets
 from grpo_fast.loss.passes import LogitsSweep, LossResult, Sweep, kernel_precision
 

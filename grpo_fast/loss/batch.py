@@ -15,8 +15,8 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitRule
-from grpo_fast.loss.api import checks
-from grpo_fast.loss.api.pending import check_values
+from grpo_fast.loss import checks
+from grpo_fast.loss.pending import check_values
 from grpo_fast.objective.aggregation import AGGREGATIONS, Total, completion_weights, denominator
 from grpo_fast.objective.coefficients import Tokens
 from grpo_fast.objective.config import LossConfig

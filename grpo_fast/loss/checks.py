@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.route import BACKENDS
-from grpo_fast.loss.api.pending import Check, check_values, elements
+from grpo_fast.loss.pending import Check, check_values, elements
 from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig, choice, number
 from grpo_fast.objective.losses import OBJECTIVES

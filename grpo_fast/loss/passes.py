@@ -18,7 +18,7 @@ from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead, joined
 from grpo_fast.kernels.route import Route, head_route, rows_route
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
-from grpo_fast.loss.api import checks
+from grpo_fast.loss import checks
 from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.objective.coefficients import RowTerms, row_terms, token_loss
 from grpo_fast.objective.config import LossConfig

@@ -1,5 +1,6 @@
 """Completions for prompts, with the log-probabilities the sampler used."""
 
 from grpo_fast.rollout.hf import Rollout, generate
+from grpo_fast.rollout.sampler import NonFiniteLogits
 
-__all__ = ["Rollout", "generate"]
+__all__ = ["NonFiniteLogits", "Rollout", "generate"]

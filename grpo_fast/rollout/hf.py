@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_fast.rollout.sampler import Sampler, seed_of
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, seed_of
 
 Prompt = str | list[dict[str, str]]
 
@@ -54,9 +54,10 @@ def generate(
             and the token's position only, not on `batch_size`.
 
     Raises:
-        ValueError: a prompt without tokens.
+        ValueError: a prompt without tokens, with too many for the model, or with unknown ones.
+        NonFiniteLogits: the policy gives NaN.
     """
-    texts, ids = encode_prompts(policy.tokenizer, prompts)
+    texts, ids = encode_for(policy, prompts)
     group = options.group_size
     repeated = [i for i in range(len(ids)) for _ in range(group)]
     parts = seed if isinstance(seed, tuple) else (seed,)
@@ -72,6 +73,24 @@ def generate(
             _generate_batch(policy, [ids[i] for i in chosen], options, uniforms[start : start + size], rollout)
     rollout.texts = policy.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
     return rollout
+
+
+def encode_for(policy: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
+    """`encode_prompts`, and a ValueError for what the policy cannot take, before any memory is."""
+    texts, ids = encode_prompts(policy.tokenizer, prompts)
+    rows = policy.lm.get_input_embeddings().weight.shape[0]
+    for text, tokens in zip(texts, ids, strict=True):
+        if len(tokens) > policy.positions:
+            raise ValueError(
+                f"prompts: expected at most {policy.positions} tokens (max_position_embeddings of "
+                f"the model), got {len(tokens)} in {text[:60]!r}"
+            )
+        if max(tokens) >= rows:
+            raise ValueError(
+                f"prompts: expected token ids below {rows}, the rows of the model's embedding, "
+                f"got {max(tokens)} in {text[:60]!r}"
+            )
+    return texts, ids
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
@@ -105,6 +124,8 @@ def _generate_batch(
     rows, logps = output[:, longest:].tolist(), sampler.logps.cpu()
     for row, row_logps in zip(rows, logps, strict=True):
         end = next((t + 1 for t, token in enumerate(row) if token in policy.eos_ids), None)
+        if row_logps[:end].isnan().any():
+            raise NonFiniteLogits("the policy's logits are NaN or infinite")
         rollout.truncated.append(end is None)
         rollout.completion_ids.append(row[:end])
         rollout.sampling_logps.append(row_logps[: len(row[:end])].clone())

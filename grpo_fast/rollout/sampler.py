@@ -20,6 +20,10 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+class NonFiniteLogits(RuntimeError):
+    """The policy's logits are NaN or infinite: nothing can be sampled from them."""
+
+
 class Sampler:
     """A logits processor that samples.
 
@@ -30,6 +34,7 @@ class Sampler:
 
     `logps` (B, L) fp32 afterwards holds the log-probabilities under the *processed* distribution, the one sampled from:
     with top_k or top_p they are renormalised over the kept tokens, and so larger than the policy's own.
+    Scores that are NaN or +inf make them NaN: a look at the end costs no sync per token.
     """
 
     def __init__(self, uniforms: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
@@ -69,4 +74,5 @@ def draw(z: Tensor, uniform: Tensor) -> Tensor:  # (B, V) logits, (B,) in [0, 1)
     total = cumulative[:, -1]
     # uniform·total can round up to total, beyond every token.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return tokens.clamp(max=z.shape[-1] - 1)  # NaN leads beyond the last: an index that stops a GPU

@@ -113,7 +113,7 @@ def usable_memory(device: torch.device) -> float:
 def _host_memory() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
     return min(total, int(text)) if text.isdigit() else total
 
 

@@ -1,29 +1,36 @@
 """The run configuration: one pydantic tree, read from a recipe, changed by `key=value`, refused when a key is unknown.
 
-A recipe is YAML (``yaml.safe_load`` only). Every default exists once: the loss's in `grpo_fast.objective.config.LossConfig`, from
-which `LossSettings` is made, the rest here. Nothing in this file loads a model, so a typo is refused at once.
+A recipe is plain YAML (`yaml_file`). Every default exists once: the loss's in `LossConfig`, from
+which `LossSettings` is made, the rest here. Nothing here loads a model, so a typo is refused at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.config import LossConfig, choice
-from grpo_fast.train.explain import explain, nearest
+from grpo_fast.train.explain import explain
+from grpo_fast.train.folders import UserPath
+from grpo_fast.train.overrides import apply_override
+from grpo_fast.train.recipes import read_recipe
+from grpo_fast.train.recipes import recipe_names as recipe_names
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values are checked on assignment too."""
+    """A part of the configuration: no unknown keys, finite numbers, checks on assignment too."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
 
 
 def _loss_settings() -> type[Section]:
@@ -48,7 +55,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy: a hub id or local folder (`path`), or a random start from a transformers config (`config`)."""
 
-    path: str | None = None
+    path: UserPath | None = None
     config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
     tokenizer: Literal["bpe", "symbols"] | None = None  # built on the spot; None: loaded from `path`
     vocab_size: int = Field(2048, ge=1)  # of the "bpe" tokenizer
@@ -83,7 +90,7 @@ class DataConfig(Section):
     """Where prompts come from: a generated task, a local jsonl file or folder (`path`), or a hub data set (`name`)."""
 
     task: Literal["sort", "arithmetic", "gsm8k", "jsonl"]
-    path: str | None = None  # jsonl file, or a folder with train.jsonl and test.jsonl
+    path: UserPath | None = None  # jsonl file, or a folder with train.jsonl and test.jsonl
     name: str | None = None  # hub id, for example openai/gsm8k
     prompt_template: str | None = None  # text with {question}, or a name of data.files.PROMPT_TEMPLATES
     system_prompt: str | None = None
@@ -147,7 +154,7 @@ class OptimConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)  # .inf: no clipping
     states: Literal["full", "8bit", "offload"] = "full"  # Adam's moments: the weights' dtype, 8 bits, on the host
 
 
@@ -195,7 +202,7 @@ class RunConfig(Section):
     """Everything a run depends on; saved resolved as config.yaml beside its results."""
 
     seed: int = 0
-    output_dir: str = "runs/default"
+    output_dir: UserPath = "runs/default"
     model: ModelConfig
     data: DataConfig
     loss: LossSettings = Field(default_factory=LossSettings)  # type: ignore[valid-type]
@@ -224,6 +231,7 @@ class RunConfig(Section):
             came = getattr(self.loss, name)
             if came != getattr(LossConfig, name):
                 raise ValueError(f"loss.{name}: expected none, the model's own is used, came {came}")
+        self._check_sampling_correction()
         if max(self.eval.k, default=1) > self.eval.samples:
             raise ValueError(f"eval.k: expected values up to eval.samples = {self.eval.samples}, came {self.eval.k}")
         needs_reference = self.loss_config().uses_reference  # raises with the argument's name
@@ -235,6 +243,22 @@ class RunConfig(Section):
         if completions % self.minibatches:
             raise ValueError(f"minibatches: {self.minibatches} must divide the {completions} completions of a step")
         return self
+
+    def _check_sampling_correction(self) -> None:
+        """Refuse a correction by logps that the loss is not given, and logps it does not read."""
+        given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
+        for name in ("sampling_correction", "sampling_ratio_cap"):
+            came, default = getattr(loss, name), getattr(LossConfig, name)
+            # A saved configuration holds every default: this one beside correct_sampling: false.
+            saved = came == default and "correct_sampling" in self.rollout.model_fields_set
+            if not given and name in loss.model_fields_set and came is not None and not saved:
+                needed = "rollout.correct_sampling: true"
+                raise ValueError(f"loss.{name}: expected {needed} beside it, came {came!r} alone")
+        if given and loss.sampling_correction is None and loss.off_policy_threshold is None:
+            raise ValueError(
+                "rollout.correct_sampling: expected loss.sampling_correction or "
+                "loss.off_policy_threshold beside it, came neither"
+            )
 
     def loss_config(self) -> LossConfig:
         """The loss's own frozen configuration, with the sampling temperature unless one was set."""
@@ -252,20 +276,12 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> RunCon
     Keys are dotted (``optim.lr=1e-4``, ``rewards.0.weight=2``); values are read as YAML. Raises ValueError that names
     the unknown key and the nearest known one, or the value that does not fit.
     """
-    settings = read_yaml(_recipe_text(name_or_path), f"recipe {name_or_path}")
+    settings = read_recipe(name_or_path)
     if not isinstance(settings, dict):
         raise ValueError(f"recipe {name_or_path}: expected a mapping of keys, came {type(settings).__name__}")
     for override in overrides or []:
         apply_override(settings, override)
     return parse_config(settings)
-
-
-def read_yaml(text: str, name: str) -> Any:
-    """Plain data from YAML. Raises ValueError, naming what was read, for anything else."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name}: expected plain YAML, got {text[:60]!r}: {' '.join(str(error).split())}") from None
 
 
 def parse_config(settings: dict[str, Any]) -> RunConfig:
@@ -279,52 +295,5 @@ def parse_config(settings: dict[str, Any]) -> RunConfig:
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved configuration as YAML that `load_recipe` reads back to an equal one."""
-    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-
-
-def recipe_names() -> list[str]:
-    """The recipes shipped in the package."""
-    files = resources.files("grpo_fast") / "recipes"
-    return sorted(f.name.removesuffix(".yaml") for f in files.iterdir() if f.name.endswith(".yaml"))
-
-
-def _recipe_text(name_or_path: str) -> str:
-    names = recipe_names()
-    if name_or_path in names:
-        return (resources.files("grpo_fast") / "recipes" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
-    if os.path.isfile(name_or_path):
-        return Path(name_or_path).read_text(encoding="utf-8")
-    raise ValueError(
-        f"recipe: expected one of {', '.join(names)} or a YAML file, came {name_or_path!r}"
-        + nearest(name_or_path, names)
-    )
-
-
-def apply_override(settings: dict[str, Any], override: str) -> None:
-    """Set what a word ``key=value`` says in nested settings: a dotted key, a value in YAML.
-
-    Raises ValueError, quoting the word, where it is no such word or its key leads nowhere.
-    """
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override: expected key=value, came {override!r}")
-    set_key(settings, key.split("."), read_yaml(value, key), override)
-
-
-def set_key(node: Any, keys: list[str], value: Any, override: str) -> None:
-    for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
-        if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
-                raise ValueError(f"override {override!r}: {key!r} is no index of a list of {len(node)}")
-            index: Any = int(key)
-        elif isinstance(node, dict):
-            index = key
-        else:
-            raise ValueError(f"override {override!r}: {'.'.join(keys[:depth])} holds a value, not a section")
-        if last:
-            node[index] = value
-        else:
-            if isinstance(node, dict) and node.get(index) is None:
-                node[index] = {}
-            node = node[index]
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    Path(path).write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,15 +43,18 @@ def read_metrics(run: str | Path) -> list[dict[str, float | None]]:
     Raises ValueError for no such file, or (with file:line) a line that is no JSON object.
     """
     path = Path(run)
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    if not path.is_file():
+    path = path / "metrics.jsonl" if os.path.isdir(path) else path
+    if not os.path.isfile(path):
         raise ValueError(f"run: expected a run's folder or its metrics.jsonl, found no file at {path}")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = json.loads(line, parse_int=float)  # an int may be too large for one
+        except (json.JSONDecodeError, RecursionError):
             if number == len(lines):
                 break
             raise ValueError(f"{path}:{number}: not a JSON object") from None
@@ -65,7 +69,8 @@ def series(rows: Sequence[dict[str, float | None]], metric: str) -> Series:
     found = []
     for index, row in enumerate(rows):
         value, step = row.get(metric), row.get("step", index)
-        if isinstance(value, (int, float)) and isinstance(step, (int, float)) and math.isfinite(value):
+        numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
+        if numbers and math.isfinite(value) and math.isfinite(step):
             found.append((float(step), float(value)))
     return found
 
@@ -85,10 +90,14 @@ def smooth(points: Series) -> Series:
 def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Draw the runs' curves into one picture and return its path. Panels that no run has a metric for are left out.
 
-    Raises ValueError when a run has no readable metrics, or none of the metrics drawn here.
+    Raises ValueError when a run has no readable metrics, or none of the metrics drawn here, and for
+    an `out` that is no file's name with an ending.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
+    path = Path(out)
+    if path.is_dir() or not path.suffix:  # matplotlib would write to another name than this one
+        raise ValueError(f"out: expected a file such as curves.png, got {str(out)!r}")
     if not runs:
         raise ValueError("runs: expected at least one run's folder, got none")
     logged = {label: read_metrics(run) for label, run in zip(_labels(runs), runs, strict=True)}
@@ -105,7 +114,6 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
         axes.set_visible(False)
     if len(runs) > 1:
         _run_legend(figure, list(logged))
-    path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None)
     return path

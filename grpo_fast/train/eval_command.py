@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.files import read_examples
 from grpo_fast.rewards import build_rewards, scorer_for
-from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe, read_yaml
+from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe
 from grpo_fast.train.evaluate import evaluate, policy_generate
-from grpo_fast.train.explain import nearest
+from grpo_fast.train.explain import nearest, quoted
+from grpo_fast.train.folders import UserPath, home_path
 from grpo_fast.train.setup import token_counter
+from grpo_fast.train.yaml_file import read_yaml
 
 DEFAULT_REWARDS = {
     "gsm8k": ("gsm8k_correct", "gsm8k_format"),
@@ -29,9 +32,9 @@ DEFAULT_REWARDS = {
 class EvalSettings(BaseModel):
     """The `key=value` settings of `grpo-fast eval`. A run's folder brings its own data, rewards and lengths."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
-    data: str | None = None  # jsonl file, folder or hub id; a run's folder brings its own
+    data: UserPath | None = None  # jsonl file, folder or hub id; a run's folder brings its own
     task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
     prompt_template: str | None = None
     chat: bool = False
@@ -46,7 +49,7 @@ class EvalSettings(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
     seed: int = 0
-    out: str | None = None  # also write the metrics to this JSON file
+    out: UserPath | None = None  # also write the metrics to this JSON file
 
 
 def parse_settings(assignments: Sequence[str]) -> EvalSettings:
@@ -69,34 +72,49 @@ def parse_settings(assignments: Sequence[str]) -> EvalSettings:
     return settings
 
 
-def run_eval(model: str, settings: EvalSettings) -> dict[str, dict[str, float]]:
+def run_eval(
+    model: str,
+    settings: EvalSettings,
+    *,
+    allow_code: bool = False,
+) -> dict[str, dict[str, float]]:
     """Evaluate and return {"greedy": metrics, "sampled": metrics}, the latter with samples > 1.
 
-    Raises ValueError for data or a model that cannot be loaded.
+    Args:
+        model: a model's folder or hub id, or the folder of a finished run.
+        allow_code: run code that such a folder brings along: rewards by import path, and the
+            model's own classes (of a run, if its configuration says `trust_remote_code`).
+
+    Raises:
+        ValueError: data or a model that cannot be loaded, or code that was not allowed.
+        OSError: `settings.out` cannot be written after all; the message holds the results.
     """
-    if settings.out and not Path(settings.out).parent.is_dir():
-        raise ValueError(f"out: expected a file in a folder that exists, got {settings.out!r}")
-    run = _run_config(model)
+    _check_out(settings.out)
+    run = _run_config(home_path(model), allow_code)
     data = _data_config(settings, run)
-    path = str(Path(model) / "model") if run else model
-    examples = _examples(data, settings, path)
+    source = ModelConfig(
+        path=os.path.join(model, "model") if run else model,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=allow_code and (run is None or run.model.trust_remote_code),
+    )
+    examples = _examples(data, settings, source)
     names = [RewardConfig(name=name) for name in DEFAULT_REWARDS[data.task]]
     rewards = build_rewards(run.rewards if run else names)
     scorer = scorer_for(data.task, [example.answer for example in examples])
-    policy = _load(path, settings)
     length = settings.max_new_tokens or (run.rollout.max_new_tokens if run else 256)
     generate = policy_generate(
-        policy, max_new_tokens=length, top_p=settings.top_p, top_k=settings.top_k, batch_size=settings.batch_size
-    )
+        _load(source), max_new_tokens=length, top_p=settings.top_p, top_k=settings.top_k,
+        batch_size=settings.batch_size,
+    )  # fmt: skip
     common: dict[str, Any] = {"seed": settings.seed}
     results = {"greedy": evaluate(generate, examples, rewards, scorer, **common).metrics}
     if settings.samples > 1:
         k = settings.k or [1 << i for i in range(settings.samples.bit_length())]
         common |= {"samples": settings.samples, "temperature": settings.temperature, "k": k}
         results["sampled"] = evaluate(generate, examples, rewards, scorer, **common).metrics
-    if settings.out:
-        finite = {mode: {n: v if math.isfinite(v) else None for n, v in m.items()} for mode, m in results.items()}
-        Path(settings.out).write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+    if settings.out is not None:
+        _save(results, settings.out)
     return results
 
 
@@ -111,18 +129,48 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def _run_config(model: str) -> RunConfig | None:
-    """The configuration of a run, when `model` is the folder of one."""
-    folder = Path(model)
-    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
-        return load_recipe(str(folder / "config.yaml"), [])
-    return None
+def _check_out(out: str | None) -> None:
+    """Refuse a place that cannot be written to before there is anything to write."""
+    if out is None:
+        return
+    folder = os.path.dirname(out) or "."
+    if not os.path.isdir(folder) or os.path.isdir(out):
+        raise ValueError(f"out: expected a file in a folder that exists, got {out!r}")
+    if not os.access(out if os.path.exists(out) else folder, os.W_OK):
+        raise ValueError(f"out: expected a file that can be written, got {out!r}")
+
+
+def _save(results: dict[str, dict[str, float]], out: str) -> None:
+    """The metrics as JSON; those that are not finite are null."""
+    finite = {
+        mode: {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        for mode, metrics in results.items()
+    }
+    try:
+        Path(out).write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OSError(f"out: cannot write {out}: {error.strerror}\n{table(results)}") from error
+
+
+def _run_config(model: str, allow_code: bool) -> RunConfig | None:
+    """The configuration, when `model` is a run's folder; refused where it names code to import."""
+    file = os.path.join(model, "config.yaml")
+    if not (os.path.isfile(file) and os.path.isdir(os.path.join(model, "model"))):
+        return None
+    run = load_recipe(file, [])
+    for reward in run.rewards:
+        if ":" in reward.name and not allow_code:
+            raise ValueError(
+                f"rewards: expected built-in ones in {file}, got {reward.name!r}, whose code "
+                "would be run; --allow-code allows that to a folder that you trust"
+            )
+    return run
 
 
 def _data_config(settings: EvalSettings, run: RunConfig | None) -> DataConfig:
     fields: dict[str, Any] = run.data.model_dump() if run else {"task": "gsm8k"}
     if settings.data is not None:
-        local = Path(settings.data).expanduser().exists() or settings.data.endswith(".jsonl")
+        local = os.path.exists(settings.data) or settings.data.endswith(".jsonl")
         fields |= {"path": settings.data if local else None, "name": None if local else settings.data}
     for name in ("task", "prompt_template"):
         value = getattr(settings, name)
@@ -138,32 +186,33 @@ def _data_config(settings: EvalSettings, run: RunConfig | None) -> DataConfig:
         raise ValueError("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
 
 
-def _examples(data: DataConfig, settings: EvalSettings, model: str) -> Sequence[Example]:
-    if settings.data is not None and data.path and Path(data.path).is_file():  # a file given by name is asked in full
-        template = data.prompt_template
+def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
+    # A file given by name is asked in full.
+    if settings.data is not None and data.path and os.path.isfile(data.path):
         examples: Sequence[Example] = read_examples(
-            data.path, gsm8k=data.task == "gsm8k", prompt_template=template, chat=data.chat, system=data.system_prompt
-        )
+            data.path, gsm8k=data.task == "gsm8k", prompt_template=data.prompt_template,
+            chat=data.chat, system=data.system_prompt,
+        )  # fmt: skip
     else:
         count_tokens = None if data.shots_tokens is None else token_counter(_tokenizer(model))
         examples = load_examples(data, split="test", seed=settings.seed, count_tokens=count_tokens)
     return examples[: settings.n]
 
 
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
+def _tokenizer(model: ModelConfig) -> Any:
+    from grpo_fast.train.pretrained import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    return load_tokenizer(model)
 
 
-def _load(path: str, settings: EvalSettings) -> Any:
+def _load(model: ModelConfig) -> Any:
     from grpo_fast.train.policy import load_policy
 
-    return load_policy(ModelConfig(path=path, dtype=settings.dtype, device=settings.device))
+    return load_policy(model)
 
 
 def _explain(error: Any) -> str:
     key = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key" + nearest(key, list(EvalSettings.model_fields))
-    return f"{key}: {error['msg']}, got {error['input']!r}"
+    return f"{key}: {error['msg']}, got {quoted(error['input'])}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,18 +14,26 @@ from torch import Tensor
 from grpo_fast import group_advantages
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardSet, build_rewards
-from grpo_fast.rollout import Rollout, generate
+from grpo_fast.rollout import NonFiniteLogits, Rollout, generate
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.budget import TokenBudget, host_peak
 from grpo_fast.train.clock import Clock
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluate import EvalResult
+from grpo_fast.train.folders import check_folder
 from grpo_fast.train.metrics import LossMetrics, Work, completion_metrics, finite, reward_metrics, sampling_metrics
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
 from grpo_fast.train.report import RunReport, memory_line
-from grpo_fast.train.setup import build_evaluation, build_policy, examples_for, plain_examples, prompts_of
+from grpo_fast.train.setup import (
+    build_evaluation,
+    build_policy,
+    check_prompts,
+    examples_for,
+    plain_examples,
+    prompts_of,
+)
 from grpo_fast.train.update import Seen, accumulate, is_policy_alone
 from grpo_fast.train.warm_start import warm_start
 
@@ -43,16 +52,19 @@ def train(config: RunConfig) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
+    check_folder(config.output_dir)
     rewards = build_rewards(config.rewards)
     questions = plain_examples(config)
     policy = build_policy(config, questions)
     train_set = examples_for(config, policy, "train")
+    check_prompts(policy, train_set)
     evaluate = build_evaluation(config, policy, rewards)
     with RunReport(config.output_dir, config) as report:
         if config.warm_start is not None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards)
-        before = evaluate().metrics
+        with _diverging("before the first step"):
+            before = evaluate().metrics
         report.log(0, before)
         after = run_steps(trainer, train_set, evaluate, report) or before
         if config.log.save_model:
@@ -73,14 +85,25 @@ def run_steps(
         report.note(LOSS_IS_ZERO)
     for step in range(1, config.steps + 1):
         examples = prompts_of(train_set, step, config.rollout.prompts_per_step)
-        metrics, rows = trainer.step(step, examples)
-        if step == config.steps or (config.eval.every and step % config.eval.every == 0):
-            after = evaluate().metrics
-            metrics |= after
+        with _diverging(f"at step {step}"):
+            metrics, rows = trainer.step(step, examples)
+            if step == config.steps or (config.eval.every and step % config.eval.every == 0):
+                after = evaluate().metrics
+                metrics |= after
         report.log(step, finite(metrics))
         if config.log.completions_every and (step == 1 or step % config.log.completions_every == 0):
             report.completions(step, rows)
     return after
+
+
+@contextmanager
+def _diverging(when: str) -> Iterator[None]:
+    """Says when the policy's logits stopped being numbers."""
+    try:
+        yield
+    except NonFiniteLogits as error:
+        advice = "a lower optim.lr or a wider model.dtype may help"
+        raise NonFiniteLogits(f"{error} {when}; {advice}") from None
 
 
 class Trainer:

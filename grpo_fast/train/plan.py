@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fast.train.config import (
-    ModelConfig,
-    RunConfig,
-    apply_override,
-    load_recipe,
-    parse_config,
-    read_yaml,
-    recipe_names,
-    set_key,
-)
+from grpo_fast.train.config import ModelConfig, RunConfig, load_recipe, parse_config
+from grpo_fast.train.explain import reason
 from grpo_fast.train.known_models import KNOWN_MODELS
 from grpo_fast.train.memory_model import Memory, Shape, predict_run
+from grpo_fast.train.overrides import apply_override, set_key
+from grpo_fast.train.recipes import recipe_names
+from grpo_fast.train.yaml_file import read_yaml
 
 USABLE = 0.9  # of the GPU's memory, as in training: the rest is for fragmentation and the CUDA context
 CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))  # prompt, completion, group
 OWN_KEYS = {"gpu": float, "prompt": int, "completion": int, "group": int}
+TOO_MUCH = 1e18  # of any of these: infinity, and what a float cannot count
 
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 TILED = {**CHECKPOINTING, "model.tiled_mlp": 2048}
@@ -144,10 +141,12 @@ def _split(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if key not in OWN_KEYS:
             overrides.append(setting)
             continue
-        number = read_yaml(value, key) if equals else None
-        if not isinstance(number, (int, float)) or isinstance(number, bool) or number <= 0:
-            raise ValueError(f"{key}: expected {key}=<a number above 0>, came {setting!r}")
-        own[key] = OWN_KEYS[key](number)
+        number, kind = read_yaml(value, key) if equals else None, OWN_KEYS[key]
+        is_number = isinstance(number, (int, kind)) and not isinstance(number, bool)
+        if not is_number or not 0 < number < TOO_MUCH:
+            expected = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{key}: expected {key}=<{expected} above 0>, came {setting[:60]!r}")
+        own[key] = kind(number)
     return own, overrides
 
 
@@ -170,13 +169,22 @@ def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = _transformers_config(run.model, run, model)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+    try:
+        config = _transformers_config(run.model, run)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # every architecture's config has words, and classes, of its own
+        if run.model.config is not None:
+            kind = run.model.config["model_type"]
+            raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
+        raise ValueError(
+            f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's "
+            f"folder or its config.json, came {model!r} ({reason(error)})"
+        ) from error
     return config.get_text_config(), sum(p.numel() for p in empty.parameters())
 
 
-def _transformers_config(model: ModelConfig, run: RunConfig, name: str) -> Any:
+def _transformers_config(model: ModelConfig, run: RunConfig) -> Any:
     from transformers import AutoConfig
 
     if model.config is not None:
@@ -188,18 +196,12 @@ def _transformers_config(model: ModelConfig, run: RunConfig, name: str) -> Any:
     path = str(model.path)
     if path.lower() in KNOWN_MODELS:
         return AutoConfig.for_model(**KNOWN_MODELS[path.lower()])
-    if path.endswith(".json") and Path(path).is_file():
+    if path.endswith(".json") and os.path.isfile(path):
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(fields, dict) or "model_type" not in fields:
-            raise ValueError(f"MODEL: expected a model's config.json, {path} has no model_type")
+            raise ValueError(f"{path} has no model_type")
         return AutoConfig.for_model(**fields)
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's folder or its "
-            f"config.json, came {name!r} ({str(error).splitlines()[0]})"
-        ) from error
+    return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
 
 
 def _gpu_here() -> float:

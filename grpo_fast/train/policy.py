@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -31,6 +32,7 @@ from grpo_fast.attention import (
 )
 from grpo_fast.train.config import LoraConfig, ModelConfig
 from grpo_fast.train.long_context import apply_options
+from grpo_fast.train.pretrained import check_vocabulary, from_config, load_model, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Policy:
         self.generation_attn = _generation_attention(self.lm) if attn == "auto" else attn
         self.lm.set_attn_implementation(register())
         self.eos_ids, self.pad_id = _special_ids(self.lm, tokenizer)
+        self.positions = _positions(self.lm.config.get_text_config())
 
     @property
     def device(self) -> torch.device:
@@ -132,6 +135,9 @@ class Policy:
         ours = self.logps(pack_groups([(prompt, completions)], shared=self.unshared is None, device=self.device))
         with self.generation():
             theirs = torch.cat([self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions])
+        if theirs.isnan().any():
+            kind = self.lm.config.model_type
+            raise ValueError(f"model_type {kind}: expected weights with finite logits, got NaN")
         difference = float((ours - theirs).abs().max())
         dtype = self.autocast or self.head.weight.dtype
         if not difference <= check_tolerance(dtype):
@@ -168,45 +174,25 @@ class Policy:
 
 
 def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
-    """Load `config.path`, or make a model from `config.config` for `tokenizer` (random start, torch's seed)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Load `config.path`, or make a model from `config.config` for `tokenizer` (random start, torch's seed).
 
-    dtype, device = getattr(torch, config.dtype), _device(config.device)
+    Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
+    """
+    device = _device(config.device)
     if config.path is not None:
-        options = {"trust_remote_code": config.trust_remote_code}
-        try:
-            model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, **options)
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.path, padding_side="left", **options)
-        except OSError as error:  # transformers' word for "neither a folder nor on the hub"
-            reason = str(error).strip().splitlines()[0]
-            expected = "expected a model's folder or hub id"
-            raise ValueError(f"model.path: {expected}, got {config.path!r}: {reason}") from error
+        model = load_model(config)
+        tokenizer = tokenizer or load_tokenizer(config)
     else:
-        model = _from_config(dict(config.config or {}), tokenizer).to(dtype)
+        model = from_config(dict(config.config or {}), tokenizer).to(getattr(torch, config.dtype))
     model.to(device)
     apply_options(model, config)
     if config.lora is not None:
         model = _with_adapter(model, config.lora, config.gradient_checkpointing)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
+    check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
     log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
     return policy
-
-
-def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields.setdefault("vocab_size", len(tokenizer))
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    # A config takes any keyword, so compare with one made of defaults.
-    plain = AutoConfig.for_model(fields["model_type"])
-    unknown = [name for name in fields if not hasattr(plain, name)]
-    if unknown:
-        raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
-    try:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**special, **fields}))
-    except Exception as error:  # every architecture has its own words, and classes, for fields that do not fit
-        raise ValueError(f"model.config: {fields['model_type']} refuses it: {' '.join(str(error).split())}") from error
 
 
 def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
@@ -234,6 +220,18 @@ def _special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
         raise ValueError("tokenizer: has no EOS token, so no completion could end")
     pad = tokenizer.pad_token_id
     return frozenset(eos), min(eos) if pad is None else pad
+
+
+def _positions(config: Any) -> float:
+    """The longest prompt, in tokens: inf where the config names no bound."""
+    bound = getattr(config, "max_position_embeddings", None)
+    if not isinstance(bound, int):
+        return math.inf
+    # Qwen2.5 is stretched (YaRN) by these two alone: max_position_embeddings stays as it was.
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    is_stretched = isinstance(factor, (int, float))
+    return max(bound, int(factor * (original or bound))) if is_stretched else bound
 
 
 def _device(name: str) -> torch.device:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from grpo_fast.train.curves import plot_runs, read_metrics
+from grpo_fast.train.folders import OutputFolderError, claim_folder, run_folder
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -47,21 +48,6 @@ SHOWN = (  # in the progress line: metric, label, format
 COMPARED = (("eval_reward", "reward"), ("eval_accuracy_strict", "strict"), ("eval_accuracy_lenient", "lenient"))
 
 
-class OutputFolderError(ValueError):
-    """The output folder cannot be used; the message says why and what to do."""
-
-
-def run_folder(root: str | Path, name: str | None = None) -> Path:
-    """`root`, or the folder `name` directly inside it. Raises OutputFolderError for a name that leads anywhere else."""
-    base = Path(root).expanduser()
-    if name is None:
-        return base
-    bad = not name.strip() or name in (".", "..") or any(c in "/\\:" or unicodedata.category(c)[0] == "C" for c in name)
-    if bad or (base / name).resolve().parent != base.resolve():
-        raise OutputFolderError(f"name: expected a plain folder name inside {base}, got {name!r}")
-    return base / name
-
-
 class RunReport:
     """Writes a run's folder and shows its progress. Use as a context manager, or call `close`.
 
@@ -72,7 +58,7 @@ class RunReport:
     def __init__(self, output_dir: str | Path, config: RunConfig, *, stream: TextIO | None = None) -> None:
         from grpo_fast.train.config import save_config
 
-        self.folder = _claim(Path(output_dir).expanduser())
+        self.folder = claim_folder(output_dir)
         self.total_steps = int(config.steps)
         save_config(config, self.folder / "config.yaml")
         self._metrics = (self.folder / "metrics.jsonl").open("x", encoding="utf-8")
@@ -185,18 +171,6 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _claim(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        occupants = sorted(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        raise OutputFolderError(f"output_dir: cannot use {folder} as a folder: {error.strerror}") from error
-    if occupants:
-        listed = ", ".join(occupants[:3]) + (", …" if len(occupants) > 3 else "")
-        raise OutputFolderError(f"output_dir: {folder} is occupied (it holds {listed}); choose an empty or new folder")
-    return folder
-
-
 def _start_bar(stream: TextIO, total: int) -> Progress | None:
     """A live bar on a terminal, None elsewhere."""
     try:
@@ -215,17 +189,17 @@ def _start_bar(stream: TextIO, total: int) -> Progress | None:
 
 
 def _row_markdown(number: int, row: Mapping[str, Any]) -> str:
-    facts = {key: value for key, value in row.items() if key not in ("prompt", "completion")}
-    listed = " · ".join(f"{key} {_short(value)}" for key, value in facts.items())
-    prompt = row.get("prompt", "")
+    """Numbers in one line; every text in a block of its own, since it may be markdown itself."""
+    texts = {key: value for key, value in row.items() if isinstance(value, str) or key == "prompt"}
+    listed = " · ".join(f"{key} {_short(value)}" for key, value in row.items() if key not in texts)
+    prompt = texts.get("prompt", "")
     if not isinstance(prompt, str):
-        prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
-    return f"## {number}\n\n{listed}\n\n{_fenced(prompt)}\n\n{_fenced(str(row.get('completion', '')))}\n"
+        texts["prompt"] = "\n".join(f"[{said['role']}] {said['content']}" for said in prompt)
+    blocks = [f"{key}\n{_fenced(text)}" for key, text in texts.items()]
+    return "\n\n".join([f"## {number}", listed, *blocks]) + "\n"
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, str):
-        return escape_control(value).replace("\n", "\\n")
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return f"{float(value):.4g}"

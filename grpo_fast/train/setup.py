@@ -9,6 +9,7 @@ from typing import Any
 from grpo_fast.data import Example, load_examples, task_symbols
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.rewards import RewardSet, scorer_for
+from grpo_fast.rollout.hf import encode_for
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluate import EvalResult, evaluate, policy_generate
 from grpo_fast.train.policy import Policy, load_policy
@@ -37,6 +38,18 @@ def examples_for(config: RunConfig, policy: Policy, split: str) -> Sequence[Exam
     return load_examples(config.data, split=split, seed=config.seed, count_tokens=token_counter(policy.tokenizer))
 
 
+def check_prompts(policy: Policy, examples: Sequence[Example]) -> None:
+    """Refuse at the start the prompts that `generate` would refuse in the middle of a run.
+
+    Only those that may be too long are encoded: a token has at least one byte, and a chat template
+    adds less than half of what a model has room for. Of examples that are made when asked for (they
+    are all alike) it is the first.
+    """
+    chosen = examples if isinstance(examples, list) else examples[:1]
+    prompts = [example.prompt for example in chosen]
+    encode_for(policy, [p for p in prompts if 2 * len(str(p).encode()) > policy.positions])
+
+
 def token_counter(tokenizer: Any) -> Callable[[str], int]:
     """A function that counts the tokens of a text, special ones apart."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -46,6 +59,7 @@ def build_evaluation(config: RunConfig, policy: Policy, rewards: RewardSet) -> C
     """A function that evaluates the policy as it is on the held-out prompts: the same prompts and seed each time."""
     test_set = examples_for(config, policy, "test")
     examples = [test_set[i] for i in range(min(len(test_set), config.eval.n or len(test_set)))]
+    check_prompts(policy, examples)
     scorer = scorer_for(config.data.task, [e.answer for e in examples])
     answer = policy_generate(
         policy, max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens, top_p=config.eval.top_p,

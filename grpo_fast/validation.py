@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_fast.config import LossConfig
 from grpo_fast.kernels.capture import is_capturing
 from grpo_fast.objectives import OBJECTIVES
+from grpo_fast.sharded import is_sharded
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100
@@ -83,6 +84,8 @@ def shape_is(name: str, x: Tensor, shape: tuple[int, ...], meaning: str) -> None
 
 
 def floating(name: str, x: Tensor) -> None:
+    if is_sharded(x):
+        raise ValueError(f"{name}: expected a plain tensor, got a {type(x).__name__}")
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         raise ValueError(f"{name}: expected a floating-point tensor (16, 32 or 64 bits), got {_kind(x)}")
 

@@ -226,6 +226,24 @@ def make(cls: type, config: type, path: str, output: Any, data: Any, **options: 
     return cls(model=model, train_dataset=data, processing_class=tokenizer, **more)
 
 
+def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp_path):
+    """GKDTrainer derives from SFTTrainer: it has the fused head, and its loss computes logits."""
+    from datasets import Dataset
+
+    gkd = importlib.import_module("trl.experimental.gkd")
+    derived = type("Distilled", (gkd.GKDTrainer,), {})
+
+    path = cases.folder(tmp_path_factory.getbasetemp() / "head_llama")
+    turns = ("user", "assistant")
+    rows = [{"messages": [{"role": r, "content": p} for r in turns]} for p in cases.prompts(4)]
+    template = "{{ messages[0]['content'] }}"
+    options = {"teacher_model": path, "max_length": 64, "tokenizer_template": template}
+    for cls in (gkd.GKDTrainer, derived):
+        trainer = make(cls, gkd.GKDConfig, path, tmp_path, Dataset.from_list(rows), **options)
+        with pytest.raises(ValueError, match=f"trainer: expected .* came {cls.__name__}"):
+            head.use_fast_head(trainer)
+
+
 @pytest.mark.parametrize(
     ("build", "options"),
     [(sft, {}), (dpo, {}), (dpo, {"use_weighting": True}), (dpo, {"bf16": True})],

@@ -31,6 +31,12 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype, run_inside
 log = logging.getLogger(__name__)
 
 KERNEL, COMPACTS, GATHERED = "_ChunkedLogProbFunction", "_use_triton", "DTensor"
+# TRL's trainers whose loss calls the fused head. GKD and GOLD derive from SFTTrainer, and compute
+# logits of their own.
+SERVED = (
+    "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
+    "AsyncGRPOTrainer",
+)  # fmt: skip
 # fp32 elements of one block of logits in `row_statistics`: 64 MiB.
 BLOCK_ELEMENTS = 1 << 24
 # Above this, a probability is the largest whatever rounding says; below 1/V it is not.
@@ -69,8 +75,10 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
     sharded by ZeRO-3 (whose backward gathers the weight again) or by tensor parallelism stays with
     TRL's own function, which is logged.
 
-    Raises ValueError when there is no fused head of TRL's on the model.
+    Raises ValueError when there is no fused head of TRL's on the model, or when the trainer is one
+    of TRL's whose loss does not call it.
     """
+    _require_served(trainer_or_model)
     handle = FastHead()
     accelerator = getattr(trainer_or_model, "accelerator", None)
     if accelerator is None:
@@ -176,6 +184,16 @@ def _require_fused(model: Any) -> types.FunctionType:
             f"came {type(model).__name__} with trl {_trl_version()}"
         )
     return function
+
+
+def _require_served(trainer: Any) -> None:
+    """Refuse a trainer of TRL's that inherits a fused head and computes its loss without it."""
+    theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
+    if theirs is not None and theirs.__name__ not in SERVED:
+        raise ValueError(
+            f"trainer: expected one whose loss calls TRL's fused LM head ({', '.join(SERVED)}, or "
+            f"derived from one), came {type(trainer).__name__}, whose loss would not change"
+        )
 
 
 def _trl_version() -> str:

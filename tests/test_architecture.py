@@ -22,7 +22,7 @@ FLOORS = (
     ("config",),
     ("advantages",),
     ("kernels",),
-    ("validation", "prepare", "arguments", "passes", "logits", "ops", "ops_logps", "loss"),
+    ("sharded", "validation", "prepare", "arguments", "passes", "logits", "ops", "ops_logps", "loss"),
     ("",),  # grpo_fast/__init__.py: the public names
     ("attention", "rollout", "rewards", "data"),
     ("train", "check"),

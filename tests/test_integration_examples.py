@@ -79,23 +79,42 @@ def test_the_model_inside_wrappers():
     assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
 
 
-def test_gradients_through_ddp(tmp_path):
-    """DDP's hooks fire once for every parameter, that of the head too, which is read outside of the model's forward."""
-    from torch import distributed
+@pytest.fixture
+def one_process(tmp_path):
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        for family in ("qwen2", "llama"):  # tied and untied
-            model = tiny_model(family, num_hidden_layers=1)
-            twin, batch, advantages = copy.deepcopy(model), grpo_reference.rows(2), torch.tensor([1.0, -0.5])
-            wrapped = torch.nn.parallel.DistributedDataParallel(model)
-            for _ in range(2):  # an unfinished reduction shows in the second step
-                causal_lm.policy_loss(wrapped, batch, advantages, LossConfig()).loss.backward()
-                causal_lm.policy_loss(twin, batch, advantages, LossConfig()).loss.backward()
-            for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
-    finally:
-        distributed.destroy_process_group()
+
+def test_gradients_through_ddp(one_process):
+    """DDP's hooks fire once for every parameter, that of the head too, which is read outside of the model's forward."""
+    for family in ("qwen2", "llama"):  # tied and untied
+        model = tiny_model(family, num_hidden_layers=1)
+        twin, batch, advantages = copy.deepcopy(model), grpo_reference.rows(2), torch.tensor([1.0, -0.5])
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):  # an unfinished reduction shows in the second step
+            causal_lm.policy_loss(wrapped, batch, advantages, LossConfig()).loss.backward()
+            causal_lm.policy_loss(twin, batch, advantages, LossConfig()).loss.backward()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+def test_models_that_fsdp2_shards(one_process):
+    """Their gradients are in test_sharded_heads.py."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh, model = init_device_mesh("cpu", (1,)), tiny_model("llama", num_hidden_layers=1)
+    causal_lm.check_head(fully_shard(model, mesh=mesh))
+    # What the check leaves whole an optimizer would hold, and the next step drop.
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model = tiny_model("llama", num_hidden_layers=1)
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="lm_head: expected .* got FSDPLinear .*with FSDP2"):
+        causal_lm.policy_loss(model, grpo_reference.rows(2), torch.ones(2), LossConfig())
 
 
 # ------------------------------------------------------------------------------------------------ plain loop

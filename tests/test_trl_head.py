@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from typing import Any
@@ -113,7 +114,7 @@ def test_operands_have_the_dtype_trl_projects_in():
         known = head.fused_head(model)
         assert (known.backbone, known.temperature, known.softcap, known.logit_scale) == ("base_model", 1.0, None, 1.0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            operands = known.operands(model, torch.zeros(2, 16, dtype=dtype))
+            operands = known.operands(model.lm_head, torch.zeros(2, 16, dtype=dtype))
         assert [x.dtype for x in operands if x is not None] == [expected, expected]
 
 
@@ -165,17 +166,33 @@ def test_a_model_without_the_head_is_refused():
         head.use_fast_head(cases.tiny_model("llama", **cases.SMALL))
 
 
-def test_a_head_sharded_by_zero3_stays_with_trl(caplog, monkeypatch):
+@pytest.mark.parametrize("by", ["ZeRO-3", "tensor parallelism"])
+def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
     model = fused_model()
     theirs = model(**labelled())
     head.use_fast_head(model)
     monkeypatch.setattr(head.FastLogProbs, "apply", staticmethod(lambda *_: pytest.fail("ours was called")))
-    model.lm_head.weight.ds_id = 0  # DeepSpeed's mark
+    if by == "ZeRO-3":
+        model.lm_head.weight.ds_id = 0  # DeepSpeed's mark
+    else:
+        model._tp_size = 2  # transformers' mark
     head._warn_partitioned.cache_clear()
     with caplog.at_level(logging.WARNING):
         ours = model(**labelled())
-    assert "ZeRO-3" in caplog.text
+    assert by in caplog.text
     torch.testing.assert_close(ours.log_probs, theirs.log_probs)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_head():
+    model = fused_model()
+    head.use_fast_head(model).undo()
+    head.use_fast_head(model)
+    copied = copy.deepcopy(model)
+    torch.nn.init.zeros_(copied.lm_head.weight)
+    uniform = torch.full((8 + 5,), -torch.tensor(61.0).log().item())
+    outputs = copied(**labelled())
+    torch.testing.assert_close(outputs.log_probs[outputs.label_mask], uniform)
+    assert copied.lm_head(torch.ones(1, 16)).eq(0).all()
 
 
 # ------------------------------------------------------------------------------------------- whole runs
@@ -203,7 +220,28 @@ def make(cls: type, config: type, path: str, output: Any, data: Any, **options: 
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return cls(model=model, args=config(**settings), train_dataset=data, processing_class=tokenizer)
+    more = {name: settings.pop(name) for name in ("teacher_model",) if name in settings}
+    tokenizer.chat_template = settings.pop("tokenizer_template", None)
+    more["args"] = config(**settings)
+    return cls(model=model, train_dataset=data, processing_class=tokenizer, **more)
+
+
+def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp_path):
+    """GKDTrainer derives from SFTTrainer: it has the fused head, and its loss computes logits."""
+    from datasets import Dataset
+
+    gkd = importlib.import_module("trl.experimental.gkd")
+    derived = type("Distilled", (gkd.GKDTrainer,), {})
+
+    path = cases.folder(tmp_path_factory.getbasetemp() / "head_llama")
+    turns = ("user", "assistant")
+    rows = [{"messages": [{"role": r, "content": p} for r in turns]} for p in cases.prompts(4)]
+    template = "{{ messages[0]['content'] }}"
+    options = {"teacher_model": path, "max_length": 64, "tokenizer_template": template}
+    for cls in (gkd.GKDTrainer, derived):
+        trainer = make(cls, gkd.GKDConfig, path, tmp_path, Dataset.from_list(rows), **options)
+        with pytest.raises(ValueError, match=f"trainer: expected .* came {cls.__name__}"):
+            head.use_fast_head(trainer)
 
 
 @pytest.mark.parametrize(

@@ -92,18 +92,44 @@ def test_tokens_that_do_not_count_are_read_but_not_scored():
     assert torch.equal(result.padded(result.target_ids), batch["completion_ids"] * scored)
 
 
-def test_nothing_to_pack():
+def test_nothing_to_score_is_packed_as_one_token():
     batch = micro_batch()
-    assert pack(batch, torch.zeros_like(batch["completion_mask"])) is None
-    assert pack(batch | {"prompt_mask": torch.tensor([[0] * 5, *[[1] * 5] * 3])}) is None
+    result = pack(batch, torch.zeros_like(batch["completion_mask"]))
+    assert result.inputs["input_ids"].shape == (1, 1) and result.target_ids.shape == (0,)
+    assert result.cu_seqlens.tolist() == [0] * 5 and sorted(result.order.tolist()) == [0, 1, 2, 3]
+    assert torch.equal(result.padded(torch.zeros(0)), torch.zeros(4, 6))
+    nothing_at_all = micro_batch(completion_mask=torch.zeros(4, 6, dtype=torch.int64))
+    assert pack(nothing_at_all).target_ids.shape == (0,)
 
 
+def test_a_completion_without_a_prompt_cannot_be_packed():
+    assert pack(micro_batch() | {"prompt_mask": torch.tensor([[0] * 5, *[[1] * 5] * 3])}) is None
+
+
+PACKED = {"forward": "packed", "loss": "single pass"}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 @pytest.mark.parametrize("empty", ["completions", "prompt"])
-def test_what_cannot_be_packed_is_computed_by_trl(model_path, tmp_path, empty):
+def test_fast_path_is_true_of_what_is_empty(model_path, tmp_path, monkeypatch, empty, loss_type):
     batch = micro_batch()
     batch["completion_mask" if empty == "completions" else "prompt_mask"][0 if empty == "prompt" else slice(None)] = 0
-    theirs = build(model_path, tmp_path, trl.GRPOTrainer)
-    same_gradients(gradients(build(model_path, tmp_path), batch), gradients(theirs, batch))
+    theirs = gradients(build(model_path, tmp_path, trl.GRPOTrainer, loss_type=loss_type), batch)
+    ours = build(model_path, tmp_path, loss_type=loss_type)
+    before, padded = dict(ours.fast_path), []
+    name = "_get_per_token_logps_and_entropies"
+    theirs_padded = getattr(trl.GRPOTrainer, name)
+    spy = lambda *a, **k: padded.append(1) or theirs_padded(*a, **k)  # noqa: E731
+    monkeypatch.setattr(trl.GRPOTrainer, name, spy)
+    same_gradients(gradients(ours, batch), theirs)
+    assert before["forward"] == "packed" and len(padded) == (empty == "prompt")
+    if empty == "completions":
+        assert ours.fast_path == before
+        return
+    assert "TRL's: a completion of this micro-batch has no prompt" in ours.fast_path["forward"]
+    assert ours.fast_path["loss"].startswith("TRL's")
+    gradients(ours, micro_batch())
+    assert ours.fast_path == before and len(padded) == 1
 
 
 def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path):
@@ -111,8 +137,12 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]])
     batch = micro_batch(completion_ids=torch.arange(12).view(4, 3) + 40, completion_mask=mask)
     batch |= {"advantages": torch.linspace(-1, 1, 12).view(4, 3), "num_items_in_batch": mask.sum()}
-    theirs = build(model_path, tmp_path, trl.GRPOTrainer)
-    same_gradients(gradients(build(model_path, tmp_path), batch), gradients(theirs, batch))
+    theirs, ours = build(model_path, tmp_path, trl.GRPOTrainer), build(model_path, tmp_path)
+    same_gradients(gradients(ours, batch), gradients(theirs, batch))
+    assert ours.fast_path["forward"] == "packed"
+    assert ours.fast_path["loss"].startswith("TRL's on our logps: advantages per token, and this")
+    gradients(ours, micro_batch())
+    assert ours.fast_path == PACKED
 
 
 # ------------------------------------------------------------------------------------------- wrapped models
@@ -157,12 +187,60 @@ def test_fsdp2_shards_are_gathered(model_path, tmp_path, one_process):
     same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
 
 
+def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
+    """As transformers does with `distributed_config`; the head is of another class then."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    expected = gradients(build(model_path, tmp_path), micro_batch())
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    load = auto.from_pretrained
+
+    def sharded(*args: Any, **options: Any) -> Any:
+        model = load(*args, **options)
+        fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+    monkeypatch.setattr(auto, "from_pretrained", sharded)
+    trainer = build(model_path, tmp_path)
+    assert trainer.fast_path == PACKED
+    # The forward of the self-check has left shards behind: the optimizer is made of them.
+    assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    loss, found = gradients(trainer, micro_batch())
+    same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
+
+
+def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, monkeypatch):
+    """FSDP2 casts every float among a forward's arguments; old logps in bf16 are wrong by 1%."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    trainer, mesh, seen = build(model_path, tmp_path), init_device_mesh("cpu", (1,)), {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (trainer.model.lm_head, trainer.model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    def spy(hidden: Any, weight: Any, ids: Any, advantages: Any, config: Any, **more: Any) -> Any:
+        seen.update(more, hidden=hidden, weight=weight, advantages=advantages)
+        return loss(hidden, weight, ids, advantages, config, **more)
+
+    loss = fast.linear_grpo_loss
+    monkeypatch.setattr(fast, "linear_grpo_loss", spy)
+    batch = micro_batch(old_per_token_logps=torch.linspace(-7, -4, 24).view(4, 6))
+    trainer._compute_loss(trainer.model, batch).backward()
+    assert seen["hidden"].dtype == seen["weight"].dtype == torch.bfloat16
+    assert set(seen["advantages"].tolist()) == set(batch["advantages"].tolist())
+    assert set(seen["old_logps"].tolist()) <= set(batch["old_per_token_logps"].flatten().tolist())
+
+
 # ------------------------------------------------------------------------------------------- what TRL keeps
 def test_refusals_name_their_option(model_path, tmp_path):
     prefix = importlib.import_module("peft").PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     for settings, reason in (
         ({"peft_config": prefix}, "peft: prompt learning"),
         ({"torch_compile": True}, "torch_compile"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
     ):
         path = build(model_path, tmp_path, **settings).fast_path
         assert path["forward"].startswith("TRL's: ") and reason in path["forward"], path
@@ -172,6 +250,28 @@ def test_a_head_that_is_no_plain_linear_layer_is_left_alone(model_path, tmp_path
     trainer = build(model_path, tmp_path)
     trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     assert options_module.forward_reason(trainer, trainer.model) == "lm_head: Linear4bit is no plain linear layer"
+
+
+def test_tensor_parallelism_is_named(model_path, tmp_path):
+    trainer = build(model_path, tmp_path)
+    trainer.model._tp_size = 2  # transformers' mark
+    assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
+
+
+def test_attention_dropout_names_what_switches_it_off(tmp_path):
+    """TRL's `disable_dropout` reaches modules; a rate in the config stays on, in TRL as well."""
+    llama = cases.folder(tmp_path / "llama", attention_dropout=0.1)
+    gpt2 = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2)
+
+    def forward(path: str, disable_dropout: bool) -> str:
+        return build(path, tmp_path, disable_dropout=disable_dropout).fast_path["forward"]
+
+    assert forward(llama, True) == (
+        "TRL's: attention dropout: LlamaAttention.attention_dropout is 0.1; "
+        "config.attention_dropout=0 (disable_dropout does not) switches it off"
+    )
+    assert forward(gpt2, False).endswith("is 0.1; disable_dropout=True switches it off")
+    assert "dropout" not in forward(gpt2, True)
 
 
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}

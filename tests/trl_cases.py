@@ -67,20 +67,23 @@ class Injected:
 
 
 def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **options: Any) -> Any:
-    """A trainer of this class on the model in `path`; `options` go to GRPOConfig, peft_config to the trainer."""
+    """A trainer of this class on the model in `path`.
+
+    `options` go to GRPOConfig, peft_config to the trainer and loading to `from_pretrained`.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig
 
     evaluation, peft_config = options.pop("evaluation", False), options.pop("peft_config", None)
-    dtype = options.pop("dtype", torch.float32)
+    dtype, loading = options.pop("dtype", torch.float32), options.pop("loading", {})
     defaults = {
         "output_dir": str(output), "per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 2,
         "max_completion_length": COMPLETION, "learning_rate": 0.05, "optim": "sgd", "lr_scheduler_type": "constant",
         "logging_steps": 1, "report_to": [], "save_strategy": "no", "bf16": False, "disable_tqdm": True, "seed": 7,
         "use_cpu": True, "max_grad_norm": 0.0, "gradient_checkpointing": False, "per_device_eval_batch_size": 4,
     }  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **loading)
     data = Dataset.from_dict({"prompt": prompts(8)})
     made = cls(
         model=model, reward_funcs=reward, args=GRPOConfig(**{**defaults, **options}), train_dataset=data,

@@ -39,13 +39,14 @@ def head_of(lm: Any) -> Head:
     Known rules: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite,
     divides), `lm_head_multiplier` (Falcon-H1, multiplies). A model with any other has to be found by comparing logits.
 
-    Raises ValueError for a head that is no plain linear layer (for example with a LoRA adapter on it).
+    Raises ValueError for a head that is no plain linear layer: with a LoRA adapter on it, or in an
+    FSDP2 group of its own, whose hooks do not fire for a weight that is read from outside.
     """
     layer = lm.get_output_embeddings()
     if type(layer) is not nn.Linear:
         raise ValueError(
             f"lm_head: expected torch.nn.Linear as output embeddings, got {type(layer).__name__} "
-            "(with LoRA: leave it out of target_modules)"
+            "(with LoRA: leave it out of target_modules; with FSDP2: leave it to the root's group)"
         )
     scale = 1.0
     for name, inverse in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):

@@ -1,8 +1,10 @@
 """The loss of a transformers causal LM on a batch as SFT knows it: input_ids, attention_mask, labels (-100: no token).
 
 For trainers that call a model themselves (Lightning, transformers' `Trainer`, a loop). The model is called through its
-own forward, so that the hooks of a wrapper (DDP, autocast, adapters) fire; it computes one row of logits, and the rest
-comes from its last hidden states. Labels are not shifted: labels[t] is input_ids[t] where it counts.
+own forward, so that the hooks of a wrapper (DDP, FSDP2, autocast, adapters) fire; it computes one row of
+logits, and the rest comes from its last hidden states. A head in an FSDP2 group of its own is
+refused: its hooks would see that row only. Labels are not shifted: labels[t] is input_ids[t] where
+it counts.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss, linear_logps
 from grpo_fast.attention import check_tolerance, head_of
+from grpo_fast.integrations.fast_head import reshard
 
 
 def unwrapped(model: Any) -> Any:
@@ -36,11 +39,13 @@ def check_head(model: Any) -> None:
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
-    bias = 0.0 if head.bias is None else head.bias.float()
-    logits = head.logit_scale * (out.hidden_states[-1].float() @ head.weight.float().T + bias)
+    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
+    bias = 0.0 if bias is None else bias.float()
+    logits = head.logit_scale * (out.hidden_states[-1].float() @ weight.float().T + bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     difference = float((logits - out.logits.float()).abs().max())
+    reshard(unwrapped(model))
     tolerance = check_tolerance(head.weight.dtype) * max(1.0, float(logits.abs().max()))
     if not difference <= tolerance:
         raise ValueError(

@@ -1,11 +1,14 @@
-"""What the fused heads of other trainers share: the handle that gives a head back, and the dtype a head projects in."""
+"""What the fused heads of other trainers share: a handle to undo one, its dtype, its hooks."""
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class FastHead:
@@ -31,3 +34,41 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
     """Autocast's dtype where it is on, else that of the hidden states."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def run_inside(module: nn.Module) -> None:
+    """Let this module (and no other) run a function: `module(x, run=f)` then gives `f(module, x)`.
+
+    The module's hooks fire around it. Those of FSDP2 gather the weights of its group before, and
+    reduce their gradients after the backward; a weight that is read from outside gets neither.
+    Hooks look into the arguments, too (FSDP2 casts every float it finds): what they shall not touch
+    is bound to the function.
+    """
+    before = vars(module).get("forward")
+    if getattr(before, "runs_inside", False):
+        return
+
+    @functools.wraps(type(module).forward)  # `generate` reads the signature
+    def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        if run is not None:
+            return run(self, *args)
+        # Without a forward of its own a copy of the module must not run that of the original.
+        theirs = functools.partial(type(self).forward, self) if before is None else before
+        return theirs(*args, **kwargs)
+
+    forward.runs_inside = True  # type: ignore[attr-defined]
+    module.forward = types.MethodType(forward, module)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 shard the parameters again that a forward without a backward has left whole.
+
+    An optimizer that is made afterwards would hold the whole ones, which the next step drops.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -113,9 +113,10 @@ def pack_padded(
 ) -> Pack | None:
     """Pack the real tokens of a padded batch; completions with the same prompt share it.
 
-    The row is laid out on the host: one copy of the ids from the device, none back by which the device waits. Returns
-    None where a packed row has nothing to give: no token is scored, or a completion has no prompt that predicts its
-    first one.
+    The row is laid out on the host: one copy of the ids from the device, none back by which the
+    device waits. Where no token is scored the row holds one that no target follows: it keeps the
+    model in the graph, and in step with other ranks. Returns None where a completion has no prompt
+    that predicts its first token.
     """
     (rows, length), device = scored.shape, input_ids.device
     ids, real = input_ids.cpu(), attention_mask.bool().cpu()
@@ -124,20 +125,21 @@ def pack_padded(
     for row in wanted.any(1).nonzero()[:, 0].tolist():
         prompt = ids[row, :-length][real[row, :-length]]
         groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
-    if not groups or b"" in groups:
+    if b"" in groups:
         return None
-    completions = real[:, -length:]
-    packed = pack_groups(
-        [(prompt, [ids[row, -length:][completions[row]] for row in members]) for prompt, members in groups.values()],
-        device=device,
-    )
+    completions, token = real[:, -length:], ids[0, :1]
+    lists = [
+        (prompt, [ids[row, -length:][completions[row]] for row in members])
+        for prompt, members in groups.values()
+    ]  # fmt: skip
+    packed = pack_groups(lists or [(token, [token])], device=device)
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
     # The unused completions stand last: their tokens are no part of the packed row, and count as empty.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]][: packed.target_ids.shape[0]]
     kept = wanted.flatten()[slots].nonzero()[:, 0]
     counts = torch.cat([torch.zeros(1, dtype=torch.int64), wanted[order].sum(1).cumsum(0)]).int()
-    everything = kept.shape[0] == slots.shape[0]
+    everything = kept.shape[0] == packed.target_ids.shape[0]
     on_device = kept.to(device)
     return Pack(
         inputs=packed.model_inputs,

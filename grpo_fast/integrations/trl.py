@@ -11,14 +11,13 @@ TRL's own code:
   TRL's `_compute_loss` then runs on the finished logps for its metrics, without gradient.
 - Elsewhere `linear_logps` gives TRL's own objective differentiable logps and entropies.
 
-`trainer.fast_path` says which of these a trainer takes, and the option that decided it.
+`trainer.fast_path` says which of these the last micro-batch took, and what decided otherwise.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from trl import GRPOTrainer
 
 from grpo_fast import linear_grpo_loss, linear_logps
 from grpo_fast.attention import check_tolerance
+from grpo_fast.integrations.fast_head import reshard, run_inside
 from grpo_fast.integrations.packed import Pack, own_attention, pack_padded, packing, take_packed_rows
 from grpo_fast.integrations.trl_groups import regroup, window_of
 from grpo_fast.integrations.trl_head import FusedHead, base_model, fused_head, use_fast_head
@@ -35,10 +35,14 @@ from grpo_fast.integrations.trl_options import SinglePass, forward_reason, probe
 
 log = logging.getLogger(__name__)
 
+# Why a single micro-batch goes another way.
+NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
+AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
+
 
 @dataclass(frozen=True)
 class PackedCall:
-    """What travels to the model's forward as `packed=` and asks for logps or, with `loss`, for loss and gradient."""
+    """What the model's forward is asked for: logps or, with `loss`, loss and gradient."""
 
     pack: Pack
     head: FusedHead  # the rules of logits that TRL read from the policy's config
@@ -50,7 +54,9 @@ class FastGRPOTrainer(GRPOTrainer):
     """TRL's `GRPOTrainer`, the same constructor and the same numbers, faster; see this module.
 
     Attributes:
-        fast_path: {"forward": "packed" or "TRL's: <option>", "loss": "single pass" or "TRL's on our logps: <option>"}.
+        fast_path: {"forward": "packed" or "TRL's: <reason>",
+            "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>"};
+            of the last micro-batch, and before the first one what is planned.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
@@ -60,14 +66,16 @@ class FastGRPOTrainer(GRPOTrainer):
         self._probed = False
         self._group_window: int | None = None
         self.fast_path = {"forward": "packed", "loss": "single pass"}
+        self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
         reason = forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
-            use_fast_head(self)
+            self._packs = self._in_one_pass = False
             log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
         elif (reason := single_pass_reason(self)) is not None:
-            self.fast_path["loss"] = f"TRL's on our logps: {reason}"
+            self._their_objective(reason)
+        use_fast_head(self)  # for what the packed forward leaves to TRL, be it one micro-batch
         log.info("FastGRPOTrainer: forward %(forward)s, loss %(loss)s", self.fast_path)
 
     @property
@@ -83,12 +91,16 @@ class FastGRPOTrainer(GRPOTrainer):
     def keep_groups(self, value: bool) -> None:
         self._group_window = window_of(self) if value else None
 
+    def _their_objective(self, reason: str) -> None:
+        """From now on the objective is TRL's."""
+        self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
+
     # ---------------------------------------------------------------------------------------------- set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
         """Let policy and reference take packed rows; the reason why not, when they compute something else then."""
         self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
-        _take_packed_calls(lm)
+        _run_inside(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         reason = None if sharded else self._self_check(lm)
         if reason is not None:
@@ -96,7 +108,7 @@ class FastGRPOTrainer(GRPOTrainer):
         elif self.ref_model is not None:
             reference = base_model(self.accelerator.unwrap_model(self.ref_model))
             take_packed_rows(reference)
-            _take_packed_calls(reference)
+            _run_inside(reference)
         return reason
 
     @torch.no_grad()
@@ -122,6 +134,7 @@ class FastGRPOTrainer(GRPOTrainer):
         finally:
             for module, training in modes:
                 module.training = training
+            reshard(lm)
         difference = float((ours - theirs).abs().max())
         dtype = lm.get_output_embeddings().weight.dtype
         if self.accelerator.mixed_precision in ("bf16", "fp16"):
@@ -133,8 +146,9 @@ class FastGRPOTrainer(GRPOTrainer):
     # ---------------------------------------------------------------------------------------------- forward
 
     def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
+        run, ids = functools.partial(_packed_forward, call=call), call.pack.inputs["input_ids"]
         with self.accelerator.autocast():
-            return model(input_ids=call.pack.inputs["input_ids"], packed=call)
+            return model(input_ids=ids, run=run)  # the ids are for hooks that look at them
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
@@ -143,17 +157,19 @@ class FastGRPOTrainer(GRPOTrainer):
         if self._given is not None:
             return *self._given, None
         theirs = functools.partial(super()._get_per_token_logps_and_entropies, model)
-        if self.fast_path["forward"] != "packed":
+        if not self._packs:
             return theirs(input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs)
         logps, entropies = [], []
         for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
             rows = slice(start, start + (batch_size or input_ids.shape[0]))
             pack = pack_padded(input_ids[rows], attention_mask[rows], attention_mask[rows, -logits_to_keep:])
-            if pack is None:  # a completion without a prompt: nothing in a packed row predicts its first token
+            if pack is None:
+                self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
                 return theirs(input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs)
             result = self._run(model, PackedCall(pack, self._head, compute_entropy))
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
+        self.fast_path["forward"] = "packed"
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def _prepare_inputs(self, generation_batch):
@@ -167,7 +183,7 @@ class FastGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
         """TRL's, with the attention the model came with."""
-        if self.fast_path["forward"] != "packed":
+        if not self._packs:
             return super()._generate_single_turn(*args, **kwargs)
         with own_attention(base_model(self.accelerator.unwrap_model(self.model)), self._own_attention):
             return super()._generate_single_turn(*args, **kwargs)
@@ -176,14 +192,14 @@ class FastGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         """TRL's loss of one micro-batch, and its metrics; the gradient comes from the single pass where it may."""
-        if self.fast_path["loss"] != "single pass" or not (torch.is_grad_enabled() and self.model.training):
+        if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:
             self._probed = True
             difference = probe(self, self._their_loss)
             if difference is not None:
                 log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", difference)
-                self.fast_path["loss"] = f"TRL's on our logps: {difference}"
+                self._their_objective(difference)
                 return super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"]
         mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
@@ -191,10 +207,13 @@ class FastGRPOTrainer(GRPOTrainer):
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         pack = pack_padded(input_ids, attention_mask, mask)
         if pack is None:
+            self.fast_path["loss"] = f"TRL's: {NO_PROMPT}"
             return super()._compute_loss(model, inputs)
         job = single_pass(self, inputs, pack.target_ids.shape[0], **self._head.rule)
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
-            return super()._compute_loss(model, inputs)  # (R,) per token would read as (B,) per completion
+            self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
+            return super()._compute_loss(model, inputs)
+        self.fast_path = {"forward": "packed", "loss": "single pass"}
         result = self._run(model, PackedCall(pack, self._head, True, job))
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
@@ -209,26 +228,29 @@ class FastGRPOTrainer(GRPOTrainer):
             self._given = None
 
 
-def _take_packed_calls(lm: Any) -> None:
-    """Give this model (and no other) a forward that takes `packed=` beside everything it takes now."""
-    before = lm.forward
-
-    @functools.wraps(type(lm).forward)  # `generate` reads the signature
-    def forward(self: Any, *args: Any, packed: PackedCall | None = None, **kwargs: Any) -> Any:
-        return before(*args, **kwargs) if packed is None else _packed_forward(self, packed)
-
-    forward.trl_fused = getattr(before.__func__, "trl_fused", before.__func__)  # type: ignore[attr-defined]
-    lm.forward = types.MethodType(forward, lm)
+def _run_inside(lm: Any) -> None:
+    """Let this model and its head run ours inside their forwards: the hooks of both fire once."""
+    before = lm.forward.__func__
+    run_inside(lm)
+    # `use_fast_head` looks for it there.
+    lm.forward.__func__.trl_fused = getattr(before, "trl_fused", before)
+    run_inside(lm.get_output_embeddings())
 
 
 def _packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
-    """Trunk and head of one packed row, inside the module's forward: shards are gathered, hooks fire once."""
-    pack, head = call.pack, call.head
+    """The trunk on one packed row, then the head."""
     with packing():
-        trunk = getattr(lm, head.backbone)(**pack.inputs)
-    hidden, weight, bias = head.operands(lm, trunk.last_hidden_state[0])
+        trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
+    head = lm.get_output_embeddings()
+    return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
+
+
+def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
+    hidden, weight, bias = call.head.operands(layer, hidden)
     with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
-        return _logps(hidden, weight, bias, call) if call.loss is None else _loss(hidden, weight, bias, call.loss, pack)
+        if call.loss is None:
+            return _logps(hidden, weight, bias, call)
+        return _loss(hidden, weight, bias, call.loss, call.pack)
 
 
 def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ def window_of(trainer: Any) -> int:
         "loss_type='bnpo' divides by the tokens of the micro-batch": NORMALISERS.get(trainer.loss_type) == "tokens",
         "entropy_coef is a mean over the micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is of the micro-batch": trainer.top_entropy_quantile < 1,
-        "the forward pass is TRL's": trainer.fast_path["forward"] != "packed",
+        "the forward pass is TRL's": not trainer._packs,
     }
     for reason, holds in local.items():
         if holds:

@@ -5,9 +5,11 @@
     handle.undo()
 
 TRL (>= 1.16) gives one model object a `forward` of its own (`trl.trainer.utils.add_fused_lm_head`), a closure that ends
-in `_ChunkedLogProbFunction.apply`. Here the same closure runs over a copy of its module's globals in which two names
-differ: that function, and the test for compaction (TRL scores every position, padding included, where there is no
-Triton). Nothing that another model or trainer reads is touched.
+in `_ChunkedLogProbFunction.apply`. Here the same closure runs over a copy of its module's globals
+in which three names differ: that function; the test for compaction (TRL scores every position,
+padding included, where there is no Triton); and the class of the weights that TRL gathers itself,
+which leaves their gradient unreduced (ours runs inside the head's own forward). Nothing that
+another model or trainer reads is touched.
 """
 
 from __future__ import annotations
@@ -21,14 +23,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_fast import linear_logps
-from grpo_fast.integrations.fast_head import FastHead, compute_dtype
+from grpo_fast.integrations.fast_head import FastHead, compute_dtype, run_inside
 
 log = logging.getLogger(__name__)
 
-KERNEL, COMPACTS = "_ChunkedLogProbFunction", "_use_triton"
+KERNEL, COMPACTS, GATHERED = "_ChunkedLogProbFunction", "_use_triton", "DTensor"
+# TRL's trainers whose loss calls the fused head. GKD and GOLD derive from SFTTrainer, and compute
+# logits of their own.
+SERVED = (
+    "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
+    "AsyncGRPOTrainer",
+)  # fmt: skip
 # fp32 elements of one block of logits in `row_statistics`: 64 MiB.
 BLOCK_ELEMENTS = 1 << 24
 # Above this, a probability is the largest whatever rounding says; below 1/V it is not.
@@ -51,25 +59,26 @@ class FusedHead(NamedTuple):
         """As keywords of `linear_logps` and of `LossConfig`."""
         return {"temperature": self.temperature, "softcap": self.softcap, "logit_scale": self.logit_scale}
 
-    def operands(self, lm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else that of hidden."""
-        layer: Any = lm.get_output_embeddings()  # type: ignore[operator]
-        weight, bias = layer.weight, layer.bias
-        if hasattr(weight, "full_tensor"):  # FSDP2 shards parameters as DTensors
-            weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
         dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
-        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return hidden.to(dtype), layer.weight.to(dtype), bias
 
 
 def use_fast_head(trainer_or_model: Any) -> FastHead:
     """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or of this model.
 
     The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`, those that the trainer asks
-    for; gradients reach hidden, weight and bias. A head sharded by ZeRO-3 stays with TRL's own function (its backward
-    gathers the weight again), which is logged.
+    for; gradients reach hidden, weight and bias. Ours runs inside the head's own forward, so that
+    FSDP2 gathers its weight and reduces the gradient, whichever group the head is in. A head
+    sharded by ZeRO-3 (whose backward gathers the weight again) or by tensor parallelism stays with
+    TRL's own function, which is logged.
 
-    Raises ValueError when there is no fused head of TRL's on the model.
+    Raises ValueError when there is no fused head of TRL's on the model, or when the trainer is one
+    of TRL's whose loss does not call it.
     """
+    _require_served(trainer_or_model)
     handle = FastHead()
     accelerator = getattr(trainer_or_model, "accelerator", None)
     if accelerator is None:
@@ -104,9 +113,8 @@ def _swap(model: Any, handle: FastHead, autocast: Callable[[], AbstractContextMa
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
     if missing:
         raise ValueError(f"trl {_trl_version()}: expected {sorted(missing)} in the fused LM head, as in trl 1.16")
-    scope = {**theirs.__globals__, KERNEL: FastLogProbs, COMPACTS: lambda device: True}
-    ours = types.FunctionType(theirs.__code__, scope, theirs.__name__, theirs.__defaults__, theirs.__closure__)
-    ours.__kwdefaults__ = theirs.__kwdefaults__
+    ours = _over(theirs, model)
+    run_inside(model.get_output_embeddings())
     # A prepared model carries accelerate's autocast around TRL's forward; ours then needs the same.
     context = nullcontext if getattr(before, "__func__", None) is theirs else autocast
 
@@ -115,22 +123,47 @@ def _swap(model: Any, handle: FastHead, autocast: Callable[[], AbstractContextMa
         if not (fused_lm_head and handle.active) or _is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            return ours(self, *args, fused_lm_head=True, **kwargs)
+            # A copy of the model has a head of its own.
+            function = ours if self is model else _over(theirs, self)
+            return function(self, *args, fused_lm_head=True, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     model.forward.__func__.trl_fused = theirs
 
 
+def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
+    """TRL's closure with our kernels, inside the head of this model."""
+    head = model.get_output_embeddings()
+    kernel = types.SimpleNamespace(apply=functools.partial(_apply_inside, head))
+    scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
+    ours = types.FunctionType(
+        theirs.__code__, scope, theirs.__name__, theirs.__defaults__, theirs.__closure__
+    )  # fmt: skip
+    ours.__kwdefaults__ = theirs.__kwdefaults__
+    return ours
+
+
+def _apply_inside(head: Any, hidden: Tensor, weight: Any, bias: Any, *rest: Any) -> Outputs:
+    """`FastLogProbs.apply` with the weight and the bias that the head has inside its forward."""
+    dtype = compute_dtype(hidden)  # the head's hooks may cast hidden
+
+    def apply(layer: Any, hidden: Tensor) -> Outputs:
+        return FastLogProbs.apply(hidden.to(dtype), layer.weight, layer.bias, *rest)
+
+    return head(hidden, run=apply)
+
+
 def _is_partitioned(model: Any) -> bool:
-    partitioned = hasattr(model.get_output_embeddings().weight, "ds_id")
-    if partitioned:
-        _warn_partitioned()
-    return partitioned
+    by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
+    by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
+    if by is not None:
+        _warn_partitioned(by)
+    return by is not None
 
 
 @functools.cache
-def _warn_partitioned() -> None:
-    log.warning("use_fast_head: the head is sharded by DeepSpeed ZeRO-3; TRL's own function computes it")
+def _warn_partitioned(by: str) -> None:
+    log.warning("use_fast_head: the head is sharded by %s; TRL's own function computes it", by)
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
@@ -151,6 +184,16 @@ def _require_fused(model: Any) -> types.FunctionType:
             f"came {type(model).__name__} with trl {_trl_version()}"
         )
     return function
+
+
+def _require_served(trainer: Any) -> None:
+    """Refuse a trainer of TRL's that inherits a fused head and computes its loss without it."""
+    theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
+    if theirs is not None and theirs.__name__ not in SERVED:
+        raise ValueError(
+            f"trainer: expected one whose loss calls TRL's fused LM head ({', '.join(SERVED)}, or "
+            f"derived from one), came {type(trainer).__name__}, whose loss would not change"
+        )
 
 
 def _trl_version() -> str:

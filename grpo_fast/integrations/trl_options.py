@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.attention import check_supported
@@ -48,16 +49,19 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
         "router_aux_loss_coef: the load-balancing loss counts padded tokens": trainer.aux_loss_enabled,
         "deepspeed: ZeRO-3 shards the head": plugin is not None and plugin.zero_stage == 3,
         "torch_compile: the packed forward is not compiled": args.torch_compile,
+        "neftune_noise_alpha: noise is scaled by a row's length": bool(args.neftune_noise_alpha),
+        "tp_size: tensor parallelism shards the head": (getattr(lm, "tp_size", None) or 1) > 1,
         "device_map: the model is split across devices": len(set(getattr(lm, "hf_device_map", {"": 0}).values())) > 1,
         "peft: prompt learning changes the inputs": any(c.is_prompt_learning for c in peft_configs),
-        f"lm_head: {type(head).__name__} is no plain linear layer": type(head) is not nn.Linear,
+        f"lm_head: {type(head).__name__} is no plain linear layer": not _is_plain_linear(head),
         "parallelism_config: context or sequence parallelism": parallel is not None
         and max(getattr(parallel, "cp_size", 1) or 1, getattr(parallel, "sp_size", 1) or 1) > 1,
-        "disable_dropout: attention dropout is on": _has_attention_dropout(lm),
     }
     for reason, holds in known.items():
         if holds:
             return reason
+    if (dropout := _attention_dropout(lm)) is not None:
+        return dropout
     try:
         check_supported(lm)
     except ValueError as error:
@@ -65,14 +69,23 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
     return None
 
 
-def _has_attention_dropout(lm: nn.Module) -> bool:
+def _is_plain_linear(layer: nn.Module) -> bool:
+    """Whether this is torch's own linear layer, also in the class that `fully_shard` gives it."""
+    return type(layer) is nn.Linear or type(layer).__bases__ == (FSDPModule, nn.Linear)
+
+
+def _attention_dropout(lm: nn.Module) -> str | None:
+    """Where attention still has dropout, and what switches it off."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
-            rate = rate.p if isinstance(rate, nn.Dropout) else rate
+            remedy = "config.attention_dropout=0 (disable_dropout does not)"
+            if isinstance(rate, nn.Dropout):
+                rate, remedy = rate.p, "disable_dropout=True"
             if isinstance(rate, float) and rate > 0:
-                return True
-    return False
+                where = f"{type(module).__name__}.{name} is {rate}"
+                return f"attention dropout: {where}; {remedy} switches it off"
+    return None
 
 
 class SinglePass(NamedTuple):

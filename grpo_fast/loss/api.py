@@ -14,6 +14,7 @@ from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.passes import Options
 from grpo_fast.loss.pending import raise_pending
+from grpo_fast.loss.sharded import gathered
 from grpo_fast.objective.config import LossConfig
 
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
@@ -77,7 +78,9 @@ def linear_logps(
 
     Args:
         hidden: fp32, bf16, fp16 (or fp64, on the torch backend).
-        lm_head_weight: same dtype and device as hidden.
+        lm_head_weight, bias: of hidden's device, the weight in its dtype. A parameter that FSDP2
+            shards (a DTensor over one mesh dimension) is gathered, on all ranks together, and its
+            gradient averaged over them; inside the forward of the FSDP2 module it is whole anyway.
         target_ids: int64 or int32 in [0, V); -100 marks a row without a target: logp 0 and no gradient.
         temperature: a number > 0, or a float tensor of the shape of target_ids.
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may predict several
@@ -91,6 +94,7 @@ def linear_logps(
         ValueError: naming the argument, what was expected and what came.
     """
     raise_pending()
+    lm_head_weight, bias = gathered("lm_head_weight", lm_head_weight), gathered("bias", bias)
     checks.head(hidden, lm_head_weight, bias)
     checks.hidden_layout(hidden, target_ids, hidden_rows)
     checks.rule(target_ids, temperature, softcap, logit_scale, backend)
@@ -181,6 +185,7 @@ def linear_grpo_loss(
     Args:
         hidden: padded (B, L, H) with target_ids (B, L), or packed (T, H) with target_ids (T,) and cu_seqlens.
             Row t holds the prediction of target_ids[t]; the shift is the caller's.
+        lm_head_weight, bias: also as FSDP2 shards them; see `linear_logps`.
         target_ids: int64 or int32; anything (for example -100) where masked.
         advantages: one per completion, or one per token (where T = B both shapes are (B,): one per completion).
         completion_mask: bool or 0/1; a masked slot is inert, whatever it holds. None: every token counts.
@@ -206,6 +211,7 @@ def linear_grpo_loss(
         ValueError: naming the argument, what was expected and what came.
     """
     raise_pending()
+    lm_head_weight, bias = gathered("lm_head_weight", lm_head_weight), gathered("bias", bias)
     checks.head(hidden, lm_head_weight, bias)
     checks.hidden_layout(hidden, target_ids, hidden_rows)
     checks.options(backend, validate, grad_filter)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.loss.pending import Check, check_values, elements
+from grpo_fast.loss.sharded import is_sharded
 from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig, choice, number
 from grpo_fast.objective.losses import OBJECTIVES
@@ -156,6 +157,8 @@ def inplace(given: Tensor, flat: Tensor) -> None:
 
 
 def floating(name: str, x: Tensor) -> None:
+    if is_sharded(x):
+        raise ValueError(f"{name}: expected a plain tensor, got a {type(x).__name__}")
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         raise ValueError(f"{name}: expected a floating-point tensor (16, 32 or 64 bits), got {_kind(x)}")
 

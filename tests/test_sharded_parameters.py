@@ -1,0 +1,116 @@
+"""DTensors as arguments of the public functions: what is taken, and what is refused by name.
+
+One process; gradients over several processes are in test_sharded_heads.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import grpo_fast
+
+CONFIG = grpo_fast.LossConfig(loss_type="reinforce")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "store"
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def arguments() -> dict[str, Any]:
+    random = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(2, 3, 8, generator=random),
+        "lm_head_weight": torch.randn(31, 8, generator=random),
+        "bias": torch.randn(31, generator=random),
+        "target_ids": torch.randint(0, 31, (2, 3), generator=random),
+        "advantages": torch.randn(2, generator=random),
+    }
+
+
+def sharded(x: torch.Tensor, placements: Any = None, names: Any = None) -> DTensor:
+    placements = placements or [Shard(0)]
+    mesh = init_device_mesh("cpu", (1,) * len(placements), mesh_dim_names=names)
+    return DTensor.from_local(x, mesh, placements, run_check=False)
+
+
+def losses(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    advantages = given.pop("advantages")
+    loss = grpo_fast.linear_grpo_loss(**given, advantages=advantages, config=CONFIG).loss
+    return loss, grpo_fast.linear_logps(**given).sum()
+
+
+@pytest.mark.parametrize("frozen", [(), ("lm_head_weight",), ("hidden", "bias")])
+def test_values_and_gradients_of_a_sharded_head(frozen):
+    plain = arguments()
+    for name, x in plain.items():
+        x.requires_grad_(x.is_floating_point() and name not in frozen)
+    leaves = {n: plain[n] for n in ("hidden", "lm_head_weight", "bias") if n not in frozen}
+    given = dict(plain)
+    for name in ("lm_head_weight", "bias"):
+        given[name] = nn.Parameter(sharded(plain[name].detach()), requires_grad=name not in frozen)
+    for ours, theirs in zip(losses(**given), losses(**plain), strict=True):
+        assert torch.equal(ours, theirs)
+        found = torch.autograd.grad(ours, [given[name] for name in leaves])
+        for name, gradient, wanted in zip(
+            leaves, found, torch.autograd.grad(theirs, list(leaves.values())), strict=True
+        ):
+            assert isinstance(gradient, DTensor) == (name != "hidden")
+            assert name == "hidden" or gradient.placements == given[name].placements
+            assert torch.equal(gradient.full_tensor() if name != "hidden" else gradient, wanted)
+
+
+@pytest.mark.parametrize("name", ["lm_head_weight", "bias"])
+@pytest.mark.parametrize(
+    ("placements", "names", "came"),
+    [
+        ([Shard(0)], ("tp",), "Shard.* over mesh dimensions .*'tp'"),
+        ([Replicate(), Shard(0)], ("dp_replicate", "dp_shard"), "mesh dimensions .*'dp_shard'"),
+        ([Shard(0), Shard(0)], None, "mesh dimensions 2"),
+        ([Partial()], None, "Partial"),
+    ],
+    ids=["tensor_parallel", "named_mesh_of_two", "mesh_of_two", "partial_sums"],
+)
+def test_shards_that_cannot_be_served(name, placements, names, came):
+    given = arguments()
+    wrong = {**given, name: sharded(given[name], placements, names)}
+    with pytest.raises(ValueError, match=f"^{name}: expected .*FSDP2.*{came}"):
+        grpo_fast.linear_logps(**{n: x for n, x in wrong.items() if n != "advantages"})
+    with pytest.raises(ValueError, match=f"^{name}: expected .*FSDP2.*{came}"):
+        grpo_fast.linear_grpo_loss(**wrong, config=CONFIG)
+    losses(**given)
+
+
+def test_other_arguments_are_plain():
+    given = arguments()
+    for name in ("hidden", "advantages"):
+        with pytest.raises(ValueError, match=f"^{name}: expected a plain tensor, got a DTensor"):
+            losses(**{**given, name: sharded(given[name])})
+    logits, targets = torch.randn(2, 3, 31), given["target_ids"]
+    with pytest.raises(ValueError, match="^logits: expected a plain tensor, got a DTensor"):
+        grpo_fast.logits_logps(sharded(logits, [Shard(2)]), targets)
+    with pytest.raises(ValueError, match="^logps: expected a plain tensor, got a DTensor"):
+        grpo_fast.grpo_loss(sharded(logits[..., 0]), given["advantages"], CONFIG)
+
+
+def test_a_compiled_step_gathers_too():
+    given = arguments()
+    del given["advantages"]
+    mesh, weight = init_device_mesh("cpu", (1,)), given.pop("lm_head_weight")
+    weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    compiled = torch.compile(grpo_fast.linear_logps, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for function in (grpo_fast.linear_logps, compiled):
+        function(lm_head_weight=weight, **given).sum().backward()
+        gradients.append(weight.grad.full_tensor())
+        weight.grad = None
+    torch.testing.assert_close(*gradients)

@@ -10,8 +10,8 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import exponentials as weights_triton
+from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu.configs import LinearConfig
 from grpo_fast.kernels.head import loop as linear
 from grpo_fast.kernels.types import LogitRule

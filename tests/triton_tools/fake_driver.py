@@ -56,9 +56,9 @@ class TargetOnlyDriver:
 def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     """Inside, the doors of the Triton kernels compile for `arch`; yields the (kernel name, result) pairs."""
     from grpo_fast.kernels.gpu import configs
+    from grpo_fast.kernels.gpu import exponentials as weights_triton
     from grpo_fast.kernels.gpu import linear as linear_triton
     from grpo_fast.kernels.gpu import rows as rows_triton
-    from grpo_fast.kernels.gpu import exponentials as weights_triton
 
     compiled: list[tuple[str, Any]] = []
 

@@ -15,6 +15,7 @@ import torch
 logger = logging.getLogger("grpo_fast")
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
+_PREFERRED = {"cpu": "cpu", "cuda": "triton"}  # kind of device → what "auto" takes where it runs
 
 
 class Backend(NamedTuple):
@@ -86,9 +87,21 @@ def unavailable(backend: str, device_type: str) -> str | None:
 
 
 @functools.cache
+def fallback_reason(device_type: str) -> str | None:
+    """Why "auto" is plain torch on a kind of device that has its own kernels, or None; one line."""
+    from grpo_fast.kernels import csrc_loader
+
+    preferred = _PREFERRED.get(device_type)
+    reason = unavailable(preferred, device_type) if preferred else None
+    return csrc_loader.one_line(f"{preferred}: {reason}") if reason else None
+
+
+@functools.cache
 def _auto(device_type: str) -> Backend:
-    preferred = {"cpu": "cpu", "cuda": "triton"}.get(device_type, "torch")
-    reason = unavailable(preferred, device_type) if preferred != "torch" else None
-    chosen = "torch" if reason else preferred
-    logger.info("grpo_fast: backend %s on %s%s", chosen, device_type, f" ({preferred}: {reason})" if reason else "")
+    reason = fallback_reason(device_type)
+    chosen = "torch" if reason else _PREFERRED.get(device_type, "torch")
+    # What is wrong with the C++ kernels was told by their loader, at the level that it deserves.
+    level = logging.WARNING if reason and device_type != "cpu" else logging.INFO
+    because = f" ({reason})" if reason else ""
+    logger.log(level, "grpo_fast: backend %s on %s%s", chosen, device_type, because)
     return _load(chosen)

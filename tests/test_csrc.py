@@ -437,8 +437,8 @@ def write_something(command: list[str], flags: list[str], source: Path, output: 
 
 
 @needs_library
-def test_loader_builds_once_more_what_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of another machine, say. `_open` stands in for dlopen: a library cannot be loaded twice in a process."""
+def test_loader_builds_again_what_does_not_load(tmp_path: Path, monkeypatch) -> None:
+    """`_open` stands in for dlopen: a library cannot be loaded twice in a process."""
     opened = []
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path))
     monkeypatch.delenv("GRPO_FAST_CPU", raising=False)

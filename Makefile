@@ -3,6 +3,7 @@
 # Variables: PYTHON=python3.12      which interpreter makes .venv (3.11 or newer)
 #            TORCH_INDEX=<url>      an index of torch builds to use beside the default one (a CPU or a CUDA build)
 #            WORKERS=2              pytest processes
+#            ORDER=random           tests in an order by a seed, which is printed; ORDER=<seed> repeats it
 #            TRITON36=1             run the Triton tests on triton 3.6, too (some minutes more)
 #            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
@@ -18,6 +19,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 WORKERS ?= 2
+ORDER ?= file
 TRITON36 ?=
 RECIPE ?= sort
 ARGS ?=
@@ -36,6 +38,7 @@ TRAINERS := $(VENV)/trainers
 TRAINER_PACKAGES := verl lightning tensordict omegaconf antlr4-python3-runtime codetiming cloudpickle orjson pyvers \
   lightning-utilities torchmetrics
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
+RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
 .PHONY: help setup csrc demo test lint types unit test-trl trainers format bench bench-gate bench-small bench-readme mutation clean
@@ -120,7 +123,7 @@ types: $(SETUP)
 unit: $(SETUP) csrc $(TRAINERS) $(if $(TRITON36),$(OLD_TRITON))
 	@$(STEP) 'pytest'
 	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(PYTEST_ARGS)
+	  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(RANDOM_ORDER) $(PYTEST_ARGS)
 
 # Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds
 # everything else (torch, for one) in .venv.

@@ -1,7 +1,9 @@
-"""Shared by all tests: one thread, and poison for fresh memory."""
+"""Shared by all tests: one thread, poison for fresh memory, the order, draws of a test's own."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -43,5 +45,33 @@ def fused_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 SLOW_FILES = ("test_triton_compile.py", "test_triton_interpreter.py", "test_trl_parity.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "shuffle the files, and the tests inside a file"
+    parser.addoption("--random-order", type=int, metavar="SEED", help=words)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would start the files with the most tests first
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Who draws without a generator draws the same, whatever tests came before in this process."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.option.random_order
+    return None if seed is None else f"random order: --random-order={seed} repeats it"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.option.random_order
+    if seed is not None:  # keys by hash, so that a test keeps its rank when another comes or goes
+        items.sort(key=lambda item: (_rank(seed, item.path.name), _rank(seed, item.nodeid)))
     items.sort(key=lambda item: item.path.name not in SLOW_FILES)
+
+
+def _rank(seed: int, name: str) -> str:
+    return hashlib.sha256(f"{seed}/{name}".encode()).hexdigest()

@@ -139,6 +139,8 @@ def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypat
 
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
+    # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
+    monkeypatch.setattr("grpo_fast.train.budget._host_memory", lambda: 8 << 30)
     monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     lines = [{"question": f"Tom has {i} apples, then {i + 1} more. Sum?", "answer": f"{i} + {i + 1}\n#### {2 * i + 1}"}
              for i in range(30)]  # fmt: skip

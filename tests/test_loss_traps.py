@@ -137,6 +137,22 @@ def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, functi
             assert torch.isfinite(metric).all(), name
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
+    """Log ratios of 40, -39 and -0.1 have the mean 0.3: far tokens that cancel count in full."""
+    level = {"importance_sampling_level": "sequence"} if loss_type == "grpo" else {}
+    config = grpo_fast.LossConfig(loss_type=loss_type, epsilon_low=0.5, epsilon_high=0.5, **level)
+    logps = torch.tensor([-1.0, -40.0, -2.0], requires_grad=True)
+    old_logps = torch.tensor([-41.0, -1.0, -1.9])
+    output = grpo_fast.grpo_loss(
+        logps, torch.tensor([2.0]), config, cu_seqlens=torch.tensor([0, 3]), old_logps=old_logps
+    )
+    output.loss.backward()
+    expected = -2 * math.exp(0.3)
+    assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(logps.grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("loss_type", ["unclipped", "grpo", "dual_clip"])
 def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
     """r is exp(min(lr, 20)); for A < 0 the unclipped branch goes on pushing lp down, with slope −r·A."""

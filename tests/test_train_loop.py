@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -10,6 +11,7 @@ import torch
 
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.rewards import RewardResult
+from grpo_fast.rollout import generate
 from grpo_fast.train import loop
 from grpo_fast.train.config import load_recipe
 from grpo_fast.train.metrics import LossMetrics, is_timing, reward_metrics
@@ -77,6 +79,23 @@ def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
 
 def test_another_seed_gives_another_run(tmp_path):
     assert sort(tmp_path / "a") != sort(tmp_path / "b", "seed=1")
+
+
+def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch):
+    """Weights that stand still, the first step's prompts again: only the random numbers differ."""
+    drawn = []
+
+    def recorded(*arguments, **options):
+        rollout = generate(*arguments, **options)
+        drawn.append((rollout.prompt_ids, rollout.completion_ids))
+        return rollout
+
+    monkeypatch.setattr(loop, "generate", recorded)
+    monkeypatch.setattr(loop, "prompts_of", lambda examples, step, count: list(examples[:count]))
+    sort(tmp_path / "a", "optim.lr=1e-30")
+    prompts, completions = zip(*drawn, strict=True)
+    assert len(drawn) == 3 and all(step == prompts[0] for step in prompts)
+    assert all(a != b for a, b in itertools.combinations(completions, 2))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
@@ -237,6 +256,15 @@ def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
         for _ in range(3):
             weight.grad = torch.full((3,), float("nan"))
             optimizer.step()
+
+
+def test_skipped_steps_are_counted_in_a_row_and_not_in_the_whole_run():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = Optimizer([weight], load_recipe("sort").optim, 20)
+    for bad in (True, True, False, True, True, False, True):
+        weight.grad = torch.full((3,), float("nan") if bad else 1.0)
+        assert math.isfinite(optimizer.step()) is not bad
+    assert optimizer.skipped == 5 and torch.isfinite(weight).all()
 
 
 def test_schedules():

@@ -27,6 +27,7 @@ logger = logging.getLogger("grpo_fast")
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 GEMMS = ("auto", "own", "vendor")
+PREFERRED = {"cpu": "cpu", "cuda": "triton"}  # kind of device → what "auto" takes where it runs
 # Below this many columns the C++ row kernels, which also take the loss's leaf, are as fast as those that start from
 # hidden, and take fewer Python calls.
 FROM_HIDDEN = 2048
@@ -133,9 +134,21 @@ def _resolved(backend: str, x: Tensor) -> str:
 
 
 @functools.cache
+def fallback_reason(device_type: str) -> str | None:
+    """Why "auto" is plain torch on a kind of device that has its own kernels, or None; one line."""
+    preferred = PREFERRED.get(device_type)
+    reason = unavailable(preferred, device_type) if preferred else None
+    return loader.one_line(f"{preferred}: {reason}") if reason else None
+
+
+@functools.cache
 def _auto(device_type: str) -> str:
-    preferred = {"cpu": "cpu", "cuda": "triton"}.get(device_type, "torch")
-    return "torch" if unavailable(preferred, device_type) else preferred
+    reason = fallback_reason(device_type)
+    if reason:
+        # What is wrong with the C++ kernels was told by their loader, at the level that it deserves.
+        level = logging.INFO if device_type == "cpu" else logging.WARNING
+        logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
+    return "torch" if reason else PREFERRED.get(device_type, "torch")
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_fast import group_advantages
 from grpo_fast.data import Example
+from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards
 from grpo_fast.rollout import NonFiniteLogits, Rollout, generate
 from grpo_fast.train.batch import StepBatch
@@ -25,7 +26,7 @@ from grpo_fast.train.metrics import LossMetrics, Work, completion_metrics, finit
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
-from grpo_fast.train.report import RunReport, memory_line
+from grpo_fast.train.report import RunReport, kernels_line, memory_line
 from grpo_fast.train.setup import (
     build_evaluation,
     build_policy,
@@ -59,7 +60,9 @@ def train(config: RunConfig) -> dict[str, Any]:
     train_set = examples_for(config, policy, "train")
     check_prompts(policy, train_set)
     evaluate = build_evaluation(config, policy, rewards)
+    kernels = kernels_of(policy.device)
     with RunReport(config.output_dir, config) as report:
+        report.note(kernels_line(kernels))
         if config.warm_start is not None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards)
@@ -69,7 +72,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         after = run_steps(trainer, train_set, evaluate, report) or before
         if config.log.save_model:
             policy.save(f"{config.output_dir}/model")
-        summary = {"before": before, "after": after, **trainer.summary(memory_before)}
+        summary = {"before": before, "after": after, **kernels, **trainer.summary(memory_before)}
         summary["seconds"] = time.perf_counter() - started
         report.finish(summary)
         report.note(memory_line(summary))
@@ -232,6 +235,14 @@ class Trainer:
             "peak_memory": self.peak_memory or None,
             "process_growth": host_peak() - memory_before,
         }
+
+
+def kernels_of(device: torch.device) -> dict[str, str | None]:
+    """The backend that the loss runs on, and why it is not the one made for this device."""
+    return {
+        "backend": "torch" if route.fallback_reason(device.type) else route.PREFERRED.get(device.type, "torch"),
+        "backend_fallback": route.fallback_reason(device.type),
+    }
 
 
 def advantages_of(rewards: Tensor, rollout: Rollout, config: RunConfig) -> Tensor:

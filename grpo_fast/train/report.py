@@ -30,6 +30,7 @@ __all__ = [
     "RunReport",
     "escape_control",
     "final_line",
+    "kernels_line",
     "memory_line",
     "plot_runs",
     "read_metrics",
@@ -156,6 +157,12 @@ def memory_line(summary: Mapping[str, Any]) -> str:
     return f"memory of a training step: {said} (micro-batches of up to {summary['largest_microbatch']} tokens), " + (
         grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
     )
+
+
+def kernels_line(summary: Mapping[str, Any]) -> str:
+    """`kernels: cpu`, or `kernels: torch (slower; cpu: no C++ compiler …)`."""
+    reason = summary["backend_fallback"]
+    return f"kernels: {summary['backend']}" + (f" (slower; {reason})" if reason else "")
 
 
 def escape_control(text: str) -> str:

@@ -31,6 +31,7 @@ SUITES: dict[str, list[str]] = {
     "hidden_rows": ["tests/test_hidden_rows.py"],
     "graphs": ["tests/test_cuda_graphs.py"],
     "survivors": ["tests/test_mutation_survivors.py"],
+    "train": ["tests/test_train_loop.py", "-k", "in_another_step or in_a_row"],
     "csrc": [
         "tests/test_csrc_loss.py",
         "tests/test_csrc.py",
@@ -85,9 +86,9 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import heads, kernels, objectives, products
+    from tests.mutation import heads, kernels, objectives, products, train
 
-    return [*objectives.MUTANTS, *heads.MUTANTS, *kernels.MUTANTS, *products.MUTANTS]
+    return [m for file in (objectives, train, heads, kernels, products) for m in file.MUTANTS]
 
 
 def problems(mutants: list[Mutant], read) -> list[str]:

@@ -12,6 +12,7 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -21,13 +22,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from grpo_fast.kernels.cpu import leaves as leaves_cpp
+from grpo_fast.kernels.cpu import cache, leaves
 
 logger = logging.getLogger("grpo_fast")
 
@@ -53,6 +54,10 @@ _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "generic": ([], set()),
 }
 _COMPILE_TIMEOUT_S = 300
+_DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
+_LONGEST_LINE = 400  # characters of a reason in a log, a table or a summary
+_lock = threading.Lock()
+_warned: list[str] = []  # the libraries whose absence was told at WARNING level: the first alone
 
 
 class CsrcUnavailable(RuntimeError):
@@ -62,18 +67,31 @@ class CsrcUnavailable(RuntimeError):
 def load(library: str = "rows") -> str | None:
     """Make `torch.ops.grpo_fast_<library>` exist. Returns None, or the reason why it cannot. Answered once per process.
 
+    The first library that cannot be used is told at WARNING level: torch does the work, slower.
+
     Args:
         library: name of a source file in csrc/, without .cpp.
     """
-    return _load_once(library)
+    with _lock:  # two threads would build twice, and the operators cannot be registered twice
+        return _load_once(library)
 
 
 @functools.cache
 def _load_once(library: str) -> str | None:
     reason = _load(library)
     if reason:
-        logger.info("grpo_fast: C++ kernels '%s' are not available: %s", library, reason)
+        level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
+        if level == logging.WARNING:
+            _warned.append(library)
+        text = "grpo_fast: C++ kernels '%s' are not available, torch does their work, slower: %s"
+        logger.log(level, text, library, one_line(reason))
     return reason
+
+
+def one_line(reason: str) -> str:
+    """The first line of a reason, of bounded length, without characters that a terminal obeys."""
+    line = "".join(c if c.isprintable() else "?" for c in reason.strip().partition("\n")[0])
+    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
 
 
 def require(library: str = "rows") -> None:
@@ -89,8 +107,8 @@ def require(library: str = "rows") -> None:
 
 def _load(library: str) -> str | None:
     if os.environ.get("GRPO_FAST_DISABLE_CSRC", "0") not in ("", "0"):
-        return "GRPO_FAST_DISABLE_CSRC is set"
-    wanted = os.environ.get("GRPO_FAST_CPU", "native")
+        return _DISABLED
+    wanted = os.environ.get("GRPO_FAST_CPU") or "native"
     if wanted not in _INSTRUCTION_SETS:
         return f"GRPO_FAST_CPU: expected one of {list(_INSTRUCTION_SETS)}, got {wanted!r}"
     missing = _INSTRUCTION_SETS[wanted][1] - set(cpu_flags())
@@ -111,9 +129,10 @@ def _load_compiled(library: str, wanted: str) -> str | None:
     if path is None:
         return reason
     reason = _open(path)
-    if reason is not None:  # a cache entry damaged by a full disk or a crash: build it once more
-        logger.warning("grpo_fast: %s does not load, compiling again: %s", path, reason)
-        path.unlink(missing_ok=True)
+    if reason is not None:  # built on a machine with other system libraries and the same home
+        logger.warning("grpo_fast: compiling again: %s", one_line(reason))
+        with contextlib.suppress(OSError):
+            path.unlink()
         path, reason = compile_library(library, wanted)
         if path is not None:
             reason = _open(path)
@@ -138,14 +157,16 @@ def _prebuilt(library: str, wanted: str) -> Path | None:
             continue
         if library != "rows" or _has_our_leaves(path):
             return path
-        logger.warning("grpo_fast: the prebuilt %s was made for other losses than objectives.py and kl.py have", path)
+        logger.warning(
+            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and kl.py have", path
+        )
     return None
 
 
 def _has_our_leaves(path: Path) -> bool:
-    """Whether a library was built with the losses of this objectives.py and kl.py."""
+    """Whether a library was built with the losses of this objective/losses.py and kl.py."""
     try:
-        return leaves_cpp.marker().encode() in path.read_bytes()
+        return leaves.marker().encode() in path.read_bytes()
     except (ValueError, OSError):
         return False
 
@@ -159,9 +180,16 @@ def source_folder() -> Path | None:
 
 
 def compiler() -> list[str] | None:
-    """The compiler's command line: $CXX, else the first of g++, clang++ and c++ on the PATH."""
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
+    """The compiler's command line: $CXX, else the first of g++, clang++ and c++ on the PATH.
+
+    Raises ValueError for a CXX that is no command line.
+    """
+    chosen = os.environ.get("CXX", "")
+    if chosen.strip():
+        try:
+            return shlex.split(chosen)
+        except ValueError as error:
+            raise ValueError(f"CXX: expected a command line, got {chosen!r}: {error}") from error
     for name in ("g++", "clang++", "c++"):
         found = shutil.which(name)
         if found:
@@ -197,10 +225,6 @@ def cpu_vendor() -> str:
     return found[1] if found else ""
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("GRPO_FAST_CACHE") or Path.home() / ".cache" / "grpo_fast")
-
-
 def compile_library(
     library: str,
     instruction_set: str = "native",
@@ -210,41 +234,52 @@ def compile_library(
 ) -> tuple[Path | None, str | None]:
     """Compile csrc/<library>.cpp unless the cache has it. Returns (path, None) or (None, reason).
 
-    The file's name holds a hash of everything that goes into it: sources, flags, compiler, CPU, torch. It appears by
-    an atomic rename, so any number of processes may compile at the same time.
+    The file's name holds a hash of all that goes into it: sources, flags, compiler, CPU, torch.
     """
-    sources = source_folder()
-    if sources is None:
-        return None, f"the C++ sources are neither in {_PACKAGE / 'csrc'} nor in {_PACKAGE.parent / 'csrc'}"
-    command = compiler()
-    if command is None:
-        return None, "no C++ compiler: none of g++, clang++ and c++ is on the PATH, and CXX is not set"
     try:
-        leaves = leaves_cpp.header()
-    except (ValueError, OSError) as error:
-        return None, f"the losses of objectives.py and kl.py cannot be printed as C++: {error}"
-    flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0], *extra_flags]
-    texts = [leaves.encode()] + [
-        path.read_bytes() for path in [sources / f"{library}.cpp", *sorted(sources.glob("*.h"))]
-    ]
-    key = hashlib.sha256(repr((texts, flags, command, cpu_flags(), torch.__version__)).encode()).hexdigest()[:20]
-    folder = cache_folder() if folder is None else folder
-    target = folder / f"{library}-{key}.so"
-    if target.is_file():
-        return target, None
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
-            built = Path(scratch) / target.name
-            (Path(scratch) / "leaves.h").write_text(leaves)
-            reason = _run_compiler(command, [*flags, f"-I{scratch}"], sources / f"{library}.cpp", built)
+        source, printed, texts = _read_sources(library)
+        command = compiler()
+        if command is None:
+            tried = "none of g++, clang++ and c++ is on the PATH, and CXX is not set"
+            raise CsrcUnavailable(f"no C++ compiler: {tried}")
+        flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0], *extra_flags]
+        parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
+        stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
+
+        def build(output: Path) -> None:
+            (output.parent / "leaves.h").write_text(printed, encoding="utf-8")
+            reason = _run_compiler(command, [*flags, f"-I{output.parent}"], source, output)
             if reason:
-                return None, reason
-            os.replace(built, target)
+                raise CsrcUnavailable(reason)
+            by = shlex.join(command)
+            logger.info("grpo_fast: compiled %s for %s with %s", library, instruction_set, by)
+
+        folder = cache.cache_folder() if folder is None else folder
+        return cache.find_or_build(folder, stem, build), None
+    except (CsrcUnavailable, ValueError) as error:
+        return None, str(error)
     except OSError as error:
-        return None, f"cannot write to the cache folder {folder} (GRPO_FAST_CACHE chooses another): {error}"
-    logger.info("grpo_fast: compiled %s for %s with %s", library, instruction_set, shlex.join(command))
-    return target, None
+        hint = "GRPO_FAST_CACHE chooses another"
+        return None, f"cannot write to the cache folder {folder} ({hint}): {error}"
+
+
+def _read_sources(library: str) -> tuple[Path, str, list[bytes]]:
+    """The file to compile, the losses as C++, and all texts that the library is made of."""
+    folder = source_folder()
+    if folder is None:
+        places = f"neither in {_PACKAGE / 'csrc'} nor in {_PACKAGE.parent / 'csrc'}"
+        raise CsrcUnavailable(f"the C++ sources are {places}")
+    try:
+        printed = leaves.header()
+    except (ValueError, OSError) as error:
+        what = "the losses of objective/losses.py and kl.py"
+        raise CsrcUnavailable(f"{what} cannot be printed as C++: {error}") from error
+    source = folder / f"{library}.cpp"
+    try:
+        texts = [path.read_bytes() for path in [source, *sorted(folder.glob("*.h"))]]
+        return source, printed, [printed.encode(), *texts]
+    except OSError as error:
+        raise CsrcUnavailable(f"the C++ sources cannot be read: {error}") from error
 
 
 def _run_compiler(command: list[str], flags: list[str], source: Path, output: Path) -> str | None:
@@ -255,6 +290,9 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
         done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the compiler did not run: {error}"
-    if done.returncode == 0:
+    if done.returncode == 0 and output.is_file():
         return None
-    return f"the compiler failed with status {done.returncode}: {shlex.join(line)}\n{done.stderr.strip()[-4000:]}"
+    said = done.stderr.strip()
+    errors = [text for text in said.splitlines() if "error" in text.lower()]
+    outcome = f"status {done.returncode}: {errors[0] if errors else 'it names no error'}"
+    return f"the compiler failed with {outcome}\n{shlex.join(line)}\n{said[-4000:]}"

@@ -183,16 +183,16 @@ def row_loss_kernel(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # Selects, not products: comparisons inside the leaf and a weight of 0 would hide a NaN, and a row that does not
-    # count may hold one anywhere.
+    # Comparisons inside the leaf and a weight of 0 would hide a NaN; what does not count may hold one anywhere.
     counts = (target >= 0) & (target < V)
-    loss = tl.where(counts, tl.where(lp != lp, lp, loss), 0.0)
-    g = tl.where(counts, tl.where(lp != lp, lp, g), 0.0)
+    nothing = lp - lp
+    loss = tl.where(counts, loss + nothing, 0.0)
+    g = tl.where(counts, g + nothing, 0.0)
     tl.store(losses_ptr + row, loss)
     tl.store(grad_logps_ptr + row, g)
     g_entropy = tl.zeros([], tl.float32)
     if grad_entropy_ptr is not None:
-        g_entropy = tl.where(counts, tl.load(grad_entropy_ptr + row), 0.0)
+        g_entropy = tl.load(grad_entropy_ptr + row, mask=counts, other=0.0)
     write_gradient(
         row_ptr, out_ptr + row * stride_out_t, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
         inv_temperature, grad_entropy_ptr is not None, BLOCK_V,

@@ -17,9 +17,9 @@
 #include <tuple>
 #include <vector>
 
-#include "chunk.h"
-#include "dominant.h"
-#include "gemm.h"
+#include "rows/chunk.h"
+#include "rows/dominant.h"
+#include "gemm/multiply.h"
 
 namespace grpo_fast {
 namespace {

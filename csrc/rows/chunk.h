@@ -1,8 +1,8 @@
 // Rows of logits, whether they exist or not, with a target and a rule each.
 #pragma once
 
-#include "row_kernels.h"
-#include "tensors.h"
+#include "rows/row_kernels.h"
+#include "api/tensors.h"
 
 namespace grpo_fast {
 

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "vec.h"
+#include "vec/vec.h"
 
 namespace grpo_fast {
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "gemm.h"
-#include "tensors.h"
+#include "gemm/multiply.h"
+#include "api/tensors.h"
 
 namespace grpo_fast {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <dlfcn.h>
 
-#include "pack.h"
+#include "gemm/pack.h"
 
 namespace grpo_fast {
 

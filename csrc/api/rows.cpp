@@ -13,9 +13,9 @@
 #include <tuple>
 #include <type_traits>
 
-#include "chunk.h"
+#include "rows/chunk.h"
 #include "leaves.h"  // printed from objectives.py and kl.py by grpo_fast/kernels/cpu/leaves.py
-#include "row_kernels.h"
+#include "rows/row_kernels.h"
 
 namespace grpo_fast {
 namespace {

@@ -10,7 +10,7 @@
 #include <atomic>
 #include <type_traits>
 
-#include "micro_kernels.h"
+#include "gemm/micro_kernels.h"
 
 namespace grpo_fast {
 

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <limits>
 
-#include "storage.h"
+#include "vec/storage.h"
 
 namespace grpo_fast {
 

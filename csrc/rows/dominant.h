@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "row_kernels.h"
+#include "rows/row_kernels.h"
 
 namespace grpo_fast {
 

@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "storage.h"
+#include "vec/storage.h"
 
 namespace grpo_fast {
 

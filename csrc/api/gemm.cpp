@@ -1,148 +1,124 @@
-// out (M, N) = or += a (M, K) * b (K, N) for matrices of torch, see gemm.h.
+// The operator mm_: out (M, N) = or += a (M, K) * b (K, N) for matrices of torch.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
+#include <numeric>
+#include <tuple>
 
-#include "gemm/multiply.h"
 #include "api/tensors.h"
+#include "gemm/result.h"
 
 namespace grpo_fast {
 namespace {
 
-// Rows that the result gets on top before it is rounded: coefficients[t] * values[rows[t]] to row ids[i], t = order[i].
-struct Additions {
-  const int64_t *ids = nullptr, *order = nullptr, *rows = nullptr;  // ids in ascending order; no rows: t
-  const float* coefficients = nullptr;
-  const void* values = nullptr;
-  int64_t count = 0, stride = 0;
-  bool is_fp32 = false;
+// out = or += diag(out_scales) * a * diag(scales) * b + added, rounded once.
+struct Product {
+  Tensor a, b, out;  // a (M, K), or transposed (K, M); b (K, N), or transposed (N, K)
+  bool a_transposed, b_transposed, add;
+  bool tiles;  // through torch
+  const float *scales, *out_scales;
+  Added added;
 
-  void add(const Block& block, float* sums, int64_t sums_stride) const {
-    for (const int64_t* at = std::lower_bound(ids, ids + count, block.row); at < ids + count; ++at) {
-      if (*at >= block.row + block.rows) return;
-      const int64_t t = order[at - ids], start = (rows ? rows[t] : t) * stride + block.column;
-      float* to = sums + (*at - block.row) * sums_stride;
-      if (coefficients[t] == 0) continue;
-      is_fp32 ? add_scaled(static_cast<const float*>(values) + start, coefficients[t], block.columns, to)
-              : add_scaled(static_cast<const Bfloat16*>(values) + start, coefficients[t], block.columns, to);
-    }
-  }
+  int64_t m() const { return a.size(a_transposed ? 1 : 0); }
+  int64_t k() const { return a.size(a_transposed ? 0 : 1); }
+  int64_t n() const { return b.size(b_transposed ? 0 : 1); }
+  // An a of int16 holds Positive16.
+  bool is_positive() const { return a.scalar_type() == ScalarType::Short; }
 };
 
-// Every row by a number; exact zeros where that is 0.
-void scale_rows(const float* scales, const Block& block, float* sums, int64_t stride) {
-  for (int64_t row = 0; row < block.rows; ++row, sums += stride) {
-    const float scale = scales[block.row + row];
-    by_vectors(block.columns, [&](int64_t c, int64_t count) GRPO_FAST_BODY {
-      store_up_to(sums + c, scale == 0 ? Floats{} : load_up_to(sums + c, count) * scale, count);
-    });
-  }
+void check(const Product& p) {
+  p.is_positive() ? check_matrix(p.a, "a") : check_operand(p.a, "a");
+  check_operand(p.b, "b"), check_operand(p.out, "out");
+  const int64_t b_k = p.b.size(p.b_transposed ? 1 : 0);
+  STD_TORCH_CHECK(is_fp32(p.a) || !is_fp32(p.b),
+                  "b: expected bfloat16 beside an a of 16 bits, got float32");
+  STD_TORCH_CHECK(b_k == p.k(), "b: expected K = ", p.k(), " as in a, got ", b_k);
+  STD_TORCH_CHECK(p.out.size(0) == p.m() && p.out.size(1) == p.n(), "out: expected (", p.m(), ", ",
+                  p.n(), ")");
+  STD_TORCH_CHECK(!p.tiles || (!is_fp32(p.b) && torch_kernel().brgemm),
+                  "tiles: expected a bfloat16 b and a torch with brgemm");
+  STD_TORCH_CHECK(!p.is_positive() || !p.a_transposed || !p.b_transposed,
+                  "b: expected as it is beside a transposed a of int16");
 }
 
-template <class T>
-Operand<T> operand(const Tensor& x, bool transposed) {
-  return {data<T>(x), x.stride(0), transposed};
+const int64_t* checked_indices(const std::optional<Tensor>& x, int64_t count, int64_t end,
+                               const char* name) {
+  if (!x) return nullptr;
+  const int64_t* found = checked_vector<int64_t>(*x, count, name);
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(found[i] >= 0 && found[i] < end, name, ": expected indices from 0 to ", end - 1,
+                    ", got ", found[i]);
+  return found;
 }
 
-// out, fp32 or bf16, = or += the product; adjust(block, sums, stride) may change a block before it is rounded.
-template <class Kernel, class S, class T, class Adjust>
-void multiply_into(const Problem<S, T>& p, const Tensor& out, bool add, const Adjust& adjust) {
-  multiply<Kernel>(p, [&](const Block& block, float* sums, int64_t stride) {
-    adjust(block, sums, stride);
+Added checked_added(const std::optional<Tensor>& coefficients, const std::optional<Tensor>& values,
+                    const std::optional<Tensor>& ids, const std::optional<Tensor>& rows,
+                    const Tensor& out) {
+  if (!coefficients) return {};
+  STD_TORCH_CHECK(values, "added: expected values with coefficients, got None");
+  const int64_t count = coefficients->size(0), height = values->size(0);
+  check_operand(*values, "added");
+  STD_TORCH_CHECK(values->size(1) == out.size(1), "added: expected ", out.size(1),
+                  " columns, got ", values->size(1));
+  STD_TORCH_CHECK(rows || height >= count, "added: expected ", count, " rows, got ", height);
+  STD_TORCH_CHECK(ids || out.size(0) >= count, "added: expected at most ", out.size(0),
+                  " coefficients, got ", count);
+  Added added{checked_vector(coefficients, count, "added_coefficients"),
+              checked_indices(ids, count, out.size(0), "added_ids"),
+              checked_indices(rows, count, height, "added_rows"),
+              values->data_ptr(), values->stride(0), is_fp32(*values)};
+  added.order.resize(count);
+  std::iota(added.order.begin(), added.order.end(), 0);
+  if (ids)
+    std::stable_sort(added.order.begin(), added.order.end(),
+                     [&](int64_t s, int64_t t) { return added.ids[s] < added.ids[t]; });
+  return added;
+}
+
+template <class S, class T, class Kernel>
+void run(const Product& p) {
+  const Operand<S> a{data<S>(p.a), p.a.stride(0), p.a_transposed};
+  const Operand<T> b{data<T>(p.b), p.b.stride(0), !p.b_transposed};
+  const Problem<S, T> problem{p.m(), p.n(), p.k(), a, b, p.scales};
+  multiply<Kernel>(problem, [&](const Block& block, float* sums, int64_t stride) {
+    if (p.out_scales) scale_rows(p.out_scales, block, sums, stride);
+    p.added.add(block, sums, stride);
     const auto store_to = [&](auto* to) {
-      to += block.row * out.stride(0) + block.column;
-      store_block(sums, stride, to, out.stride(0), block.rows, block.columns, add);
+      store_block(block, sums, stride, to, p.out.stride(0), p.add);
     };
-    if (out.scalar_type() == ScalarType::Float)
-      store_to(data<float>(out));
-    else
-      store_to(data<Bfloat16>(out));
+    is_fp32(p.out) ? store_to(data<float>(p.out)) : store_to(data<Bfloat16>(p.out));
   });
 }
 
-void check_indices(const Tensor& x, int64_t count, int64_t end, const char* name) {
-  check_vector(x, count, ScalarType::Long, name);
-  for (int64_t i = 0; i < count; ++i)
-    STD_TORCH_CHECK(data<int64_t>(x)[i] >= 0 && data<int64_t>(x)[i] < end, name, ": expected indices from 0 to ",
-                    end - 1, ", got ", data<int64_t>(x)[i]);
-}
-
-Additions make_additions(const std::optional<Tensor>& ids, const std::optional<Tensor>& order,
-                         const std::optional<Tensor>& coefficients, const std::optional<Tensor>& rows,
-                         const std::optional<Tensor>& values, const Tensor& out) {
-  if (!ids) return {};
-  STD_TORCH_CHECK(order && coefficients && values, "added: expected order, coefficients and values with ids, got None");
-  const int64_t count = ids->size(0);
-  check_operand(*values, "added");
-  STD_TORCH_CHECK(values->size(1) == out.size(1), "added: expected ", out.size(1), " columns, got ", values->size(1));
-  check_indices(*ids, count, out.size(0), "added_ids");
-  check_indices(*order, count, count, "added_order");
-  if (rows) check_indices(*rows, count, values->size(0), "added_rows");
-  STD_TORCH_CHECK(rows || values->size(0) >= count, "added: expected ", count, " rows, got ", values->size(0));
-  check_vector(*coefficients, count, ScalarType::Float, "added_coefficients");
-  return {data<int64_t>(*ids), data<int64_t>(*order), rows ? data<int64_t>(*rows) : nullptr, data<float>(*coefficients),
-          values->data_ptr(), count, values->stride(0), values->scalar_type() == ScalarType::Float};
-}
-
-// out (M, N) = or += diag(out_scales) * a * b + additions, rounded once. a is stored as (M, K), or transposed as (K, M);
-// b as (K, N), or transposed as (N, K). An a of int16 holds Positive16. parts, scales (K,) and keeps_heavy: see
-// Problem; tiles: through torch; added_...: see Additions.
-void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, int64_t parts, bool tiles,
-         std::optional<Tensor> scales, bool keeps_heavy, std::optional<Tensor> out_scales,
-         std::optional<Tensor> added_ids, std::optional<Tensor> added_order, std::optional<Tensor> added_coefficients,
-         std::optional<Tensor> added_rows, std::optional<Tensor> added) {
-  const bool is_positive = a.scalar_type() == ScalarType::Short;
-  is_positive ? check_matrix(a, "a") : check_operand(a, "a");
-  check_operand(b, "b"), check_operand(out, "out");
-  const int64_t m = a.size(a_transposed ? 1 : 0), k = a.size(a_transposed ? 0 : 1);
-  const int64_t n = b.size(b_transposed ? 0 : 1), b_k = b.size(b_transposed ? 1 : 0);
-  const bool a_is_fp32 = a.scalar_type() == ScalarType::Float, b_is_fp32 = b.scalar_type() == ScalarType::Float;
-  const bool narrows = (a_is_fp32 || is_positive) && !b_is_fp32;
-  STD_TORCH_CHECK(a_is_fp32 || !b_is_fp32, "b: expected bfloat16 beside an a of 16 bits, got float32");
-  STD_TORCH_CHECK(b_k == k, "b: expected K = ", k, " as in a, got ", b_k);
-  STD_TORCH_CHECK(out.size(0) == m && out.size(1) == n, "out: expected (", m, ", ", n, ")");
-  STD_TORCH_CHECK(!tiles || (!b_is_fp32 && torch_kernel().brgemm),
-                  "tiles: expected a bfloat16 b and a torch with brgemm");
-  STD_TORCH_CHECK(parts == 1 || (parts == 2 && narrows),
-                  "parts: expected 1, or 2 for an a that is rounded to the bfloat16 of b, got ", parts);
-  STD_TORCH_CHECK(!scales || (a_transposed && (a_is_fp32 || narrows)),
-                  "scales: expected a transposed a that is float32 or rounded");
-  STD_TORCH_CHECK(!keeps_heavy || (parts == 1 && narrows && a_transposed && !b_transposed),
-                  "keeps_heavy: expected parts = 1, a transposed a that is rounded to the bfloat16 of b, b as it is");
-  const float* by_k = optional_vector(scales, k, "scales");
-  const float* by_out_row = optional_vector(out_scales, m, "out_scales");
-  const Additions additions = make_additions(added_ids, added_order, added_coefficients, added_rows, added, out);
-  if (m == 0 || n == 0) return;
-  const auto run = [&](auto stored, auto multiplied, auto kernel) {
+// scales (K,), of a transposed a that is not bf16. added_...: see Added.
+void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, bool tiles,
+         std::optional<Tensor> scales, std::optional<Tensor> out_scales,
+         std::optional<Tensor> added_coefficients, std::optional<Tensor> added,
+         std::optional<Tensor> added_ids, std::optional<Tensor> added_rows) {
+  Product p{a, b, out, a_transposed, b_transposed, add, tiles, nullptr, nullptr, {}};
+  check(p);
+  STD_TORCH_CHECK(!scales || (a_transposed && a.scalar_type() != ScalarType::BFloat16),
+                  "scales: expected a transposed a that is float32 or int16");
+  p.scales = checked_vector(scales, p.k(), "scales");
+  p.out_scales = checked_vector(out_scales, p.m(), "out_scales");
+  p.added = checked_added(added_coefficients, added, added_ids, added_rows, out);
+  if (p.m() == 0 || p.n() == 0) return;
+  if (is_fp32(b)) return run<float, float, Vectors>(p);
+  const auto with_kernel = [&](auto stored) {
     using S = decltype(stored);
-    using T = decltype(multiplied);
-    const Problem<S, T> p{
-        m, n, k, operand<S>(a, a_transposed), operand<T>(b, b_transposed), static_cast<int>(parts), by_k, keeps_heavy};
-    multiply_into<decltype(kernel)>(p, out, add, [&](const Block& block, float* sums, int64_t stride) {
-      if (by_out_row) scale_rows(by_out_row, block, sums, stride);
-      additions.add(block, sums, stride);
-    });
+    tiles ? run<S, Bfloat16, Tiles>(p) : run<S, Bfloat16, Vectors>(p);
   };
-  if (b_is_fp32) return run(float{}, float{}, Vectors{});
-  if (a_is_fp32) return tiles ? run(float{}, Bfloat16{}, Tiles{}) : run(float{}, Bfloat16{}, Vectors{});
-  if (is_positive) return tiles ? run(Positive16{}, Bfloat16{}, Tiles{}) : run(Positive16{}, Bfloat16{}, Vectors{});
-  tiles ? run(Bfloat16{}, Bfloat16{}, Tiles{}) : run(Bfloat16{}, Bfloat16{}, Vectors{});
+  if (is_fp32(a)) return with_kernel(float{});
+  p.is_positive() ? with_kernel(Positive16{}) : with_kernel(Bfloat16{});
 }
 
-bool has_fma() {
+// -> fp32 products have FMA, bf16 ones AVX512_BF16, and torch has a tile product.
+std::tuple<bool, bool, bool> features() {
 #if defined(__FMA__)
-  return kLanes >= 8;
+  constexpr bool has_fma = kLanes >= 8;
 #else
-  return false;
+  constexpr bool has_fma = false;
 #endif
-}
-
-bool has_dot16() {
-  return kHasDot16;
-}
-
-bool has_tiles() {
-  return torch_kernel().brgemm != nullptr;
+  return {has_fma, kHasDot16, torch_kernel().brgemm != nullptr};
 }
 
 }  // namespace
@@ -150,18 +126,14 @@ bool has_tiles() {
 
 STABLE_TORCH_LIBRARY(grpo_fast_gemm, library) {
   library.def(
-      "mm_(Tensor a, Tensor b, Tensor(a!) out, bool a_transposed, bool b_transposed, bool add, int parts, bool tiles,"
-      " Tensor? scales, bool keeps_heavy, Tensor? out_scales, Tensor? added_ids, Tensor? added_order,"
-      " Tensor? added_coefficients, Tensor? added_rows, Tensor? added) -> ()");
-  library.def("has_fma() -> bool");
-  library.def("has_dot16() -> bool");
-  library.def("has_tiles() -> bool");
+      "mm_(Tensor a, Tensor b, Tensor(a!) out, bool a_transposed, bool b_transposed, bool add,"
+      " bool tiles, Tensor? scales, Tensor? out_scales, Tensor? added_coefficients, Tensor? added,"
+      " Tensor? added_ids, Tensor? added_rows) -> ()");
+  library.def("features() -> (bool, bool, bool)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CompositeExplicitAutograd, library) {
-  library.impl("has_fma", TORCH_BOX(&grpo_fast::has_fma));
-  library.impl("has_dot16", TORCH_BOX(&grpo_fast::has_dot16));
-  library.impl("has_tiles", TORCH_BOX(&grpo_fast::has_tiles));
+  library.impl("features", TORCH_BOX(&grpo_fast::features));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CPU, library) {

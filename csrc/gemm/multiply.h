@@ -1,53 +1,60 @@
-// Blocked matrix product on the host: blocks of a (M, K) * b (K, N), handed to the caller while they are in cache.
+// Blocked matrix product on the host: blocks of a (M, K) * b (K, N), handed to the caller while they
+// are in cache.
 //
-// Work is handed out in blocks of the result. A block walks through k in slices of kSliceWords words: a panel of b is
-// packed, kPanel columns wide; under it go the rows of a. An element of the result is summed by one thread, in an order
-// that depends on K only: its bits do not depend on M, N, the blocks or the number of threads.
+// Work is handed out in blocks of the result. A block walks through k in slices of kSliceWords words:
+// a panel of b is packed, kPanel columns wide; under it go the rows of a. An element of the result is
+// summed by one thread, in an order that depends on K only: its bits do not depend on M, N, the
+// blocks or the number of threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
-#include <type_traits>
 
 #include "gemm/micro_kernels.h"
+#include "gemm/pack.h"
 
 namespace grpo_fast {
 
 constexpr int64_t kSliceWords = 128;  // of k between two additions to the block's sums
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
-constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking other threads costs more than they give
+constexpr int64_t kInlineFlops = 2 << 20;  // below, waking threads costs more than they give
 constexpr int64_t kSharedWords = 4 << 20;  // of b that are packed once for all blocks
 
-// T: what is multiplied; S: what a is stored in, T or a type with more digits that is rounded to T while it is packed.
+struct Block {
+  int64_t row, rows, column, columns;
+};
+
+// T: what is multiplied; S: what a is stored in, T or a type with more digits (pack.h). Heavy are the
+// elements of a Positive16 a whose k goes down; b's does then, too.
 template <class S, class T>
 struct Problem {
+  static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
   int64_t m, n, k;
   Operand<S> a;
   Operand<T> b;
-  int parts = 1;                      // of an a with more digits than T: 2 keep 16 of them
-  const float* scales = nullptr;      // (K,): rows of a transposed a are multiplied by these first
-  bool keeps_heavy = false;           // of a transposed a, b (K, N): elements that dominate a sum keep both, see pack.h
+  const float* scales = nullptr;  // (K,): an a whose k goes down is multiplied by these first
 
+  bool keeps_heavy() const { return std::is_same_v<S, Positive16> && a.k_down; }
   int64_t words() const { return (k + kPerWord<T> - 1) / kPerWord<T>; }
   int64_t slices() const { return std::max<int64_t>(1, (words() + kSliceWords - 1) / kSliceWords); }
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t first_k(int64_t slice) const { return slice * kSliceWords * kPerWord<T>; }
-  int64_t slice_words(int64_t slice) const { return std::min(kSliceWords, words() - slice * kSliceWords); }
 
-  // What lies under a slice of k and `across` rows or columns from `first` on.
+  Slice<T> panel(int64_t slice, int64_t index) const {
+    const int64_t first = index * kPanel;
+    return slice_of(b, slice, first, std::min(kPanel, n - first));
+  }
+  Slice<S> rows(int64_t slice, const Block& block) const {
+    return slice_of(a, slice, block.row, block.rows);
+  }
+
+ private:
   template <class X>
-  Pieces pieces(const Operand<X>& x, bool k_down, int64_t slice, int64_t first, int64_t across) const {
-    const int64_t depth = std::min(slice_words(slice) * kPerWord<T>, k - first_k(slice)), size = sizeof(X);
-    const X* start = x.data + (k_down ? first_k(slice) * x.stride + first : first * x.stride + first_k(slice));
-    return {reinterpret_cast<const char*>(start), x.stride * size, k_down ? depth : across,
-            ((k_down ? across : depth) * size + 63) / 64};
-  }
-  Pieces panel_pieces(int64_t slice, int64_t panel) const {
-    return pieces(b, !b.transposed, slice, panel * kPanel, std::min(kPanel, n - panel * kPanel));
-  }
-  Pieces row_pieces(int64_t slice, int64_t first, int64_t rows) const {
-    return pieces(a, a.transposed, slice, first, rows);
+  Slice<X> slice_of(const Operand<X>& x, int64_t slice, int64_t first, int64_t across) const {
+    const int64_t from = first_k(slice), count = std::min(kSliceWords, words() - slice * kSliceWords);
+    const X* data = x.data + (x.k_down ? from * x.stride + first : first * x.stride + from);
+    return {data, x.stride, across, std::min(count * kPerWord<T>, k - from), count, x.k_down};
   }
 };
 
@@ -57,19 +64,15 @@ inline int64_t evened(int64_t size, int64_t most, int64_t multiple) {
   return up((size + parts - 1) / parts, multiple);
 }
 
-struct Block {
-  int64_t row, rows, column, columns;
-};
-
-// Rows of a and columns of b in a block of the result, whose sums stay in L2. A packed operand wants the other side of
-// the block to be long; every thread wants two blocks.
+// Rows of a and columns of b in a block of the result, whose sums stay in L2. A packed operand wants
+// the other side of the block to be long; every thread wants two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
   template <class P>
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns) {
-    int64_t most_rows = p.a.transposed ? 96 : p.b.transposed ? 512 : 256;
-    int64_t most_columns = p.b.transposed ? 128 : p.a.transposed ? 1024 : 512;
+    int64_t most_rows = p.a.k_down ? 96 : p.b.k_down ? 256 : 512;
+    int64_t most_columns = !p.b.k_down ? 128 : p.a.k_down ? 1024 : 512;
     if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
     for (;;) {
       rows = evened(p.m, most_rows, std::max(group, kRows));
@@ -88,97 +91,64 @@ struct Blocks {
   }
 };
 
-template <class S, class T>
-void pack_panel(const Problem<S, T>& p, int64_t slice, int64_t panel, uint32_t* to) {
-  const int64_t k = p.first_k(slice), first = panel * kPanel, columns = std::min(kPanel, p.n - first);
-  if (p.b.transposed)
-    pack_transposed(p.b.data + first * p.b.stride + k, p.b.stride, columns, p.k - k, p.slice_words(slice), kPanel, to,
-                    kPanel);
-  else
-    pack_down<T>(p.b.data + k * p.b.stride + first, p.b.stride, columns, p.k - k, p.slice_words(slice), kPanel, {}, to);
-}
-
-// Rows of one slice of a, `stride` elements apart.
 template <class T>
-struct Rows {
-  const T* data;
-  int64_t stride;
-};
-
-// As they lie in memory, or packed into to[0]; to[1] is for the way there.
-template <class S, class T>
-Rows<T> rows_of(const Problem<S, T>& p, const Block& block, int64_t group, int64_t slice, const Entry& entry,
-                uint32_t* const (&to)[2]) {
-  const int64_t k = p.first_k(slice), words = p.slice_words(slice), left = p.k - k;
-  if (!p.a.transposed) {
-    const S* x = p.a.data + block.row * p.a.stride + k;
-    if constexpr (std::is_same_v<S, T>)
-      if (block.rows % group == 0 && left >= words * kPerWord<T>) return {x, p.a.stride};
-    pack_along<T>(x, p.a.stride, block.rows, left, words, up(block.rows, group), entry.part, to[0], kSliceWords);
-  } else {
-    // k runs down the columns of memory: words of neighbouring k first, then the transposition.
-    const int64_t width = up(block.rows, kLanes);
-    pack_down<T>(p.a.data + k * p.a.stride + block.row, p.a.stride, block.rows, left, words, width, entry, to[1]);
-    pack_transposed(reinterpret_cast<const float*>(to[1]), width, words, block.rows, block.rows, words,
-                    to[0], kSliceWords);
-  }
-  return {reinterpret_cast<const T*>(to[0]), kSliceWords * kPerWord<T>};
-}
-
-template <class S, class T>
-void add_heavy(const Problem<S, T>& p, const Block& block, std::vector<Heavy>& heavy, float* sums, int64_t stride) {
-  for (const Heavy& at : heavy)
-    add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns, sums + at.row * stride);
-  heavy.clear();
+void pack_panel(const Slice<T>& x, uint32_t* to) {
+  x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
 // What a thread needs to sum blocks, one after another.
 template <class Kernel, class S, class T>
 struct Worker {
+  static constexpr int kParts = Problem<S, T>::kParts;
   const Problem<S, T>& p;
   const Blocks& blocks;
   const uint32_t* shared;  // all panels of b packed, or null
   int64_t height = up(blocks.rows, std::max<int64_t>(kLanes, Kernel::kGroup));
+  int64_t part_words = height * kSliceWords;
   uint32_t* panel = scratch<uint32_t>(Purpose::kPanel, kPanelWords);
-  uint32_t* packed_rows = scratch<uint32_t>(Purpose::kRows, (p.parts + 1) * height * kSliceWords);
+  uint32_t* packed_rows = scratch<uint32_t>(Purpose::kRows, (kParts + 1) * part_words);
   float* sums = scratch<float>(Purpose::kSums, height * blocks.columns);
   std::vector<Heavy> heavy = {};
-  std::vector<float> limits = {};          // of each row of the result, where a is transposed
+  std::vector<float> limits = {};  // of each row of the result
 
-  // after: the block that comes next, whose first operands are asked for during the last slice of this one.
+  // after: the block that comes next, whose first operands are asked for during the last slice.
   void sum(const Block& block, const Block& after) {
-    if constexpr (!std::is_same_v<S, T>)
-      if (p.keeps_heavy) {
-        limits.resize(block.rows);
-        find_limits(p.a.data + block.row, p.a.stride, p.k, block.rows, p.scales, limits.data());
-      }
+    if (p.keeps_heavy()) {
+      limits.resize(block.rows);
+      Slice<S> all = p.rows(0, block);
+      all.depth = p.k;
+      find_limits(all, p.scales, limits.data());
+    }
     for (int64_t slice = 0; slice < p.slices(); ++slice) {
       const bool is_last = slice + 1 == p.slices();
       sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
     }
-    add_heavy(p, block, heavy, sums, blocks.columns);
+    for (const Heavy& at : heavy)
+      add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns,
+                 sums + at.row * blocks.columns);
+    heavy.clear();
   }
 
-  void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then, const Block& after) {
-    Rows<T> rows[2];
-    for (int part = 0; part < p.parts; ++part) {
-      const float* scales = p.scales ? p.scales + p.first_k(slice) : nullptr;
-      const Entry entry{part, scales, limits.empty() ? nullptr : limits.data(), p.first_k(slice), &heavy};
-      rows[part] = rows_of(p, block, Kernel::kGroup, slice, entry,
-                           {packed_rows + (part + 1) * height * kSliceWords, packed_rows});
-    }
+  // then, slice_then: what is summed next.
+  void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then,
+                 const Block& after) {
+    PanelProduct<T> product{};
+    product.words = p.panel(slice, 0).words, product.c_stride = blocks.columns;
+    const T* rows[kParts];
+    for (int part = 0; part < kParts; ++part)
+      rows[part] = rows_of(block, slice, part, &product.stride);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    Pieces rows_then = p.row_pieces(slice_then, then.row, then.rows);
-    if (p.keeps_heavy) rows_then = p.row_pieces(slice, after.row, after.rows);
+    // The limits of the next block need all slices of its rows.
+    const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
-      if (!shared) pack_panel(p, slice, first + i, panel);
-      const uint32_t* packed = shared ? shared + (slice * p.panels() + first + i) * kPanelWords : panel;
-      const Pieces panel_then = shared          ? Pieces{}
-                                : i + 1 < count ? p.panel_pieces(slice, first + i + 1)
-                                                : p.panel_pieces(slice_then, then.column / kPanel);
-      for (int part = 0; part < p.parts; ++part) {
-        const PanelProduct<T> product{rows[part].data,      rows[part].stride, packed,          p.slice_words(slice),
-                                      sums + i * kPanel, blocks.columns,    slice + part > 0};
+      if (!shared) pack_panel(p.panel(slice, first + i), panel);
+      product.panel = shared ? shared + (slice * p.panels() + first + i) * kPanelWords : panel;
+      const Slice<T> panel_then = shared          ? Slice<T>{}
+                                  : i + 1 < count ? p.panel(slice, first + i + 1)
+                                                  : p.panel(slice_then, then.column / kPanel);
+      product.c = sums + i * kPanel;
+      for (int part = 0; part < kParts; ++part) {
+        product.a = rows[part], product.add = slice + part > 0;
         Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
           if (part) return;
           panel_then.prefetch(done, all);
@@ -187,17 +157,44 @@ struct Worker {
       }
     }
   }
+
+  // One slice of a: as it lies in memory, or packed.
+  const T* rows_of(const Block& block, int64_t slice, int part, int64_t* stride) {
+    const Slice<S> x = p.rows(slice, block);
+    uint32_t* to = packed_rows + (part + 1) * part_words;
+    *stride = kSliceWords * kPerWord<T>;
+    if (!x.k_down) {
+      if constexpr (std::is_same_v<S, T>)
+        if (block.rows % Kernel::kGroup == 0 && x.depth == x.words * kPerWord<T>) {
+          *stride = x.stride;
+          return x.data;
+        }
+      pack_along<T>(x, up(block.rows, Kernel::kGroup), part, to, kSliceWords);
+    } else {
+      // Words of neighbouring k first, then the transposition.
+      const int64_t from = p.first_k(slice), width = up(block.rows, kLanes);
+      const float* scales = p.scales ? p.scales + from : nullptr;
+      const Entry entry{part, scales, limits.empty() ? nullptr : limits.data(), from, &heavy};
+      pack_down<T>(x, width, entry, packed_rows);
+      const Slice<float> down{reinterpret_cast<const float*>(packed_rows), width, x.words, block.rows,
+                              block.rows};
+      pack_transposed(down, x.words, to, kSliceWords);
+    }
+    return reinterpret_cast<const T*>(to);
+  }
 };
 
-// finish(block, sums, stride) is called once for every block, by the thread that summed it. fixed_columns: blocks have
-// this many columns (a multiple of kPanel) whatever the sizes and the threads.
+// finish(block, sums, stride) is called once for every block, by the thread that summed it.
+// fixed_columns: blocks have this many columns (a multiple of kPanel) whatever the sizes and the
+// threads.
 template <class Kernel, class S, class T, class Finish>
 void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_columns = 0) {
-  const double flops = 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k);
+  const double flops = 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n * p.k);
   const int64_t threads = flops < kInlineFlops ? 1 : torch::stable::get_num_threads();
   const auto in_parallel = [&](int64_t count, const auto& body) {
     std::atomic<int64_t> next{0};
-    torch::stable::parallel_for(0, std::min(threads, count), 1, [&](int64_t, int64_t) { body(next); });
+    const auto work = [&](int64_t, int64_t) { body(next); };
+    torch::stable::parallel_for(0, std::min(threads, count), 1, work);
   };
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns);
   const int64_t panels = p.slices() * p.panels();
@@ -206,7 +203,7 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
     shared = scratch<uint32_t>(Purpose::kShared, panels * kPanelWords);
     in_parallel(panels, [&](std::atomic<int64_t>& next) {
       for (int64_t i; (i = next.fetch_add(1)) < panels;)
-        pack_panel(p, i / p.panels(), i % p.panels(), shared + i * kPanelWords);
+        pack_panel(p.panel(i / p.panels(), i % p.panels()), shared + i * kPanelWords);
     });
   }
   in_parallel(blocks.count, [&](std::atomic<int64_t>& next) {
@@ -219,24 +216,6 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
     }
     Kernel::release();
   });
-}
-
-// bias (N,) to every row of a block.
-inline void add_bias(const float* bias, const Block& block, float* sums, int64_t stride) {
-  for (int64_t row = 0; row < block.rows; ++row)
-    add_scaled(bias + block.column, 1.0f, block.columns, sums + row * stride);
-}
-
-template <class Out>
-void store_block(const float* sums, int64_t stride, Out* out, int64_t out_stride, int64_t rows, int64_t columns,
-                 bool add) {
-  for (int64_t row = 0; row < rows; ++row, sums += stride, out += out_stride) {
-    int64_t column = 0;
-    for (; column + kLanes <= columns; column += kLanes)
-      store(out + column, add ? load(out + column) + load(sums + column) : load(sums + column));
-    for (; column < columns; ++column)
-      store_one(out + column, add ? load_one(out + column) + sums[column] : sums[column]);
-  }
 }
 
 }  // namespace grpo_fast

@@ -140,15 +140,15 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
         pytest.skip("logps are fp32")
     real, checked = operators.build, []
 
-    def build(loss, tensors, options, like, advantages, config, tokens):
+    def build(loss, tensors, options, config, given):
         monkeypatch.setattr(operators, "build", real)  # the operator itself builds a batch, too
         name = next(name for name, known in operators.LOSSES.items() if known is loss)
-        inputs = (*tensors, *options, *operators._row(like, advantages, config, tokens))
+        inputs = (*tensors, *options, *operators._row(config, given))
         utils = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(getattr(torch.ops.grpo_fast, f"{name}_loss").default, inputs, test_utils=utils)
         checked.append(name)
         monkeypatch.setattr(operators, "build", build)
-        return real(loss, tensors, options, like, advantages, config, tokens)
+        return real(loss, tensors, options, config, given)
 
     monkeypatch.setattr(operators, "build", build)
     for entropy_coef in (0.0, 0.1):

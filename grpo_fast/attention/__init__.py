@@ -1,6 +1,8 @@
-"""Packed rows for transformers models: every prompt once, each completion seeing its prompt and itself.
+"""Packed rows for transformers models: every prompt once, each completion seeing its prompt and
+itself.
 
-Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen lines.
+Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen
+lines.
 """
 
 from grpo_fast.attention.dispatch import packed_rows_attention

@@ -1,11 +1,12 @@
-"""Attention of packed rows for any transformers model: one registered function for plain and shared-prompt layouts.
+"""Attention of packed rows for any transformers model: one registered function for plain and
+shared-prompt layouts.
 
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
 
-transformers hands any keyword of `model(...)` on to the attention function, so the layout travels as one argument. The
-function is registered once and never exchanged between a forward pass and its backward: gradient checkpointing runs it
-again.
+transformers hands any keyword of `model(...)` on to the attention function, so the layout travels
+as one argument. The function is registered once and never exchanged between a forward pass and its
+backward: gradient checkpointing runs it again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
 
-# transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has none of them.
+# transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has
+# none of them.
 NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -26,7 +28,9 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 def register() -> str:
-    """Register the attention and its mask function with transformers (again: harmless) and return their name."""
+    """Register the attention and its mask function with transformers (again: harmless) and return
+    their name.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -52,13 +56,17 @@ def packed_attention(
 
     Output (1, T, H, D), as transformers expects it.
 
-    Raises ValueError for whatever would be computed wrongly: no layout, a mask, a batch of more than one row, a cache,
-    dropout, attention sinks, a position bias, a bidirectional layer.
+    Raises ValueError for whatever would be computed wrongly: no layout, a mask, a batch of more
+    than one row, a cache, dropout, attention sinks, a position bias, a bidirectional layer.
     """
     if packed_layout is None:
-        raise ValueError("packed_layout: expected a PackedLayout as keyword of model(...), came None")
+        raise ValueError(
+            "packed_layout: expected a PackedLayout as keyword of model(...), came None"
+        )
     if attention_mask is not None:
-        raise ValueError("attention_mask: expected None (the layout keeps segments apart), came a mask")
+        raise ValueError(
+            "attention_mask: expected None (the layout keeps segments apart), came a mask"
+        )
     tokens = packed_layout.total
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
@@ -75,44 +83,58 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    # Latent attention (DeepSeek) has shorter values than keys; zeros behind them change nothing and are cut off again.
+    # Latent attention (DeepSeek) has shorter values than keys; zeros behind them change nothing and
+    # are cut off again.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
-    out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap)
+    out = packed_rows_attention(
+        q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap
+    )
     return out[None, ..., : value.shape[-1]], None
 
 
 def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-    """The mask function beside `packed_attention`: there is no mask, and a padded one is refused, not ignored."""
+    """The mask function beside `packed_attention`: there is no mask, and a padded one is refused,
+    not ignored.
+    """
     if attention_mask is not None:
-        raise ValueError("attention_mask: packed attention takes no padding mask; pack the sequences instead")
+        raise ValueError(
+            "attention_mask: packed attention takes no padding mask; pack the sequences instead"
+        )
 
 
 def check_supported(model: nn.Module) -> None:
     """Refuse, before any work, models whose layers packed attention would compute wrongly.
 
-    Raises ValueError naming the field: state-space or linear-attention layers (their state runs across segments), RoPE
-    that changes with the sequence length (`dynamic`, `longrope`), M-RoPE (it needs positions in three dimensions).
+    Raises ValueError naming the field: state-space or linear-attention layers (their state runs
+    across segments), RoPE that changes with the sequence length (`dynamic`, `longrope`), M-RoPE (it
+    needs positions in three dimensions).
     """
     config: Any = model.config
     if getattr(model, "_is_stateful", False):
-        raise ValueError(f"model_type {config.model_type}: its recurrent state would run across packed segments")
+        raise ValueError(
+            f"model_type {config.model_type}: its recurrent state would run across packed segments"
+        )
     other = set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYERS
     if other:
         raise ValueError(f"layer_types: expected {sorted(SUPPORTED_LAYERS)}, came {sorted(other)}")
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
         if part.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            raise ValueError(f"rope_type: {part['rope_type']!r} depends on the length, which differs in a pack")
+            raise ValueError(
+                f"rope_type: {part['rope_type']!r} depends on the length, which differs in a pack"
+            )
         if part.get("mrope_section") is not None:
-            raise ValueError("mrope_section: positions in three dimensions are not supported by packed attention")
+            raise ValueError(
+                "mrope_section: positions in three dimensions are not supported by packed attention"
+            )
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:
     """Why completions of this model cannot share their prompt's rows, or None if they can.
 
-    Whatever else than attention carries information from token to token (a recurrent state, a convolution) would carry
-    it from one completion into the next.
+    Whatever else than attention carries information from token to token (a recurrent state, a
+    convolution) would carry it from one completion into the next.
     """
     try:
         check_supported(model)

@@ -1,11 +1,19 @@
-"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them, not on the way."""
+"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them, not on
+the way.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.coefficients import Tokens, importance_ratio, sampling_ratio, token_loss, weighted_kl
+from grpo_fast.objective.coefficients import (
+    Tokens,
+    importance_ratio,
+    sampling_ratio,
+    token_loss,
+    weighted_kl,
+)
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import K3_GUARD
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
@@ -18,10 +26,11 @@ def token_metrics(
     config: LossConfig,
     num_rows: int,
 ) -> dict[str, Tensor]:
-    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its completions.
+    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its
+    completions.
 
-    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a coefficient of exactly
-    0.
+    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a
+    coefficient of exactly 0.
     """
     objective = OBJECTIVES[config.loss_type]
     count = logps.numel()
@@ -39,7 +48,11 @@ def token_metrics(
         return x.sum(dtype=torch.float64).float() / max(count, 1)
 
     zero = logps.new_zeros(())
-    r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if objective.window in ("sum", "geometric") else ratio.log)
+    r = torch.exp(
+        ratio.raw.clamp(max=LOG_RATIO_MAX)
+        if objective.window in ("sum", "geometric")
+        else ratio.log
+    )
     metrics = {
         "policy_loss": policy_loss,
         "ratio/mean": mean(r),
@@ -60,7 +73,9 @@ def token_metrics(
         _, ratio_max = config.params
         metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (tokens.advantages > 0)).float())
     elif objective.clips == "vespo":
-        _, slope = objective.leaf(logps, ratio.log, torch.where(tokens.advantages < 0, -1.0, 1.0), *config.params)
+        _, slope = objective.leaf(
+            logps, ratio.log, torch.where(tokens.advantages < 0, -1.0, 1.0), *config.params
+        )
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
         gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
@@ -76,12 +91,26 @@ def token_metrics(
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """The metrics that a call with these inputs returns, in their order."""
     objective = OBJECTIVES[config.loss_type]
-    names = ["policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens", "skipped_rows"]
+    names = [
+        "policy_loss",
+        "ratio/mean",
+        "ratio/min",
+        "ratio/max",
+        "approx_kl",
+        "active_tokens",
+        "skipped_rows",
+    ]
     names += ["entropy"] if has_entropy else []
     names += ["kl", "kl_guarded"] if config.uses_reference else []
     if objective.clips == "ppo":
-        names += [f"clip_ratio/{side}_{how}" for side in ("low", "high", "region") for how in ("mean", "min", "max")]
-    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(str(objective.clips), [])
+        names += [
+            f"clip_ratio/{side}_{how}"
+            for side in ("low", "high", "region")
+            for how in ("mean", "min", "max")
+        ]
+    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(
+        str(objective.clips), []
+    )
     if has_sampling:
         names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
         if config.sampling_correction is not None:
@@ -101,7 +130,9 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        filled = torch.where(tokens.lengths > 0, per_completion, 1.0)  # an empty completion is no minimum
+        filled = torch.where(
+            tokens.lengths > 0, per_completion, 1.0
+        )  # an empty completion is no minimum
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()
     return metrics

@@ -1,4 +1,4 @@
-"""The house rules of ARCHITECTURE and STYLE, read from the source: imports flow one way, files stay small."""
+"""The house rules, read from the source: imports flow one way, files stay small, calls that are forbidden."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "grpo_fast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Floors, lowest first: a module may import its own floor and those below. What stands between kernels and loss
-# (validation, layout, operators) belongs to the loss.
+# Floors, lowest first: a module may import its own floor and those below.
 FLOORS = (
-    ("objectives", "kl", "aggregation"),
-    ("config",),
-    ("advantages",),
+    ("objective",),
     ("kernels",),
-    ("sharded", "validation", "prepare", "arguments", "passes", "logits", "ops", "ops_logps", "loss"),
+    ("loss",),
     ("",),  # grpo_fast/__init__.py: the public names
     ("attention", "rollout", "rewards", "data"),
-    ("train", "check"),
+    ("train",),
     ("cli", "__main__"),
 )
-MAX_LINES = 350
+MAX_LINES = 300
+LONG = ("kernels", "recipes")  # folders whose files may be longer
 
 
 def floor_of(module: str) -> int | None:
@@ -45,18 +43,12 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
 def imports_of(path: Path) -> list[tuple[str, int]]:
-    """(imported module, line) for every import that runs, wherever it stands; relative ones resolved."""
+    """(imported module, line) for every import, wherever it stands, for types too; relative ones resolved."""
     module, found = module_of(path), []
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
 
     def visit(node: ast.AST) -> None:
-        if is_type_checking(node):
-            return
         if isinstance(node, ast.Import):
             found.extend((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -106,12 +98,12 @@ def test_imports_flow_one_way(path):
 
 
 def test_imports_make_no_cycle():
-    """Among the imports that run at import time; one inside a function cannot make a cycle."""
-    graph: dict[str, set[str]] = {}
-    for path in SOURCES:
-        top_level = {n.lineno for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)}
-        names = {m for m, line in imports_of(path) if m.startswith("grpo_fast") and line in top_level}
-        graph[module_of(path)] = names - {module_of(path)}
+    """No file imports one that imports it: not later inside a function, not for types."""
+    graph = {
+        module_of(path): {m for m, _ in imports_of(path) if m.startswith("grpo_fast")} - {module_of(path)}
+        for path in SOURCES
+    }
+    graph["grpo_fast"] = set()  # the public names load when they are first used
     state: dict[str, int] = {}
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -138,7 +130,7 @@ def test_optional_packages_are_not_imported_by_the_loss():
     heavy = ("transformers", "triton", "datasets", "peft", "accelerate", "numpy", "pydantic")
     for path in SOURCES:
         module = module_of(path)
-        if (floor_of(module) or 0) > FLOORS.index(("",)) or floor_of(module) is None or "triton" in path.stem:
+        if (floor_of(module) or 0) > FLOORS.index(("",)) or floor_of(module) is None or path.parent.name == "gpu":
             continue
         tree = ast.parse(path.read_text())
         top = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
@@ -217,6 +209,8 @@ def test_import_takes_under_two_seconds_beyond_torch(fresh_imports):
 # --------------------------------------------------------------------------------------------------------- house
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: module_of(p))
 def test_files_stay_small(path):
+    if path.relative_to(PACKAGE).parts[0] in LONG:
+        return
     lines = len(path.read_text().splitlines())
     assert lines <= MAX_LINES, f"{path.name} has {lines} lines; one concept per file, {MAX_LINES} at most"
 
@@ -246,7 +240,7 @@ FORBIDDEN_CALLS = ("eval", "exec", "yaml.load", "pickle.load", "pickle.loads", "
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: module_of(p))
 def test_security_rules(path):
-    """RELIABILITY, "Security": no eval, exec, pickle, yaml.load, shell, unsafe torch.load, trusted remote code."""
+    """No eval, exec, pickle, yaml.load, shell, unsafe torch.load, trusted remote code."""
     for node in ast.walk(ast.parse(path.read_text())):
         where = f"{path.name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Call):
@@ -265,11 +259,11 @@ def test_security_rules(path):
 
 def test_adding_a_loss_touches_one_place():
     """Names of losses are compared nowhere: outside of the table and the recipes no code branches on loss_type."""
-    names = set(re.findall(r'^    "(\w+)":', (PACKAGE / "objectives.py").read_text(), re.M))
+    names = set(re.findall(r'^    "(\w+)":', (PACKAGE / "objective" / "losses.py").read_text(), re.M))
     assert {"grpo", "dapo", "gspo"} <= names
     branches = re.compile(r"""loss_type\s*(?:==|!=|in|not in)\s""")
     for path in SOURCES:
-        if path.name in ("objectives.py",):
+        if path.name == "losses.py":
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if branches.search(line.split("#")[0]):

@@ -65,7 +65,7 @@ def test_self_check_finds_attention_that_ignores_the_layout(monkeypatch):
     def contaminated(q, k, v, layout, **options):
         return whole(q, k, v, PackedLayout.of([layout.total]), **options)
 
-    monkeypatch.setattr("grpo_fast.attention.packed.packed_rows_attention", contaminated)
+    monkeypatch.setattr("grpo_fast.attention.model.packed_rows_attention", contaminated)
     with pytest.raises(ValueError, match="differs from its own logits"):
         policy.self_check()
 

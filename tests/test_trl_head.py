@@ -15,6 +15,7 @@ trl = importlib.import_module("trl")
 utils = importlib.import_module("trl.trainer.utils")
 cases = importlib.import_module("tests.trl_cases")
 head = importlib.import_module("grpo_fast.integrations.trl_head")
+fused = importlib.import_module("grpo_fast.integrations.trl_fused")
 
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 RULES = {
@@ -111,7 +112,7 @@ def test_operands_have_the_dtype_trl_projects_in():
         (torch.bfloat16, True, True, torch.float32),
     ):
         model = fused_model(cast_lm_head_to_fp32=cast).to(dtype)
-        known = head.fused_head(model)
+        known = fused.fused_head(model)
         assert (known.backbone, known.temperature, known.softcap, known.logit_scale) == ("base_model", 1.0, None, 1.0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             operands = known.operands(model.lm_head, torch.zeros(2, 16, dtype=dtype))

@@ -13,6 +13,7 @@ pytest.importorskip("trl", minversion="1.16")
 trl = importlib.import_module("trl")
 cases = importlib.import_module("tests.trl_cases")
 fast = importlib.import_module("grpo_fast.integrations.trl")
+forward = importlib.import_module("grpo_fast.integrations.trl_forward")
 options_module = importlib.import_module("grpo_fast.integrations.trl_options")
 packed = importlib.import_module("grpo_fast.integrations.packed")
 
@@ -225,8 +226,8 @@ def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, monke
         seen.update(more, hidden=hidden, weight=weight, advantages=advantages)
         return loss(hidden, weight, ids, advantages, config, **more)
 
-    loss = fast.linear_grpo_loss
-    monkeypatch.setattr(fast, "linear_grpo_loss", spy)
+    loss = forward.linear_grpo_loss
+    monkeypatch.setattr(forward, "linear_grpo_loss", spy)
     batch = micro_batch(old_per_token_logps=torch.linspace(-7, -4, 24).view(4, 6))
     trainer._compute_loss(trainer.model, batch).backward()
     assert seen["hidden"].dtype == seen["weight"].dtype == torch.bfloat16

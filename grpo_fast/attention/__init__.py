@@ -8,7 +8,7 @@ lines.
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.layout import PackedLayout
-from grpo_fast.attention.packed import (
+from grpo_fast.attention.model import (
     NAME,
     check_supported,
     disable_dropout,

@@ -61,9 +61,8 @@ def aten_backward(
     rule: Rule,
 ) -> _Gradients:
     left, right = window_of(spans, rule)
-    state = torch.empty(
-        2, dtype=torch.uint64, device=q.device
-    )  # of the random numbers of dropout: never read
+    # Of the random numbers of dropout: never read.
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
         spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,

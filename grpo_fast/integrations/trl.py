@@ -21,27 +21,24 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast import linear_grpo_loss, linear_logps
 from grpo_fast.attention import check_tolerance
-from grpo_fast.integrations.fast_head import reshard, run_inside
+from grpo_fast.integrations.fast_head import reshard
 from grpo_fast.integrations.packed import (
-    Pack,
     own_attention,
     pack_padded,
-    packing,
     take_packed_rows,
 )
+from grpo_fast.integrations.trl_forward import PackedCall, let_run_inside, packed_forward
+from grpo_fast.integrations.trl_fused import base_model, fused_head
 from grpo_fast.integrations.trl_groups import regroup, window_of
-from grpo_fast.integrations.trl_head import FusedHead, base_model, fused_head, use_fast_head
+from grpo_fast.integrations.trl_head import use_fast_head
 from grpo_fast.integrations.trl_options import (
-    SinglePass,
     forward_reason,
     probe,
     single_pass,
@@ -53,16 +50,6 @@ log = logging.getLogger(__name__)
 # Why a single micro-batch goes another way.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
-
-
-@dataclass(frozen=True)
-class PackedCall:
-    """What the model's forward is asked for: logps or, with `loss`, loss and gradient."""
-
-    pack: Pack
-    head: FusedHead  # the rules of logits that TRL read from the policy's config
-    entropy: bool
-    loss: SinglePass | None = None
 
 
 class FastGRPOTrainer(GRPOTrainer):
@@ -122,7 +109,7 @@ class FastGRPOTrainer(GRPOTrainer):
         something else then.
         """
         self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
-        _run_inside(lm)
+        let_run_inside(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         reason = None if sharded else self._self_check(lm)
         if reason is not None:
@@ -130,7 +117,7 @@ class FastGRPOTrainer(GRPOTrainer):
         elif self.ref_model is not None:
             reference = base_model(self.accelerator.unwrap_model(self.ref_model))
             take_packed_rows(reference)
-            _run_inside(reference)
+            let_run_inside(reference)
         return reason
 
     @torch.no_grad()
@@ -174,7 +161,7 @@ class FastGRPOTrainer(GRPOTrainer):
     # forward
 
     def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
-        run, ids = functools.partial(_packed_forward, call=call), call.pack.inputs["input_ids"]
+        run, ids = functools.partial(packed_forward, call=call), call.pack.inputs["input_ids"]
         with self.accelerator.autocast():
             return model(input_ids=ids, run=run)  # the ids are for hooks that look at them
 
@@ -276,52 +263,3 @@ class FastGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(self.model, inputs)
         finally:
             self._given = None
-
-
-def _run_inside(lm: Any) -> None:
-    """Let this model and its head run ours inside their forwards: the hooks of both fire once."""
-    before = lm.forward.__func__
-    run_inside(lm)
-    # `use_fast_head` looks for it there.
-    lm.forward.__func__.trl_fused = getattr(before, "trl_fused", before)
-    run_inside(lm.get_output_embeddings())
-
-
-def _packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
-    """The trunk on one packed row, then the head."""
-    with packing():
-        trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
-    head = lm.get_output_embeddings()
-    return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
-
-
-def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
-    hidden, weight, bias = call.head.operands(layer, hidden)
-    with torch.autocast(
-        hidden.device.type, enabled=False
-    ):  # the operands have their dtype; sums stay fp32
-        if call.loss is None:
-            return _logps(hidden, weight, bias, call)
-        return _loss(hidden, weight, bias, call.loss, call.pack)
-
-
-def _logps(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall
-) -> dict[str, Tensor]:
-    result = linear_logps(
-        hidden, weight, call.pack.target_ids, hidden_rows=call.pack.predicting, bias=bias,
-        return_entropy=call.entropy, **call.head.rule,
-    )  # fmt: skip
-    return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
-
-
-def _loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, pack: Pack
-) -> dict[str, Tensor]:
-    out = linear_grpo_loss(
-        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
-        hidden_rows=pack.predicting, bias=bias, cu_seqlens=pack.cu_seqlens,
-        old_logps=pack.packed(job.old_logps), ref_logps=pack.packed(job.ref_logps),
-        num_items_in_batch=job.num_items,
-    )  # fmt: skip
-    return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

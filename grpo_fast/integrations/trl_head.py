@@ -5,29 +5,29 @@ without a subclass.
     trainer.train()
     handle.undo()
 
-TRL (>= 1.16) gives one model object a `forward` of its own (`trl.trainer.utils.add_fused_lm_head`),
-a closure that ends in `_ChunkedLogProbFunction.apply`. Here the same closure runs over a copy of
-its module's globals in which three names differ: that function; the test for compaction (TRL scores
-every position, padding included, where there is no Triton); and the class of the weights that TRL
-gathers itself, which leaves their gradient unreduced (ours runs inside the head's own forward).
+TRL's fused forward (trl_fused.py) is a closure that ends in `_ChunkedLogProbFunction.apply`. Here
+the same closure runs over a copy of its module's globals in which three names differ: that
+function; the test for compaction (TRL scores every position, padding included, where there is no
+Triton); and the class of the weights that TRL gathers itself, which leaves their gradient unreduced
+(ours runs inside the head's own forward).
 Nothing that another model or trainer reads is touched.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast import linear_logps
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, run_inside
+from grpo_fast.integrations.trl_fused import base_model, fused_function, require_fused, trl_version
 
 log = logging.getLogger(__name__)
 
@@ -44,35 +44,6 @@ BLOCK_ELEMENTS = 1 << 24
 CERTAINLY_FIRST = 0.501
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-class FusedHead(NamedTuple):
-    """What TRL's fused forward knows of the head: z = softcap·tanh(logit_scale·(h·Wᵀ +
-    bias)/softcap)/temperature.
-    """
-
-    backbone: str  # attribute of the model that gives hidden states
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-    cast_to_fp32: bool
-
-    @property
-    def rule(self) -> dict[str, Any]:
-        """As keywords of `linear_logps` and of `LossConfig`."""
-        return {
-            "temperature": self.temperature,
-            "softcap": self.softcap,
-            "logit_scale": self.logit_scale,
-        }
-
-    def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else
-        that of hidden.
-        """
-        dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
-        bias = None if layer.bias is None else layer.bias.to(dtype)
-        return hidden.to(dtype), layer.weight.to(dtype), bias
 
 
 def use_fast_head(trainer_or_model: Any) -> FastHead:
@@ -97,41 +68,20 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
     for name in ("model", "ref_model"):
         model = getattr(trainer_or_model, name, None)
         if model is not None and (
-            name == "model" or _fused_function(base_model(accelerator.unwrap_model(model)))
+            name == "model" or fused_function(base_model(accelerator.unwrap_model(model)))
         ):
             _swap(base_model(accelerator.unwrap_model(model)), handle, accelerator.autocast)
     return handle
 
 
-def base_model(model: Any) -> Any:
-    """The transformers model inside a peft model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def fused_head(model: Any) -> FusedHead:
-    """The head that `add_fused_lm_head` gave this model. ValueError when it has none, or one we do
-    not know.
-    """
-    known = inspect.getclosurevars(_require_fused(model)).nonlocals
-    try:
-        return FusedHead(
-            known["backbone_attr"], float(known["temperature"]), known["final_logit_softcapping"],
-            float(known["logit_scale"]), bool(known["cast_lm_head_to_fp32"]),
-        )  # fmt: skip
-    except KeyError as missing:
-        raise ValueError(
-            f"trl {_trl_version()}: expected {missing} in the fused LM head, as in trl 1.16"
-        ) from None
-
-
 def _swap(
     model: Any, handle: FastHead, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    theirs, before = _require_fused(model), model.forward
+    theirs, before = require_fused(model), model.forward
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
     if missing:
         raise ValueError(
-            f"trl {_trl_version()}: expected {sorted(missing)} in the fused LM head, as in trl 1.16"
+            f"trl {trl_version()}: expected {sorted(missing)} in the fused LM head, as in trl 1.16"
         )
     ours = _over(theirs, model)
     run_inside(model.get_output_embeddings())
@@ -186,31 +136,6 @@ def _warn_partitioned(by: str) -> None:
     log.warning("use_fast_head: the head is sharded by %s; TRL's own function computes it", by)
 
 
-def _fused_function(model: Any) -> types.FunctionType | None:
-    """TRL's closure on this model, also where accelerate or `use_fast_head` wrapped it; None when
-    there is none.
-    """
-    for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
-        function = getattr(forward, "__func__", forward)
-        function = getattr(function, "trl_fused", function)
-        if getattr(function, "__name__", "") and "fused_lm_head" in (
-            getattr(function, "__kwdefaults__", None) or {}
-        ):
-            return function
-    return None
-
-
-def _require_fused(model: Any) -> types.FunctionType:
-    function = _fused_function(model)
-    if function is None:
-        raise ValueError(
-            "model: expected one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, "
-            "trl >= 1.16), "
-            f"came {type(model).__name__} with trl {_trl_version()}"
-        )
-    return function
-
-
 def _require_served(trainer: Any) -> None:
     """Refuse a trainer of TRL's that inherits a fused head and computes its loss without it."""
     theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
@@ -219,12 +144,6 @@ def _require_served(trainer: Any) -> None:
             f"trainer: expected one whose loss calls TRL's fused LM head ({', '.join(SERVED)}, or "
             f"derived from one), came {type(trainer).__name__}, whose loss would not change"
         )
-
-
-def _trl_version() -> str:
-    import trl
-
-    return trl.__version__
 
 
 class FastLogProbs:
@@ -245,9 +164,8 @@ class FastLogProbs:
         """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,); None where not
         asked for.
         """
-        if (
-            hidden.shape[0] == 0
-        ):  # nothing is scored: a row without a target keeps weight and trunk in the graph
+        # Nothing is scored: a row without a target keeps weight and trunk in the graph.
+        if hidden.shape[0] == 0:
             nothing = FastLogProbs.apply(
                 torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])]), weight, bias,
                 targets.new_full((1,), -100), temperature, chunk_size, final_logit_softcapping,
@@ -261,9 +179,8 @@ class FastLogProbs:
             "softcap": final_logit_softcapping,
             "logit_scale": logit_scale,
         }
-        with torch.autocast(
-            hidden.device.type, enabled=False
-        ):  # the operands have their dtype; sums stay fp32
+        # The operands have their dtype; sums stay fp32.
+        with torch.autocast(hidden.device.type, enabled=False):
             result = linear_logps(
                 h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule
             )

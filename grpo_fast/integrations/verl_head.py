@@ -42,10 +42,8 @@ class FastLinearForPPO(nn.Module):
         super().__init__()
         if impl_backend not in ("torch", "liger"):
             raise ValueError(f"impl_backend: expected 'torch' or 'liger', got {impl_backend!r}")
-        self.chunk_size, self.impl_backend = (
-            chunk_size,
-            impl_backend,
-        )  # neither changes a number: we choose the chunks
+        # Neither changes a number: we choose the chunks.
+        self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
     def forward(
         self,
@@ -61,9 +59,8 @@ class FastLinearForPPO(nn.Module):
             temperature = temperature.item()
         dtype = compute_dtype(hidden_states)
         hidden, weight = hidden_states.to(dtype), vocab_weights.to(dtype)
-        with torch.autocast(
-            hidden.device.type, enabled=False
-        ):  # the operands have their dtype; sums stay fp32
+        # The operands have their dtype; sums stay fp32.
+        with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
             )

@@ -83,9 +83,8 @@ def on_huge_pages(buffer: Tensor) -> Tensor:
     ):
         start = -(-buffer.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         length = (buffer.data_ptr() + size - start) // HUGE_PAGE * HUGE_PAGE
-        _libc().madvise(
-            ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE
-        )  # a hint: failure is no error
+        # A hint: failure is no error.
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
     return buffer
 
 

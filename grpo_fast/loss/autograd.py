@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
-from grpo_fast.loss import checks
+from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
 from grpo_fast.loss.passes import LogitsSweep, LossResult, Sweep, kernel_precision
@@ -156,7 +156,7 @@ class RowPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        checks.logps(logps, "auto")
+        values.logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
         return (spread(self._selected(logps)), flat, spread(lse)), stats
@@ -221,9 +221,8 @@ class Recalled(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if d_logps is None and d_entropy is None:
             return (None,) * (2 + len(needs))
-        saved = (
-            ctx.saved_tensors
-        )  # also where they are not needed: it refuses what was changed since
+        # Also where they are not needed: it refuses what was changed since.
+        saved = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
         if (
             kept is not None

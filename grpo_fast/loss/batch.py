@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitRule
-from grpo_fast.loss import checks
+from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Given, Targets
 from grpo_fast.loss.pending import check_values
 from grpo_fast.objective.aggregation import (
@@ -25,9 +25,9 @@ from grpo_fast.objective.aggregation import (
     completion_weights,
     denominator,
 )
-from grpo_fast.objective.coefficients import Tokens
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
+from grpo_fast.objective.tokens import Tokens
 
 
 class TokenBatch(NamedTuple):
@@ -61,7 +61,7 @@ class TokenBatch(NamedTuple):
             return cls(places.rows(places.segments, rule), tokens, config)
         expected = f"ids in [0, {targets.vocab_size}) at the active tokens"
         ids = places.picked(given.like)
-        ids = checks.ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
+        ids = values.ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
         return cls(places.rows(ids, rule, targets, validate), tokens, config)
 
     def in_range(self) -> TokenBatch:
@@ -93,11 +93,11 @@ def rows_of_targets(
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
         temperatures = places.owned(rule.temperature)
-        check_values(checks.temperatures(temperatures, ""), "auto")
+        check_values(values.temperatures(temperatures, ""), "auto")
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
-    ids = checks.ids("target_ids", places.picked(flat), end, "auto", expected=expected)
+    ids = values.ids("target_ids", places.picked(flat), end, "auto", expected=expected)
     if records:
         return places.rows(ids.clamp(0, end - 1), rule, targets), ignored
     return places.rows(ids, rule, targets), None
@@ -137,7 +137,7 @@ class _Places(NamedTuple):
         if targets is None or targets.hidden_rows is None:
             return ActiveRows(self.num_rows, self.kept, target_ids, rule, self.kept)
         end = targets.num_hidden
-        predicting = checks.ids(
+        predicting = values.ids(
             "hidden_rows", self.picked(targets.hidden_rows), end, validate, kind="rows",
             expected=f"rows in [0, {end}) at the active tokens",
         )  # fmt: skip
@@ -166,7 +166,7 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
     refuse("completion_mask", mask, mask)
     flat = mask.reshape(-1)
     kept = flat if flat.dtype == torch.bool else flat != 0
-    checks.mask(flat, kept, validate)
+    values.mask(flat, kept, validate)
     return _unless_all(kept.nonzero().squeeze(1), len(flat))
 
 
@@ -182,7 +182,7 @@ def _segments(
         return lengths, numbers.repeat_interleave(length)
     cu = cu_seqlens.long()
     lengths = cu.diff()
-    checks.offsets(cu, lengths, num_rows, validate)
+    values.offsets(cu, lengths, num_rows, validate)
     return lengths, numbers.repeat_interleave(lengths, output_size=num_rows)
 
 
@@ -201,11 +201,11 @@ def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) ->
     total = max(places.segments.shape[0], 1) if total is None else total
     weights = completion_weights(places.lengths, total, AGGREGATIONS[name].by_length)
     if advantages.dim() == 1 and advantages.shape[0] == count:
-        values = advantages.detach().float()[places.segments]
+        per_token = advantages.detach().float()[places.segments]
     else:
-        values = places.owned(advantages)
+        per_token = places.owned(advantages)
     return Tokens(
-        values, weights[places.segments], None if items is None else 1.0 / items, places.lengths,
+        per_token, weights[places.segments], None if items is None else 1.0 / items, places.lengths,
         places.segments, places.owned(given.old_logps),
         places.owned(given.ref_logps), places.owned(given.sampling_logps),
     )  # fmt: skip
@@ -214,16 +214,16 @@ def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) ->
 def _total(name: str, value: Total | None, places: _Places, validate: str) -> Total | None:
     if isinstance(value, Tensor):
         value = value.detach().reshape(()).to(places.lengths.device)
-    return checks.total(name, value, validate)
+    return values.total(name, value, validate)
 
 
 def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
     """What only the values of the active tokens can tell."""
-    found = checks.finite("advantages", tokens.advantages, "finite numbers", "NaN or inf")
+    found = values.finite("advantages", tokens.advantages, "finite numbers", "NaN or inf")
     for name in ("old_logps", "ref_logps"):
-        values = getattr(tokens, name)
-        if values is not None:
-            found += checks.finite(name, values, "numbers at the active tokens", "NaN")
+        logps = getattr(tokens, name)
+        if logps is not None:
+            found += values.finite(name, logps, "numbers at the active tokens", "NaN")
     if isinstance(temperature, Tensor):
-        found += checks.temperatures(temperature, " at the active tokens")
+        found += values.temperatures(temperature, " at the active tokens")
     check_values(found, validate)

@@ -20,7 +20,7 @@ from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead, joined
 from grpo_fast.kernels.route import Route, head_route, rows_route
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
-from grpo_fast.loss import checks
+from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Options
 from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.objective.coefficients import RowTerms, row_terms, token_loss
@@ -198,13 +198,13 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
         terms = row_terms(tokens, config)
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
-            checks.logps(rows.logps, options.validate)
+            values.logps(rows.logps, options.validate)
             loss = rows.losses.sum(dtype=torch.float64)
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
-        checks.logps(stats[1], options.validate)
+        values.logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)
         gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
         return _result(result.loss, stats[1], stats[2], gradients, batch, sweep.filtered)
@@ -220,15 +220,13 @@ def logps_loss(
     """logps → loss; gradients are (dL/dlogp, dL/dentropy)."""
     rows = batch.rows
     lp, h = rows.active(logps), None if entropy is None else rows.active(entropy)
-    checks.logps(lp, "auto", checks.NO_FINITE_LOGP)
+    values.logps(lp, "auto", values.NO_FINITE_LOGP)
     result = token_loss(lp, h, batch.tokens, batch.config)
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
-    own = (
-        lp.clone(),
-        None if h is None else h.clone(),
-    )  # an output never shares memory with an input
+    # An output never shares memory with an input.
+    own = (lp.clone(), None if h is None else h.clone())
     return _result(result.loss, *own, gradients, batch)
 
 

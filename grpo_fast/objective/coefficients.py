@@ -17,44 +17,8 @@ from torch import Tensor
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
-
-LOG_TINY = math.log(1e-8)
-
-
-class Tokens(NamedTuple):
-    """What the objective knows about every active token, beside its logp. All fp32 unless said
-    otherwise.
-    """
-
-    advantages: Tensor  # (T,)
-    token_weights: Tensor  # (T,) w_t of the aggregation
-    entropy_weight: (
-        float | Tensor | None
-    )  # 1/N of the entropy bonus; None: 1/(tokens the entropy mask keeps)
-    lengths: Tensor  # (B,) int64
-    segments: Tensor  # (T,) int64: the completion of each token
-    old_logps: Tensor | None  # (T,)
-    ref_logps: Tensor | None  # (T,)
-    sampling_logps: Tensor | None  # (T,)
-    unit: Tensor | None = (
-        None  # 0-d power of two by which the loss and its coefficients are multiplied
-    )
-
-    def scaled(self, unit: Tensor) -> Tokens:
-        """The batch of unit · loss."""
-        return self._replace(token_weights=self.token_weights * unit, unit=unit)
-
-    def completion_sum(self, x: Tensor) -> Tensor:
-        """(T,) → (B,): the sum over each completion, in fp64 and in token order (deterministic)."""
-        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
-
-    def completion_mean(self, x: Tensor) -> Tensor:
-        """(T,) → (B,): the mean over each completion, 0 where it is empty (fp64)."""
-        return self.completion_sum(x) / self.lengths.clamp(min=1)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """(B,) → (T,): each completion's value at its tokens."""
-        return x.float()[self.segments]
+from grpo_fast.objective.ratios import Ratio, importance_ratio, sampling_ratio
+from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
@@ -82,20 +46,6 @@ class TokenLoss(NamedTuple):
     loss: Tensor  # 0-d fp32
     grad_logps: Tensor  # (T,) dL/dlogp
     grad_entropy: Tensor | None  # (T,) dL/dentropy, None without an entropy bonus
-
-
-class Ratio(NamedTuple):
-    """The importance ratio of the tokens, and how a slope with respect to its log reaches the
-    logps.
-    """
-
-    raw: Tensor  # (T,) logp - old_logp
-    log: Tensor  # (T,) the log ratio the objective reads
-    per_completion: bool
-
-    def route(self, slope: Tensor, tokens: Tokens) -> Tensor:
-        """dL/d(log ratio) → dL/dlogp: itself, or its completion's sum through the mean."""
-        return tokens.to_tokens(tokens.completion_mean(slope)) if self.per_completion else slope
 
 
 def token_loss(
@@ -193,49 +143,6 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
         losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
         grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
     return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
-
-
-def importance_ratio(
-    logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
-) -> Ratio:
-    """The log ratio at the level and in the window of the objective, clamped so that exp cannot
-    overflow.
-    """
-    raw = logps - old_logps
-    window = OBJECTIVES[config.loss_type].window
-    if window == "sum":
-        log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
-        if sampling is not None:
-            log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
-            per_token = str(config.sampling_correction).startswith("token")
-            log_weight = log_weight + (
-                tokens.completion_sum if per_token else tokens.completion_mean
-            )(log_sampling)
-        return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)), False)
-    if window == "detached_mean":
-        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)), False)
-    if config.importance_sampling_level == "sequence":
-        return Ratio(
-            raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=LOG_RATIO_MAX)), True
-        )
-    return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX), False)
-
-
-def sampling_ratio(old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Tensor | None:
-    """(T,) exp(old_logp - sampling_logp), bounded; None without sampler logps or a correction.
-
-    A NaN sampling_logp marks a token the sampler did not score: it counts as agreeing.
-    """
-    if tokens.sampling_logps is None or config.sampling_correction is None:
-        return None
-    level, bound = config.sampling_correction.split("_")
-    log_ratio = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0)
-    if level == "sequence":
-        log_ratio = tokens.to_tokens(tokens.completion_sum(log_ratio))
-    ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
-    if bound == "truncate":
-        return ratio.clamp(max=config.sampling_ratio_cap)
-    return torch.where(ratio <= config.sampling_ratio_cap, ratio, 0.0)
 
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:

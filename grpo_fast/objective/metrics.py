@@ -7,16 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.coefficients import (
-    Tokens,
-    importance_ratio,
-    sampling_ratio,
-    token_loss,
-    weighted_kl,
-)
+from grpo_fast.objective.coefficients import token_loss, weighted_kl
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import K3_GUARD
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+from grpo_fast.objective.ratios import importance_ratio, sampling_ratio
+from grpo_fast.objective.tokens import Tokens
 
 
 def token_metrics(
@@ -43,9 +39,6 @@ def token_metrics(
     if result.grad_entropy is not None:
         policy_loss = policy_loss - (result.grad_entropy * entropy).sum()
         active = active | (result.grad_entropy != 0)
-
-    def mean(x: Tensor) -> Tensor:
-        return x.sum(dtype=torch.float64).float() / max(count, 1)
 
     zero = logps.new_zeros(())
     r = torch.exp(
@@ -78,13 +71,7 @@ def token_metrics(
         )
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
-        gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
-        metrics["sampling/sampling_logp_difference/mean"] = mean(gap)
-        metrics["sampling/sampling_logp_difference/max"] = gap.amax() if count else zero
-        if sampling is not None:
-            metrics["sampling/importance_sampling_ratio/min"] = sampling.amin() if count else zero
-            metrics["sampling/importance_sampling_ratio/mean"] = mean(sampling)
-            metrics["sampling/importance_sampling_ratio/max"] = sampling.amax() if count else zero
+        metrics |= sampling_metrics(old_logps, sampling, tokens)
     return metrics
 
 
@@ -118,6 +105,30 @@ def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> l
     return names
 
 
+def mean(x: Tensor) -> Tensor:
+    """The mean of (T,), 0 when there is nothing to average."""
+    return x.sum(dtype=torch.float64).float() / max(x.numel(), 1)
+
+
+def sampling_metrics(
+    old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
+) -> dict[str, Tensor]:
+    """How far the sampler's logps are from the old policy's, and the ratios that correct it."""
+    assert tokens.sampling_logps is not None
+    gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
+    filled, zero = gap.numel() > 0, gap.new_zeros(())
+    metrics = {
+        "sampling/sampling_logp_difference/mean": mean(gap),
+        "sampling/sampling_logp_difference/max": gap.amax() if filled else zero,
+    }
+    if sampling is not None:
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/min"] = sampling.amin() if filled else zero
+        metrics[f"{name}/mean"] = mean(sampling)
+        metrics[f"{name}/max"] = sampling.amax() if filled else zero
+    return metrics
+
+
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
     """Fractions of tokens beyond the clip range on the side their advantage pushes to."""
     low = (r < 1 - config.epsilon_low) & (tokens.advantages < 0)
@@ -130,9 +141,8 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        filled = torch.where(
-            tokens.lengths > 0, per_completion, 1.0
-        )  # an empty completion is no minimum
+        # An empty completion is no minimum.
+        filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()
     return metrics

@@ -36,7 +36,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Options of `grpo-fast` itself; the work is in the commands."""
@@ -44,18 +47,23 @@ def main(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name (sort, gsm8k-tiny, …) or a YAML file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl"),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl",
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Write to this folder inside the recipe's output_dir.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Write to this folder in the output_dir.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
     try:
-        from grpo_fast.train.config import load_recipe
-        from grpo_fast.train.folders import check_folder, run_folder
+        from grpo_fast.train.report import check_folder, run_folder
+        from grpo_fast.train.settings import load_recipe
 
         config = load_recipe(recipe, expand_data(settings or []))
         if name is not None:
@@ -81,13 +89,13 @@ def train(
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model's folder or hub id, or the folder of a finished run.")],
+    model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 max_new_tokens=300 "
-            "out=metrics.json",
+            help="data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 "
+            "max_new_tokens=300 out=metrics.json",
         ),
     ] = None,
     allow_code: Annotated[
@@ -96,7 +104,7 @@ def evaluate(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Accuracy on held-out questions: greedy, and with samples=N also pass@k and maj@k. With standard errors."""
+    """Accuracy on held-out questions: greedy; with samples=N also pass@k and maj@k."""
     try:
         from grpo_fast.rollout import NonFiniteLogits
         from grpo_fast.train.eval_command import parse_settings, run_eval, table
@@ -115,21 +123,25 @@ def evaluate(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A recipe, a hub id, a model's folder or config.json, or qwen2.5-7b, …")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A recipe, a hub id, a model's folder or config.json, qwen2.5-7b, …"),
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="gpu=141 (GB) prompt=8192 completion=512 group=16 optim.states=8bit …"
+            metavar="[KEY=VALUE]...",
+            help="gpu=141 (GB) prompt=8192 completion=512 group=16 optim.states=8bit …",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict what fits on a GPU: tokens per micro-batch under each option, without loading any weights."""
+    """Predict what fits on a GPU: tokens per micro-batch under each option, without weights."""
     try:
         from rich.console import Console
 
-        from grpo_fast.train.plan import plan as predict
-        from grpo_fast.train.plan import render
+        from grpo_fast.train.planning.plan import plan as predict
+        from grpo_fast.train.planning.plan import render
 
         console = Console()
         for shown in render(predict(model, settings or [])):
@@ -141,7 +153,9 @@ def plan(
 @app.command()
 def plot(
     runs: Annotated[list[str], typer.Argument(help="Folders of runs, or their metrics.jsonl.")],
-    out: Annotated[str, typer.Option("-o", "--out", help="The picture to write (.png, .svg, .pdf).")] = "curves.png",
+    out: Annotated[
+        str, typer.Option("-o", "--out", help="The picture to write (.png, .svg, .pdf).")
+    ] = "curves.png",
     debug: Debug = False,
 ) -> None:
     """Draw the curves of one or several runs in one picture."""
@@ -154,15 +168,20 @@ def plot(
         _refuse(error, debug, USAGE_ERROR)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
 def bench(context: typer.Context) -> None:
-    """Measure kernels, rollouts and steps against their peers and limits (from a checkout; --help lists the options).
+    """Measure kernels, rollouts and steps against their peers (in a checkout; --help: options).
 
-    The benchmarks are no part of the package: they call the peers, read the commit and write into benchmarks/results/.
+    The benchmarks are no part of the package: they call the peers, read the commit and write into
+    benchmarks/results/.
     """
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "benchmarks" / "command.py").is_file():
-        error = f"bench: expected a checkout (benchmarks/ beside grpo_fast/), found an installed package in {checkout}"
+        expected = "a checkout (benchmarks/ beside grpo_fast/)"
+        error = f"bench: expected {expected}, found an installed package in {checkout}"
         _refuse(ValueError(error), None, USAGE_ERROR)
     sys.path.insert(0, str(checkout))
     from benchmarks.command import main as run_benchmarks
@@ -171,14 +190,14 @@ def bench(context: typer.Context) -> None:
 
 
 def expand_data(settings: list[str]) -> list[str]:
-    """`data=X` in the spelling of the configuration: data.path for a local file or folder, data.name for a hub id."""
+    """`data=X` as the configuration has it: data.path for a file or folder, else data.name."""
+    from grpo_fast.data import is_local
+
     expanded = []
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "data" and value and not value.startswith("{"):
-            looks_local = value.startswith((".", "/", "~")) or value.endswith(".jsonl")
-            local = looks_local or os.path.exists(value)
-            path, hub = (value, "null") if local else ("null", value)
+            path, hub = (value, "null") if is_local(value) else ("null", value)
             expanded += [f"data.path={path}", f"data.name={hub}"]
         else:
             expanded.append(setting)
@@ -195,11 +214,13 @@ def _quiet_transformers() -> None:
 def _refuse(error: Exception, debug: bool | None, code: int) -> NoReturn:
     if debug:
         traceback.print_exception(error)
-    from grpo_fast.train.report import escape_control  # a message may quote a data file or a model
+    from grpo_fast.data import escape_control  # a message may quote a data file or a model
 
     text = str(error)
     shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
-    hint = "  (--debug shows where)" if debug is False else ""  # None: a command without that option
+    hint = (
+        "  (--debug shows where)" if debug is False else ""
+    )  # None: a command without that option
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
     sys.exit(code)
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_fast.data import DatasetError, load_examples, task_symbols
-from grpo_fast.data.files import PROMPT_TEMPLATES, read_examples
+from grpo_fast.data.files import gold_answer, read_examples, strip_calculator
 from grpo_fast.data.generated import ArithmeticTask, SortTask
-from grpo_fast.data.gsm8k import gold_answer, strip_calculator
+from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"

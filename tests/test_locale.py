@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grpo_fast.train.config import load_recipe
+from grpo_fast.train.settings import load_recipe
 from tests.command_line import RECIPE, in_a_process, write_recipe
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}

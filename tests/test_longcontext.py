@@ -14,11 +14,11 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train import optimizer
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig, OptimConfig
+from grpo_fast.train.loading import load_policy
 from grpo_fast.train.long_context import apply_options, freeze, tile_mlps
+from grpo_fast.train.loop import accumulate
 from grpo_fast.train.optimizer import Optimizer, build_adam
-from grpo_fast.train.policy import Policy, load_policy
-from grpo_fast.train.reference import Reference
-from grpo_fast.train.update import accumulate
+from grpo_fast.train.policy import Policy, Reference
 from tests.tiny import tiny_folder, tiny_model
 
 SYMBOLS = [*map(str, range(10)), "="]
@@ -47,7 +47,7 @@ def loss_and_gradients(policy, seed=0):
     config = LossConfig(loss_type="grpo", compute_entropy=True)
     seen = accumulate(policy, batch.minibatches[0], config, correct_sampling=False, validate="full")
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-    return seen.losses.result()["loss"], gradients
+    return seen.result()["loss"], gradients
 
 
 def fp64_policy(family="llama", **options):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_fast.data import DatasetError, load_examples
-from grpo_fast.data.shots import question_key
+from grpo_fast.data.prompts import question_key
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout")

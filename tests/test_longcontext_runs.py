@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from grpo_fast.train import loop
-from grpo_fast.train.config import load_recipe
 from grpo_fast.train.metrics import is_timing
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.report import memory_line
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16", "steps=3",
@@ -140,7 +140,7 @@ def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypat
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
-    monkeypatch.setattr("grpo_fast.train.budget._host_memory", lambda: 8 << 30)
+    monkeypatch.setattr("grpo_fast.train.planning.budget._host_memory", lambda: 8 << 30)
     monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     lines = [{"question": f"Tom has {i} apples, then {i + 1} more. Sum?", "answer": f"{i} + {i + 1}\n#### {2 * i + 1}"}
              for i in range(30)]  # fmt: skip

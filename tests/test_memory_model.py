@@ -9,12 +9,18 @@ import torch
 
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, OptimConfig, load_recipe
-from grpo_fast.train.known_models import KNOWN_MODELS
+from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.long_context import apply_options
-from grpo_fast.train.memory_model import Memory, Shape, predict, predict_run, trainable_parameters
-from grpo_fast.train.plan import CASES, OPTIONS, plan, render
+from grpo_fast.train.planning.memory_model import (
+    Memory,
+    Shape,
+    predict,
+    predict_run,
+    trainable_parameters,
+)
+from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, plan, render
 from grpo_fast.train.policy import Policy
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 4096}

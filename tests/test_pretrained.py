@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.policy import load_policy
+from grpo_fast.train.loading import load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.tiny import TEXTS, tiny_folder
 
@@ -118,17 +118,16 @@ def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
 
 def test_a_special_token_beyond_the_embedding(folder):
     """As in Gemma 3's text models: no text leads to it, so only a prompt that spells it is refused."""
-    from grpo_fast.rollout import generate
-    from grpo_fast.train.config import SamplingConfig
+    from grpo_fast.rollout import Sampling, generate
 
     tokenizer = build_bpe_tokenizer(TEXTS, 300)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     tokenizer.save_pretrained(folder)
     policy = load_policy(ModelConfig(path=str(folder)))
-    options = SamplingConfig(group_size=1, max_new_tokens=2)
-    assert len(generate(policy, ["What is 1?"], options, seed=0).texts) == 1
+    options = Sampling(max_new_tokens=2)
+    assert len(generate(policy, ["What is 1?"], options, group_size=1, seed=0).texts) == 1
     with pytest.raises(ValueError, match="prompts: expected token ids below 295, .* got 295 in 'What is <image>"):
-        generate(policy, ["What is <image>?"], options, seed=0)
+        generate(policy, ["What is <image>?"], options, group_size=1, seed=0)
 
 
 def test_a_random_model_for_a_larger_tokenizer(tmp_path):

@@ -10,18 +10,16 @@ import os
 import pytest
 import torch
 
-from grpo_fast.train.config import load_recipe, parse_config
-from grpo_fast.train.curves import series, smooth
-from grpo_fast.train.folders import check_folder
+from grpo_fast.data import escape_control
+from grpo_fast.train.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report import (
     OutputFolderError,
     RunReport,
-    escape_control,
+    check_folder,
     final_line,
-    plot_runs,
-    read_metrics,
     run_folder,
 )
+from grpo_fast.train.settings import load_recipe, parse_config
 
 
 def config(**changes):
@@ -157,7 +155,7 @@ def test_run_names_cannot_leave_the_folder(tmp_path, name):
 
 
 def test_run_names(tmp_path):
-    assert run_folder(tmp_path) == tmp_path and run_folder(tmp_path, "lr 1e-4 β") == tmp_path / "lr 1e-4 β"
+    assert run_folder(tmp_path, "lr 1e-4 β") == tmp_path / "lr 1e-4 β"
     (tmp_path / "link").symlink_to("/")
     with pytest.raises(OutputFolderError):
         run_folder(tmp_path, "link")

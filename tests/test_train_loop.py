@@ -13,10 +13,9 @@ from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
 from grpo_fast.train import loop
-from grpo_fast.train.config import load_recipe
-from grpo_fast.train.metrics import LossMetrics, is_timing, reward_metrics
+from grpo_fast.train.metrics import LossMetrics, is_timing, policy_gradient, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
-from grpo_fast.train.update import policy_gradient
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_fast.attention import pack_groups
 from grpo_fast.train import loop, metrics
-from grpo_fast.train.config import load_recipe
 from grpo_fast.train.policy import Policy
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder, tiny_model
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",

@@ -1,4 +1,4 @@
-"""From completions to packed micro-batches: every token and normaliser is known before the first forward pass."""
+"""From completions to packed micro-batches: every token is known before the first forward pass."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from grpo_fast.rollout import Rollout
 
 @dataclass
 class MicroBatch:
-    """B completions packed in one row: the trunk sees T tokens, the head the R rows that predict a completion token."""
+    """B completions in one row: the trunk sees T tokens, the head the R that predict one."""
 
     packed: PackedGroups
     chosen: list[int]  # which completions of the step, in the order of B and R
     completion_mask: Tensor  # (R,) bool: the token counts
     advantages: Tensor  # (B,) fp32
     sampling_logps: Tensor  # (R,) fp32
-    old_logps: Tensor | None = None  # (R,) fp32, when the weights change before the batch is used up
+    old_logps: Tensor | None = (
+        None  # (R,) fp32, when the weights change before the batch is used up
+    )
     ref_logps: Tensor | None = None  # (R,) fp32
 
     @classmethod
@@ -36,12 +38,13 @@ class MicroBatch:
         shared: bool = True,
         mask_truncated: bool = False,
     ) -> MicroBatch:
-        """Pack completions of a rollout: each of `groups` lists completions of one prompt, which they share."""
+        """Pack completions of a rollout: each of `groups` lists completions of one prompt."""
         chosen = [i for group in groups for i in group]
-        packed = pack_groups(
-            [(rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group]) for group in groups],
-            shared=shared, device=device,
-        )  # fmt: skip
+        texts = [
+            (rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group])
+            for group in groups
+        ]
+        packed = pack_groups(texts, shared=shared, device=device)
         counts = torch.tensor([not (mask_truncated and rollout.truncated[i]) for i in chosen])
         return cls(
             packed=packed,
@@ -67,8 +70,9 @@ class MicroBatch:
 class StepBatch:
     """The completions of one step in micro-batches of at most `budget` trunk tokens.
 
-    `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the budget gets one of its
-    own. `pack` with another budget starts again, and keeps what was computed about each completion where asked to.
+    `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the
+    budget gets one of its own. `pack` with another budget starts again, and keeps what was computed
+    about each completion where asked to.
 
     Args:
         rollout: N·G completions, the G of a prompt side by side.
@@ -93,7 +97,9 @@ class StepBatch:
         self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
         self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
         size = len(rollout.completion_ids) // minibatches
-        self.parts = [range(first, first + size) for first in range(0, len(rollout.completion_ids), size)]
+        self.parts = [
+            range(first, first + size) for first in range(0, len(rollout.completion_ids), size)
+        ]
         self.minibatches: list[list[MicroBatch]] = []
         self.has_fixed_logps = False
         self.pack(budget)
@@ -115,7 +121,7 @@ class StepBatch:
     def pack(self, budget: int, keep_logps: bool = False) -> None:
         """Distribute the completions over micro-batches of at most `budget` trunk tokens.
 
-        keep_logps: hand the fixed logps on, completion by completion; otherwise they have to be computed again.
+        keep_logps: hand the fixed logps on, completion by completion; else they are forgotten.
         """
         known = self._fixed_logps() if keep_logps else {}
         self.minibatches = [self._pack_part(part, budget) for part in self.parts]
@@ -127,14 +133,17 @@ class StepBatch:
     def _pack_part(self, part: range, budget: int) -> list[MicroBatch]:
         groups = [list(members) for _, members in groupby(part, key=lambda i: i // self.group_size)]
         prompts, completions = self.rollout.prompt_ids, self.rollout.completion_ids
-        lengths = [(len(prompts[group[0]]), [len(completions[i]) for i in group]) for group in groups]
+        lengths = [
+            (len(prompts[group[0]]), [len(completions[i]) for i in group]) for group in groups
+        ]
         plan = plan_packs(lengths, budget, shared=self.shared)
+        chosen = ([[groups[s.group][i] for i in s.completions] for s in shares] for shares in plan)
         return [
             MicroBatch.pack(
-                self.rollout, self.advantages, [[groups[s.group][i] for i in s.completions] for s in shares],
-                self.device, shared=self.shared, mask_truncated=self.mask_truncated,
+                self.rollout, self.advantages, shares, self.device, shared=self.shared,
+                mask_truncated=self.mask_truncated,
             )
-            for shares in plan
+            for shares in chosen
         ]  # fmt: skip
 
     def _fixed_logps(self) -> dict[str, dict[int, Tensor]]:
@@ -144,5 +153,7 @@ class StepBatch:
             for batch in self.micro_batches:
                 values = getattr(batch, name)
                 if values is not None:
-                    known.setdefault(name, {}).update(zip(batch.chosen, batch.packed.split(values), strict=True))
+                    known.setdefault(name, {}).update(
+                        zip(batch.chosen, batch.packed.split(values), strict=True)
+                    )
         return known

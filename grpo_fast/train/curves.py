@@ -1,4 +1,4 @@
-"""The picture of a run: small multiples, the raw series behind a smoothed one. Several runs share one picture."""
+"""The picture of one or several runs: small multiples, the raw series behind a smoothed one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ class Panel(NamedTuple):
 
 PANELS = (
     Panel("Reward", (("reward", "train"), ("eval_reward", "held out"))),
-    Panel("Accuracy on held-out prompts", (("eval_accuracy_strict", "strict"), ("eval_accuracy_lenient", "lenient"))),
+    Panel(
+        "Accuracy on held-out prompts",
+        (("eval_accuracy_strict", "strict"), ("eval_accuracy_lenient", "lenient")),
+    ),
     Panel("Completion length (tokens)", (("completions/mean_length", "mean"),)),
     Panel("KL to the reference", (("kl", "kl"),)),
     Panel("Entropy (nats)", (("entropy", "entropy"),)),
     Panel("Clip fraction", (("clip_ratio/region_mean", "clipped"),)),
-    Panel("Throughput (tokens/s)", (("perf/rollout_tok_s", "rollout"), ("perf/train_tok_s", "train"))),
+    Panel(
+        "Throughput (tokens/s)", (("perf/rollout_tok_s", "rollout"), ("perf/train_tok_s", "train"))
+    ),
     Panel("Gradient norm", (("grad_norm", "grad norm"),)),
 )
 COLORS = ("#2f6fb4", "#d1603d", "#3a8f5c", "#8a5aa8", "#b8892b", "#4aa3a3", "#c2527d", "#5f6b7a")
@@ -38,14 +43,16 @@ INK, GRID = "#3b4252", "#e3e6eb"
 
 
 def read_metrics(run: str | Path) -> list[dict[str, float | None]]:
-    """The lines of a run's metrics.jsonl (`run`: its folder or the file), without a last line that a kill cut short.
+    """The lines of a run's metrics.jsonl (`run`: its folder or the file), but not a cut last one.
 
     Raises ValueError for no such file, or (with file:line) a line that is no JSON object.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if os.path.isdir(path) else path
     if not os.path.isfile(path):
-        raise ValueError(f"run: expected a run's folder or its metrics.jsonl, found no file at {path}")
+        raise ValueError(
+            f"run: expected a run's folder or its metrics.jsonl, found no file at {path}"
+        )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -76,7 +83,7 @@ def series(rows: Sequence[dict[str, float | None]], metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of about a twentieth of the run, shorter at the ends (averages of the past lag)."""
+    """Mean over a centred window of about a twentieth of the run, shorter at the ends."""
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
@@ -88,7 +95,7 @@ def smooth(points: Series) -> Series:
 
 
 def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Draw the runs' curves into one picture and return its path. Panels that no run has a metric for are left out.
+    """Draw the runs' curves into one picture and return its path, without empty panels.
 
     Raises ValueError when a run has no readable metrics, or none of the metrics drawn here, and for
     an `out` that is no file's name with an ending.
@@ -101,12 +108,18 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     if not runs:
         raise ValueError("runs: expected at least one run's folder, got none")
     logged = {label: read_metrics(run) for label, run in zip(_labels(runs), runs, strict=True)}
-    panels = [p for p in PANELS if any(series(rows, name) for rows in logged.values() for name, _ in p.metrics)]
+    panels = [
+        p
+        for p in PANELS
+        if any(series(rows, name) for rows in logged.values() for name, _ in p.metrics)
+    ]
     if not panels:
         raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
     columns = min(4, len(panels)) if len(panels) != 5 else 3
     lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(3.6 * columns, 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)), layout="constrained")
+    figure = Figure(
+        figsize=(3.6 * columns, 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)), layout="constrained"
+    )
     grid = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         _draw(axes, panel, logged)
@@ -115,7 +128,12 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     if len(runs) > 1:
         _run_legend(figure, list(logged))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None)
+    figure.savefig(
+        path,
+        dpi=150,
+        facecolor="white",
+        metadata={"Software": None} if path.suffix == ".png" else None,
+    )
     return path
 
 
@@ -123,7 +141,11 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
     """The folders' names; where two are the same, the paths."""
     paths = [Path(run).resolve() for run in runs]
     names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
-    return names if len(set(names)) == len(names) else [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
+    return (
+        names
+        if len(set(names)) == len(names)
+        else [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
+    )
 
 
 def _draw(axes: Axes, panel: Panel, logged: dict[str, list[dict[str, float | None]]]) -> None:
@@ -137,9 +159,18 @@ def _draw(axes: Axes, panel: Panel, logged: dict[str, list[dict[str, float | Non
         for run, rows in curves:
             color = COLORS[(run if several else index) % len(COLORS)]
             errors = series(rows, metric + "_se")
-            _line(axes, series(rows, metric), errors, color, dash, evaluation=metric.startswith("eval_"))
+            _line(
+                axes,
+                series(rows, metric),
+                errors,
+                color,
+                dash,
+                evaluation=metric.startswith("eval_"),
+            )
         if curves:  # a colour stands for a run where there are several, else for a metric
-            keys.append(Line2D([], [], color=INK if several else color, linestyle=dash, label=label))
+            keys.append(
+                Line2D([], [], color=INK if several else color, linestyle=dash, label=label)
+            )
     if len(keys) > 1:
         axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
     axes.set_title(panel.title, fontsize=10, loc="left", color=INK)
@@ -152,14 +183,24 @@ def _draw(axes: Axes, panel: Panel, logged: dict[str, list[dict[str, float | Non
     axes.margins(x=0.02)
 
 
-def _line(axes: Axes, points: Series, errors: Series, color: str, dash: str, *, evaluation: bool) -> None:
-    """Evaluations: points with error bars. Training metrics: the raw series, pale, behind the smoothed one."""
+def _line(
+    axes: Axes, points: Series, errors: Series, color: str, dash: str, *, evaluation: bool
+) -> None:
+    """Evaluations: points with error bars. Training: the raw series behind the smoothed one."""
     steps, values = zip(*points, strict=True)
     if evaluation:
         known = dict(errors)
         bars = [known.get(step, 0.0) for step in steps]
         axes.errorbar(
-            steps, values, yerr=bars, color=color, linestyle=dash, marker="o", markersize=3.5, linewidth=1.4, capsize=2
+            steps,
+            values,
+            yerr=bars,
+            color=color,
+            linestyle=dash,
+            marker="o",
+            markersize=3.5,
+            linewidth=1.4,
+            capsize=2,
         )
         return
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.9)
@@ -170,6 +211,8 @@ def _line(axes: Axes, points: Series, errors: Series, color: str, dash: str, *, 
 def _run_legend(figure: Figure, labels: list[str]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2) for i in range(len(labels))]
+    handles = [
+        Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2) for i in range(len(labels))
+    ]
     style = {"frameon": False, "fontsize": 9, "labelcolor": INK}
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), **style)

@@ -1,4 +1,4 @@
-"""A short supervised start: a random model learns what a solution looks like. Its loss is −linear_logps(…).mean()."""
+"""A short supervised start: a random model learns what a solution looks like."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo_fast.attention import PackedGroups, pack_groups
-from grpo_fast.rollout.hf import encode_prompts
+from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import OptimConfig, WarmStartConfig
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.policy import Policy
@@ -23,9 +23,9 @@ def warm_start(
     seed: int,
     log: Callable[[int, dict[str, float]], Any] = lambda step, metrics: None,
 ) -> float:
-    """Train on the examples' gold solutions, each ended by EOS, for `config.steps` steps; returns the last loss.
+    """Train on the gold solutions, each ended by EOS; returns the last loss, −mean(logps).
 
-    `log` is called as log(0, metrics) after every step: the run's own steps begin when this is over.
+    `log` is called as log(0, metrics) after every step: the run's own steps begin afterwards.
 
     Raises ValueError when no example has a solution.
     """
@@ -49,6 +49,11 @@ def warm_start(
 def pack_solutions(policy: Policy, examples: Sequence) -> PackedGroups:
     """Prompts with their gold solutions, each ended by EOS, in place of sampled completions."""
     _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
-    solutions = [policy.tokenizer(e.solution, add_special_tokens=False)["input_ids"] for e in examples]
+    solutions = [
+        policy.tokenizer(e.solution, add_special_tokens=False)["input_ids"] for e in examples
+    ]
     eos = policy.tokenizer.eos_token_id
-    return pack_groups([(p, [ids + [eos]]) for p, ids in zip(prompt_ids, solutions, strict=True)], device=policy.device)
+    return pack_groups(
+        [(p, [ids + [eos]]) for p, ids in zip(prompt_ids, solutions, strict=True)],
+        device=policy.device,
+    )

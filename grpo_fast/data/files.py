@@ -166,7 +166,7 @@ def parse_row(row: Row, *, gsm8k: bool) -> Example:
     if solution is not None and not isinstance(solution, str):
         came = type(solution).__name__
         raise DatasetError(f"{row.where}: expected a text in field 'solution', got {came}")
-    _check_unicode([prompt, answer, solution], row.where)
+    _check_unicode(row.where, prompt, answer, solution)
     if gsm8k or "####" in answer:
         try:
             gold = gold_answer(answer)
@@ -213,17 +213,15 @@ def _checked_prompt(value: Any, where: str) -> Prompt:
     return value
 
 
-def _check_unicode(value: Any, where: str) -> None:
+def _check_unicode(where: str, *values: Any) -> None:
     r"""Raise DatasetError for half a character: JSON may hold "\ud800" alone, no tokenizer may."""
-    if isinstance(value, str):
+    for value in values:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         try:
-            value.encode()
+            text.encode()
         except UnicodeEncodeError as error:
-            found = f"the lone surrogate {value[error.start]!r} at character {error.start}"
+            found = f"the lone surrogate {text[error.start]!r} at character {error.start}"
             raise DatasetError(f"{where}: expected Unicode, got {found}") from None
-    elif isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_unicode(item, where)
 
 
 # --------------------------------------------------------------------------------------- sources

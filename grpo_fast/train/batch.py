@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,7 @@ class MicroBatch:
     completion_mask: Tensor  # (R,) bool: the token counts
     advantages: Tensor  # (B,) fp32
     sampling_logps: Tensor  # (R,) fp32
-    old_logps: Tensor | None = (
-        None  # (R,) fp32, when the weights change before the batch is used up
-    )
+    old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
 
     @classmethod
@@ -96,10 +95,9 @@ class StepBatch:
     ) -> None:
         self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
         self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
-        size = len(rollout.completion_ids) // minibatches
-        self.parts = [
-            range(first, first + size) for first in range(0, len(rollout.completion_ids), size)
-        ]
+        count = len(rollout.completion_ids)
+        size = count // minibatches
+        self.parts = [range(first, first + size) for first in range(0, count, size)]
         self.minibatches: list[list[MicroBatch]] = []
         self.has_fixed_logps = False
         self.pack(budget)
@@ -136,24 +134,22 @@ class StepBatch:
         lengths = [
             (len(prompts[group[0]]), [len(completions[i]) for i in group]) for group in groups
         ]
-        plan = plan_packs(lengths, budget, shared=self.shared)
-        chosen = ([[groups[s.group][i] for i in s.completions] for s in shares] for shares in plan)
-        return [
-            MicroBatch.pack(
-                self.rollout, self.advantages, shares, self.device, shared=self.shared,
-                mask_truncated=self.mask_truncated,
+        options: Any = {"shared": self.shared, "mask_truncated": self.mask_truncated}
+        micro_batches = []
+        for shares in plan_packs(lengths, budget, shared=self.shared):
+            chosen = [[groups[s.group][i] for i in s.completions] for s in shares]
+            micro_batches.append(
+                MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
             )
-            for shares in chosen
-        ]  # fmt: skip
+        return micro_batches
 
     def _fixed_logps(self) -> dict[str, dict[int, Tensor]]:
         """old_logps and ref_logps by completion."""
         known: dict[str, dict[int, Tensor]] = {}
-        for name in ("old_logps", "ref_logps"):
-            for batch in self.micro_batches:
+        for batch in self.micro_batches:
+            for name in ("old_logps", "ref_logps"):
                 values = getattr(batch, name)
                 if values is not None:
-                    known.setdefault(name, {}).update(
-                        zip(batch.chosen, batch.packed.split(values), strict=True)
-                    )
+                    of_each = zip(batch.chosen, batch.packed.split(values), strict=True)
+                    known.setdefault(name, {}).update(of_each)
         return known

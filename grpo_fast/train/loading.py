@@ -19,7 +19,7 @@ from grpo_fast.data import Example, task_symbols
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
 from grpo_fast.train.long_context import apply_options
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.policy import Policy, without_bars
 from grpo_fast.train.settings import reason
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def _load_model(config: ModelConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        with _without_report():
+        with without_bars(), _without_report():
             model, found = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
@@ -96,9 +96,10 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            config.path, padding_side="left", trust_remote_code=config.trust_remote_code
-        )
+        with without_bars():
+            return AutoTokenizer.from_pretrained(
+                config.path, padding_side="left", trust_remote_code=config.trust_remote_code
+            )
     except Exception as error:  # as above
         _refuse(config.path, error, "a model with a tokenizer (tokenizer.json)")
 

@@ -62,15 +62,11 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         ValueError: no module named `mlp` or `feed_forward` that consists of linear layers (a
             mixture of experts, say).
     """
-    found = [
-        m
-        for name, m in model.named_modules()
-        if name.split(".")[-1] in ("mlp", "feed_forward") and _is_dense(m)
-    ]
+    named = (m for n, m in model.named_modules() if n.split(".")[-1] in ("mlp", "feed_forward"))
+    found = [module for module in named if _is_dense(module)]
     if not found:
-        raise ValueError(
-            f"model.tiled_mlp: {type(model).__name__} has no dense MLP that could be tiled"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"model.tiled_mlp: {kind} has no dense MLP that could be tiled")
     for module in found:
         # A bound method survives a deepcopy with the module's copy as its owner (the reference).
         tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
@@ -78,11 +74,9 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
 
 
 def _is_dense(module: nn.Module) -> bool:
-    children = list(module.children())
-    linear = [c for c in children if isinstance(c, nn.Linear)]
-    return len(linear) >= 2 and all(
-        isinstance(c, nn.Linear) or not list(c.parameters()) for c in children
-    )
+    others = [child for child in module.children() if not isinstance(child, nn.Linear)]
+    linear = sum(isinstance(child, nn.Linear) for child in module.children())
+    return linear >= 2 and not any(list(child.parameters()) for child in others)
 
 
 def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (…, T, h) → (…, T, h)
@@ -90,27 +84,19 @@ def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (…, T, h) �
     if x.shape[-2] <= rows:
         return plain(x)
     tiles = x.split(rows, dim=-2)
-    if not torch.is_grad_enabled():
-        return torch.cat([plain(tile) for tile in tiles], dim=-2)
     return torch.cat([checkpoint(plain, tile, **RECOMPUTE) for tile in tiles], dim=-2)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Switch off the gradients of parameters whose names match a pattern as of file names.
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Switch off the gradients of parameters whose names match a pattern (`*`, `?` as in a shell).
 
-    Returns their names. Raises ValueError for a pattern that matches none, and when nothing is left
-    to train.
+    Raises ValueError for a pattern that matches none, and when nothing is left to train.
     """
-    frozen = []
     for pattern in patterns:
-        matches = [
-            (name, p) for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)
-        ]
+        matches = [p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, pattern)]
         if not matches:
             raise ValueError(f"model.frozen: no parameter matches {pattern!r}")
-        for name, parameter in matches:
+        for parameter in matches:
             parameter.requires_grad_(False)
-            frozen.append(name)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"model.frozen: {list(patterns)} leave no parameter to train")
-    return frozen

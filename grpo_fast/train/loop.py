@@ -110,8 +110,7 @@ def run_steps(
         prompts = prompts_of(examples, step, config.rollout.prompts_per_step)
         metrics, completions = trainer.step(step, prompts)
         if step == config.steps or (config.eval.every and step % config.eval.every == 0):
-            after = evaluate().metrics
-            metrics |= after
+            metrics |= (after := evaluate().metrics)
         report.log(step, finite(metrics))
         every = config.log.completions_every
         if every and (step == 1 or step % every == 0):
@@ -143,8 +142,8 @@ class Trainer:
 
     def step(self, step: int, examples: list[Example]) -> tuple[dict[str, float], list[dict]]:
         """A batch of completions and the updates it is good for: metrics, readable completions."""
-        config, clock, self.steps = self.config, Clock(), step
-        group_size = config.rollout.group_size
+        self.steps = step
+        config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
         rollout = generate(
             self.policy, [example.prompt for example in examples], config.rollout,
             group_size=group_size, seed=(config.seed, step),
@@ -186,8 +185,8 @@ class Trainer:
                 forwards=int(self.loss_config.uses_reference) + int(self.updates > 1),
             ),
         }  # fmt: skip
-        shown = answers[: config.log.completions]
-        return metrics, readable(rollout, scores.total, advantages, shown)
+        answers = answers[: config.log.completions]
+        return metrics, readable(rollout, scores.total, advantages, answers)
 
     def update(self, batch: StepBatch, validate: str) -> tuple[LossMetrics, list[float]]:
         """μ passes over the batch, one optimizer step per minibatch.

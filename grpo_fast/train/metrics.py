@@ -64,12 +64,9 @@ class LossMetrics:
     def result(self) -> dict[str, float]:
         if not self.parts:
             return {}
-        merged: dict[str, Tensor] = {}
-        for name in self.parts[0][0]:
-            values = torch.stack([part[name] for part, _ in self.parts])
-            merged[name] = self._merge(name, values)
-        names = list(merged)
-        return dict(zip(names, torch.stack([merged[n] for n in names]).tolist(), strict=True))
+        names = list(self.parts[0][0])
+        merged = [self._merge(n, torch.stack([part[n] for part, _ in self.parts])) for n in names]
+        return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
     def _merge(self, name: str, values: Tensor) -> Tensor:
         if name in PARTIAL:

@@ -40,9 +40,8 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """The rate of the next step."""
-        return self.config.lr * schedule(
-            self.config.schedule, self.steps, self.config.warmup, self.total_steps
-        )
+        kind, warmup = self.config.schedule, self.config.warmup
+        return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
         """Apply the gradients, clear them, return their norm (inf or NaN: the step was skipped)."""
@@ -58,9 +57,8 @@ class Optimizer:
         self.steps += 1
         self.zero_grad()
         if self._skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            raise NonFiniteGradient(
-                f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite (the last norm: {norm})"
-            )
+            said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
+            raise NonFiniteGradient(f"{said} (the last norm: {norm})")
         return norm
 
     def zero_grad(self) -> None:
@@ -69,9 +67,7 @@ class Optimizer:
 
     def _set_rate(self, rate: float) -> None:
         for group in self.adam.param_groups:
-            if isinstance(
-                group["lr"], torch.Tensor
-            ):  # torchao keeps it in a tensor and refuses another object
+            if isinstance(group["lr"], torch.Tensor):  # torchao's: it refuses another object
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -97,9 +93,8 @@ def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
         if offloaded is None:
             raise ValueError("optim.states: offload needs torchao (pip install torchao)")
         if not torch.accelerator.is_available():
-            raise ValueError(
-                "optim.states: offload moves states from an accelerator to the host, here is none"
-            )
+            what = "offload moves states from an accelerator to the host"
+            raise ValueError(f"optim.states: {what}, here is none")
         return offloaded(parameters, torch.optim.AdamW, fused=True, **options)
     adam = optional("torchao.optim", "AdamW8bit") or optional("bitsandbytes.optim", "AdamW8bit")
     if adam is None:

@@ -120,10 +120,7 @@ class Policy:
     def frozen_copy(self) -> Policy:
         """A copy without gradients that shares nothing with this policy: the reference model."""
         twin = copy.copy(self)
-        twin.model = copy.deepcopy(self.model).requires_grad_(False).eval()
-        twin.lm = (
-            twin.model.get_base_model() if hasattr(twin.model, "get_base_model") else twin.model
-        )
+        twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
         return twin
 
     def trainable(self) -> list[nn.Parameter]:
@@ -137,18 +134,15 @@ class Policy:
         layout, positions that are not RoPE's. Returns the largest difference in nats; raises
         ValueError beyond the dtype's tolerance.
         """
-        vocabulary = self.head.weight.shape[0]
+        rows = self.head.weight.shape[0]
         prompt, *completions = (
-            [(7 * i + 11 * j + 3) % vocabulary for i in range(n)] for j, n in enumerate((4, 5, 3))
+            [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
         )
-        is_shared = self.unshared is None
-        ours = self.logps(
-            pack_groups([(prompt, completions)], shared=is_shared, device=self.device)
-        )
+        groups, is_shared = [(prompt, completions)], self.unshared is None
+        ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
         with self.generation():
-            theirs = torch.cat(
-                [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
-            )
+            own = [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
+        theirs = torch.cat(own)
         if theirs.isnan().any():
             kind = self.lm.config.model_type
             raise ValueError(f"model_type {kind}: expected weights with finite logits, got NaN")
@@ -170,15 +164,12 @@ class Policy:
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer in transformers format (with LoRA: the merged model)."""
-        from transformers.utils import logging as logging_of_transformers
-
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
         model.set_attn_implementation(self.generation_attn)
-        logging_of_transformers.disable_progress_bar()
-        model.save_pretrained(directory)
-        logging_of_transformers.enable_progress_bar()
+        with without_bars():
+            model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
         self.lm.set_attn_implementation(NAME)
 
@@ -217,6 +208,20 @@ class Reference:
         mine, policys = self.copy.model.parameters(), self.policy.model.parameters()
         for own, theirs in zip(mine, policys, strict=True):
             own.lerp_(theirs.to(own.dtype), self.config.mixing)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' bars for weights, which would run through the run's own."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def _generation_attention(lm: Any) -> str:

@@ -99,15 +99,22 @@ def test_a_damaged_model_is_refused_in_one_line(folder, tmp_path, name, caplog):
 
 
 def test_weights_without_a_place_are_reported_in_one_line(folder, caplog):
-    weights_of(folder, lambda w: w.update({f"model.layers.{i}.extra": torch.ones(3) for i in range(5, 9)}))
+    weights_of(
+        folder, lambda w: w.update({f"model.layers.{i}.extra": torch.ones(3) for i in range(5, 9)})
+    )
     load_policy(ModelConfig(path=str(folder)))
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     message = record.getMessage()
-    assert "4 weights have no place in the model: model.layers.5.extra, model.layers.6.extra" in message
+    assert (
+        "4 weights have no place in the model: model.layers.5.extra, model.layers.6.extra"
+        in message
+    )
     assert str(folder) in message and "\n" not in message
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])  # a head of its own, and one tied to the embeddings
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2"]
+)  # a head of its own, and one tied to the embeddings
 def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
     folder = tiny_folder(tmp_path / "m", family)
     assert ("lm_head.weight" in load_file(f"{folder}/model.safetensors")) == (family == "llama")
@@ -126,11 +133,20 @@ def test_a_special_token_beyond_the_embedding(folder):
     policy = load_policy(ModelConfig(path=str(folder)))
     options = Sampling(max_new_tokens=2)
     assert len(generate(policy, ["What is 1?"], options, group_size=1, seed=0).texts) == 1
-    with pytest.raises(ValueError, match="prompts: expected token ids below 295, .* got 295 in 'What is <image>"):
+    with pytest.raises(
+        ValueError, match="prompts: expected token ids below 295, .* got 295 in 'What is <image>"
+    ):
         generate(policy, ["What is <image>?"], options, group_size=1, seed=0)
 
 
 def test_a_random_model_for_a_larger_tokenizer(tmp_path):
     words = ("model.config.vocab_size=5", "log.progress=false")
-    assert refused(invoke("train", write_recipe(tmp_path), *words), "tokenizer: expected token ids below 5", "got 12")
-    assert refused(invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"), "model.config: lama")
+    assert refused(
+        invoke("train", write_recipe(tmp_path), *words),
+        "tokenizer: expected token ids below 5",
+        "got 12",
+    )
+    assert refused(
+        invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),
+        "model.config: lama",
+    )

@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,16 +52,14 @@ def build(vocab: int, device: str) -> Any:
 
 def candidates(policy: Any, batch: int, new_tokens: int) -> dict[str, tuple[str, Callable[[], list]]]:
     """name -> (role, call); a call returns (prompt ids, completion ids, logps or None) of every row."""
-    from grpo_fast.rollout.hf import generate
+    from grpo_fast.rollout import Sampling, generate
 
-    options = SimpleNamespace(
-        group_size=batch, max_new_tokens=new_tokens, temperature=1.0, top_p=1.0, top_k=0, batch_size=None
-    )
+    options = Sampling(max_new_tokens=new_tokens)
     ids = torch.tensor([policy.tokenizer(PROMPT)["input_ids"]] * batch, device=policy.device)
     length = ids.shape[1]
 
     def ours() -> list:
-        found = generate(policy, [PROMPT], options, seed=0)
+        found = generate(policy, [PROMPT], options, group_size=batch, seed=0)
         return list(zip(found.prompt_ids, found.completion_ids, found.sampling_logps, strict=True))
 
     def library(logps: bool, **arguments: Any) -> Callable[[], list]:

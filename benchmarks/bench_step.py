@@ -30,7 +30,7 @@ from benchmarks import measure  # noqa: E402
 from benchmarks.providers import versions  # noqa: E402
 from benchmarks.step_providers import PROVIDERS, StepProblem, make_problem, prepare, step_of  # noqa: E402
 from grpo_fast.train.config import ModelConfig  # noqa: E402
-from grpo_fast.train.known_models import KNOWN_MODELS  # noqa: E402
+from grpo_fast.train.planning.plan import KNOWN_MODELS  # noqa: E402
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 TINY = {"model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,

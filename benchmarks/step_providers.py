@@ -19,9 +19,9 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.long_context import apply_options
+from grpo_fast.train.loop import accumulate
 from grpo_fast.train.metrics import LossMetrics
 from grpo_fast.train.policy import Policy
-from grpo_fast.train.update import accumulate
 
 LEARNING_RATE = 1e-9  # the weights stay as they are: every round does the same work
 Logps = list[Tensor]  # (len(completion),) fp32 per completion
@@ -87,7 +87,7 @@ class Ours:
             micro.old_logps = torch.cat([old_logps[i] for i in micro.chosen])
         minibatch, loss = self.batch.minibatches[0], self.problem.loss
         seen = accumulate(self.policy, minibatch, loss, correct_sampling=False, validate="auto")
-        metrics = seen.losses.result()
+        metrics = seen.result()
         return Outcome(metrics["loss"], metrics)
 
     @property

@@ -44,7 +44,9 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
     return True
 
 
-def in_a_process(*words: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def in_a_process(
+    *words: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
     """`python -m grpo_fast …` as a user calls it."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,

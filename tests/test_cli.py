@@ -30,7 +30,12 @@ def test_help_and_version_load_nothing_heavy():
         "assert not heavy, heavy\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, str(ROOT / "grpo_fast")], check=True, env=environment, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "grpo_fast")],
+        check=True,
+        env=environment,
+        timeout=60,
+    )
     shown = invoke("--help").output
     assert all(word in shown for word in ("train", "eval", "plot", "--version"))
     version = invoke("--version")
@@ -41,15 +46,23 @@ def test_train_then_eval_then_plot(recipe, tmp_path):
     result = invoke("train", recipe, "steps=1", "log.progress=false")
     assert result.exit_code == 0, result.output
     run = tmp_path / "run"
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "model"} <= {p.name for p in run.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "model"} <= {
+        p.name for p in run.iterdir()
+    }
     assert "reward" in result.output and "→" in result.output
 
     result = invoke("eval", str(run), "n=4", "samples=4", f"out={tmp_path / 'e.json'}")
     assert result.exit_code == 0, result.output
-    assert "greedy (n=4 questions" in result.output and "pass@4" in result.output and "±" in result.output
+    assert (
+        "greedy (n=4 questions" in result.output
+        and "pass@4" in result.output
+        and "±" in result.output
+    )
     metrics = json.loads((tmp_path / "e.json").read_text())
     assert set(metrics) == {"greedy", "sampled"} and metrics["sampled"]["eval_samples"] == 4
-    assert {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_maj@4", "eval_reward_se"} <= set(metrics["sampled"])
+    assert {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_maj@4", "eval_reward_se"} <= set(
+        metrics["sampled"]
+    )
 
     result = invoke("plot", str(run), str(run / "metrics.jsonl"), "-o", str(tmp_path / "both.png"))
     assert result.exit_code == 0 and (tmp_path / "both.png").is_file()
@@ -84,9 +97,15 @@ def test_eval_of_a_model_on_a_local_file(tmp_path):
         (("data=missing.jsonl", "data.task=gsm8k"), ("found nothing at missing.jsonl",)),
         (("--name", "../up"), ("plain folder name",)),
         (("rewards.0.options.x=1",), ("sort_positions", "unexpected keyword argument 'x'")),
-        (("model.device=xpuu",), ("model.device: expected auto or a device of this machine, got 'xpuu'",)),
+        (
+            ("model.device=xpuu",),
+            ("model.device: expected auto or a device of this machine, got 'xpuu'",),
+        ),
         (("model.config.num_attention_heads=3",), ("model.config: llama refuses it",)),
-        (("model={path: /no/such/folder}",), ("model.path: expected a model's folder or hub id, got",)),
+        (
+            ("model={path: /no/such/folder}",),
+            ("model.path: expected a model's folder or hub id, got",),
+        ),
         (("loss.loss_type=groop",), ("groop", "grpo")),
     ],
 )
@@ -118,8 +137,14 @@ def test_eval_refusals(tmp_path, monkeypatch, words, parts):
 def test_eval_refuses_where_it_cannot_write_or_read_before_it_works(recipe, tmp_path):
     assert invoke("train", recipe, "steps=0", "log.progress=false").exit_code == 0
     run = str(tmp_path / "run")
-    assert refused(invoke("eval", run, f"out={tmp_path}/no/e.json"), "out: expected a file in a folder that exists")
-    assert refused(invoke("eval", run, "data=q.jsonl"), "data.path: task sort makes its own prompts, came 'q.jsonl'")
+    assert refused(
+        invoke("eval", run, f"out={tmp_path}/no/e.json"),
+        "out: expected a file in a folder that exists",
+    )
+    assert refused(
+        invoke("eval", run, "data=q.jsonl"),
+        "data.path: task sort makes its own prompts, came 'q.jsonl'",
+    )
     assert refused(invoke("eval", run, "task=gsm8k"), "data: expected data=", "with task=gsm8k")
     assert refused(invoke("eval", run, "n=[1"), "n: expected plain YAML, got '[1'")
 
@@ -150,12 +175,18 @@ def test_data_shorthand(tmp_path):
     file = tmp_path / "x.jsonl"
     assert expand_data([f"data={file}"]) == [f"data.path={file}", "data.name=null"]
     assert expand_data([f"data={tmp_path}"]) == [f"data.path={tmp_path}", "data.name=null"]
-    assert expand_data(["data=openai/gsm8k", "seed=3"]) == ["data.path=null", "data.name=openai/gsm8k", "seed=3"]
+    assert expand_data(["data=openai/gsm8k", "seed=3"]) == [
+        "data.path=null",
+        "data.name=openai/gsm8k",
+        "seed=3",
+    ]
     assert expand_data(["data={task: sort}"]) == ["data={task: sort}"]
 
 
 def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):
     (tmp_path / "bad_reward.py").write_text("def bad(**columns):\n    raise RuntimeError('boom')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    result = invoke("train", recipe, "steps=5", "rewards.0.name=bad_reward:bad", "log.progress=false")
+    result = invoke(
+        "train", recipe, "steps=5", "rewards.0.name=bad_reward:bad", "log.progress=false"
+    )
     assert result.exit_code == 1 and "reward bad:" in result.stderr and "boom" in result.stderr

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_fast.data import DatasetError, load_examples, task_symbols
-from grpo_fast.data.files import PROMPT_TEMPLATES, read_examples
+from grpo_fast.data.files import gold_answer, read_examples, strip_calculator
 from grpo_fast.data.generated import ArithmeticTask, SortTask
-from grpo_fast.data.gsm8k import gold_answer, strip_calculator
+from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
-needs_gsm8k = pytest.mark.skipif(not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout")
+needs_gsm8k = pytest.mark.skipif(
+    not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout"
+)
 
 
 def source(**fields):
@@ -25,7 +27,9 @@ def source(**fields):
 
 def write_lines(path: Path, *lines) -> Path:
     texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
-    path.write_bytes(b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts))
+    path.write_bytes(
+        b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts)
+    )
     return path
 
 
@@ -36,8 +40,14 @@ def write_lines(path: Path, *lines) -> Path:
 def test_gsm8k_counts_of_the_real_files():
     """7473 + 1319 gold answers; 79 + 14 with commas, 3 + 2 negative, none decimal; none of them lost."""
     for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
-        raw = [json.loads(line)["answer"].rpartition("####")[2].strip() for line in (GSM8K / f"{split}.jsonl").open()]
-        assert (sum("," in g for g in raw), sum(g.startswith("-") for g in raw)) == (commas, negative)
+        raw = [
+            json.loads(line)["answer"].rpartition("####")[2].strip()
+            for line in (GSM8K / f"{split}.jsonl").open()
+        ]
+        assert (sum("," in g for g in raw), sum(g.startswith("-") for g in raw)) == (
+            commas,
+            negative,
+        )
         examples = load_examples(source(task="gsm8k", path=str(GSM8K)), split=split, seed=0)
         assert len(examples) == count
         assert sorted(e.answer for e in examples) == sorted(g.replace(",", "") for g in raw)
@@ -49,7 +59,10 @@ def test_gsm8k_counts_of_the_real_files():
 @needs_gsm8k
 def test_gsm8k_train_file_uses_its_sibling_as_test():
     by_folder = load_examples(source(task="gsm8k", path=str(GSM8K)), split="test", seed=0)
-    assert load_examples(source(task="gsm8k", path=str(GSM8K / "train.jsonl")), split="test", seed=9) == by_folder
+    assert (
+        load_examples(source(task="gsm8k", path=str(GSM8K / "train.jsonl")), split="test", seed=9)
+        == by_folder
+    )
 
 
 def test_gold_answer():
@@ -79,7 +92,10 @@ def test_gold_answer():
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
         ("[" * 100_000, "not a JSON object"),
         ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
-        ('{"prompt": "x \\ud800", "answer": "1"}', "got the lone surrogate '\\ud800' at character 2"),
+        (
+            '{"prompt": "x \\ud800", "answer": "1"}',
+            "got the lone surrogate '\\ud800' at character 2",
+        ),
         ('{"prompt": "x", "answer": "\\udfff"}', "lone surrogate"),
         ('{"prompt": "x", "answer": "1", "solution": "\\ud83d"}', "lone surrogate"),
         ('{"prompt": [{"role": "user", "content": "\\udc00"}], "answer": "1"}', "lone surrogate"),
@@ -101,9 +117,7 @@ def test_a_pair_of_surrogates_is_a_character(tmp_path):
 def test_a_training_set_that_is_the_test_set(tmp_path, lines):
     """One line repeated, or two equal files: nothing is left to train on."""
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
-    expected = (
-        rf"data: expected a training example in {tmp_path}.* whose prompt is not a test prompt as well, got none$"
-    )
+    expected = rf"data: expected a training example in {tmp_path}.* whose prompt is not a test prompt as well, got none$"
     with pytest.raises(DatasetError, match=expected):
         load_examples(source(task="jsonl", path=str(path)), split="train", seed=0)
     write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
@@ -123,7 +137,9 @@ def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(DatasetError, match="found nothing at"):
         load_examples(source(task="jsonl", path="x" * 5000), split="train", seed=0)
     unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
-    with pytest.raises(DatasetError, match="data.path: expected a readable .jsonl file, got .*Errno"):
+    with pytest.raises(
+        DatasetError, match="data.path: expected a readable .jsonl file, got .*Errno"
+    ):
         read_examples(unreadable)
 
 
@@ -154,12 +170,16 @@ def test_fields_and_templates(tmp_path):
 
 
 def test_one_file_is_split_the_same_for_every_seed(tmp_path):
-    path = write_lines(tmp_path / "d.jsonl", *({"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50)))
+    path = write_lines(
+        tmp_path / "d.jsonl", *({"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50))
+    )
     data = source(task="jsonl", path=str(path), n_test=12)
     test = load_examples(data, split="test", seed=1)
     train = {seed: load_examples(data, split="train", seed=seed) for seed in (1, 2)}
     assert test == load_examples(data, split="test", seed=2) and len(test) == 12
-    assert not {e.prompt for e in test} & {e.prompt for e in train[1]}  # also where a prompt occurs twice in the file
+    assert not {e.prompt for e in test} & {
+        e.prompt for e in train[1]
+    }  # also where a prompt occurs twice in the file
     assert train[1] == load_examples(data, split="train", seed=1)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
     with pytest.raises(DatasetError, match="data.n_test: expected fewer than the 50 lines"):
@@ -172,7 +192,9 @@ def test_shots_come_from_train_and_leave_it(tmp_path):
     write_lines(folder / "train.jsonl", *({"prompt": f"p{i}", "answer": str(i)} for i in range(5)))
     write_lines(folder / "test.jsonl", {"prompt": "t", "answer": "1"})
     data = source(task="jsonl", path=str(folder), shots=2, prompt_template="Q: {question} A:")
-    assert load_examples(data, split="test", seed=0)[0].prompt == "Q: p0 A: 0\n\nQ: p1 A: 1\n\nQ: t A:"
+    assert (
+        load_examples(data, split="test", seed=0)[0].prompt == "Q: p0 A: 0\n\nQ: p1 A: 1\n\nQ: t A:"
+    )
     assert sorted(e.answer for e in load_examples(data, split="train", seed=0)) == ["2", "3", "4"]
 
 
@@ -180,10 +202,14 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="found nothing at"):
         load_examples(source(task="jsonl", path=str(tmp_path / "no.jsonl")), split="train", seed=0)
     with pytest.raises(DatasetError, match="the file is empty"):
-        load_examples(source(task="jsonl", path=str(write_lines(tmp_path / "e.jsonl"))), split="train", seed=0)
+        load_examples(
+            source(task="jsonl", path=str(write_lines(tmp_path / "e.jsonl"))), split="train", seed=0
+        )
     with pytest.raises(DatasetError, match="data.path .* or data.name"):
         load_examples(source(task="gsm8k"), split="train", seed=0)
-    with pytest.raises(DatasetError, match="data.task: expected one of sort, arithmetic, gsm8k, jsonl, got 'chess'"):
+    with pytest.raises(
+        DatasetError, match="data.task: expected one of sort, arithmetic, gsm8k, jsonl, got 'chess'"
+    ):
         load_examples(source(task="chess"), split="train", seed=0)
     with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):
         load_examples(source(task="sort"), split="dev", seed=0)
@@ -199,12 +225,18 @@ def test_hub_rows(monkeypatch):
         asked.append((repository, config, split))
         return [{"question": f"{split} q", "answer": "#### 1"}]
 
-    monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    empty = SimpleNamespace(load_dataset=lambda *_, split: [] if split == "test" else load_dataset(*_, split))
+    monkeypatch.setitem(
+        __import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset)
+    )
+    empty = SimpleNamespace(
+        load_dataset=lambda *_, split: [] if split == "test" else load_dataset(*_, split)
+    )
     with monkeypatch.context() as patch:
         patch.setitem(__import__("sys").modules, "datasets", empty)
         for split in ("train", "test"):
-            with pytest.raises(DatasetError, match="data: expected at least one test example in a/b, got none"):
+            with pytest.raises(
+                DatasetError, match="data: expected at least one test example in a/b, got none"
+            ):
                 load_examples(source(task="gsm8k", name="a/b"), split=split, seed=0)
     asked.clear()
     train = load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)
@@ -215,7 +247,9 @@ def test_hub_rows(monkeypatch):
 # Generated tasks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])  # small spaces, where prompts collide
+@pytest.mark.parametrize(
+    ("digits", "symbols"), [(3, 10), (4, 30), (8, 2)]
+)  # small spaces, where prompts collide
 def test_sort_answers_and_held_out_prompts(digits, symbols):
     data = source(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)
     test, train = (load_examples(data, split=s, seed=3) for s in ("test", "train"))
@@ -271,7 +305,9 @@ def test_bpe_round_trip_and_reload(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded(odd)["input_ids"] == tokenizer(odd)["input_ids"] and loaded.padding_side == "left"
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    assert loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "S\nQ\n"
+    assert (
+        loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "S\nQ\n"
+    )
     assert build_bpe_tokenizer(texts, 300).get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ValueError, match="vocab_size: expected at least 258"):
         build_bpe_tokenizer(texts, 200)

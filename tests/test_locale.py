@@ -6,10 +6,15 @@ import json
 
 import pytest
 
-from grpo_fast.train.config import load_recipe
+from grpo_fast.train.settings import load_recipe
 from tests.command_line import RECIPE, in_a_process, write_recipe
 
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+ASCII = {
+    "LC_ALL": "C",
+    "PYTHONUTF8": "0",
+    "PYTHONCOERCECLOCALE": "0",
+    "PYTHONIOENCODING": "ascii:strict",
+}
 OTHER = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").replace(
     "data: {task: sort, digits: 3, n_test: 8}",
     "data: {task: jsonl, path: DATA, prompt_template: 'Frage → {question} ä漢🙂'}",
@@ -29,7 +34,8 @@ def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     (tmp_path / "d.jsonl").write_text(text, encoding="utf-8")
     recipe = write_recipe(
-        tmp_path, OTHER.replace("DATA", str(tmp_path / "d.jsonl")).replace("sort_positions", "exact_match")
+        tmp_path,
+        OTHER.replace("DATA", str(tmp_path / "d.jsonl")).replace("sort_positions", "exact_match"),
     )
     words = ("steps=1", "model.config.max_position_embeddings=256", "log.completions_every=1")
     assert succeeded(in_a_process("train", recipe, *words, **ASCII), b"reward 0.000", b"?")
@@ -59,4 +65,6 @@ def test_a_folder_that_this_locale_cannot_name(tmp_path):
     """Before any work, not when the first file is written."""
     (tmp_path / "r.yaml").write_text(RECIPE.replace("OUT", f"{tmp_path}/läufe"), encoding="utf-8")
     result = in_a_process("train", str(tmp_path / "r.yaml"), **ASCII)
-    assert result.returncode == 2 and result.stderr.startswith(b"grpo-fast: output_dir: cannot use "), result.stderr
+    assert result.returncode == 2 and result.stderr.startswith(
+        b"grpo-fast: output_dir: cannot use "
+    ), result.stderr

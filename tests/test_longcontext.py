@@ -14,11 +14,11 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train import optimizer
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig, OptimConfig
+from grpo_fast.train.loading import load_policy
 from grpo_fast.train.long_context import apply_options, freeze, tile_mlps
+from grpo_fast.train.loop import accumulate
 from grpo_fast.train.optimizer import Optimizer, build_adam
-from grpo_fast.train.policy import Policy, load_policy
-from grpo_fast.train.reference import Reference
-from grpo_fast.train.update import accumulate
+from grpo_fast.train.policy import Policy, Reference
 from tests.tiny import tiny_folder, tiny_model
 
 SYMBOLS = [*map(str, range(10)), "="]
@@ -34,7 +34,9 @@ def a_rollout(seed=0):
     prompts = [p for n in (11, 5) for p in [ids(n)] * 3]
     completions = [ids(n) for n in (9, 1, 4, 3, 7, 2)]
     logps = [torch.randn(len(c), generator=generator) - 3 for c in completions]
-    return Rollout(prompt_ids=prompts, completion_ids=completions, sampling_logps=logps, truncated=[False] * 6)
+    return Rollout(
+        prompt_ids=prompts, completion_ids=completions, sampling_logps=logps, truncated=[False] * 6
+    )
 
 
 def loss_and_gradients(policy, seed=0):
@@ -47,7 +49,7 @@ def loss_and_gradients(policy, seed=0):
     config = LossConfig(loss_type="grpo", compute_entropy=True)
     seen = accumulate(policy, batch.minibatches[0], config, correct_sampling=False, validate="full")
     gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-    return seen.losses.result()["loss"], gradients
+    return seen.result()["loss"], gradients
 
 
 def fp64_policy(family="llama", **options):
@@ -74,7 +76,9 @@ def test_options_change_no_gradient(family, options):
     other, theirs = loss_and_gradients(fp64_policy(family, **options))
     assert other == pytest.approx(loss, rel=1e-6) and gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(theirs[name], gradient, rtol=1e-12, atol=1e-12 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            theirs[name], gradient, rtol=1e-12, atol=1e-12 * float(gradient.abs().max())
+        )
 
 
 def test_options_are_in_force(monkeypatch):
@@ -88,7 +92,9 @@ def test_options_are_in_force(monkeypatch):
 
     def saved(policy):
         kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(x.numel()) or x, lambda x: x
+        ):
             loss_and_gradients(policy)
         return sum(kept)
 
@@ -112,7 +118,9 @@ def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
 def test_tiles_see_no_more_rows_than_asked_for():
     policy, seen = fp64_policy(tiled_mlp=7), []
     for layer in policy.lm.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
+        layer.mlp.down_proj.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0].shape[-2])
+        )
     loss_and_gradients(policy)
     # T = 11 + 5 + Σ(C − 1) = 36 rows; each tile runs once forward and once more for its backward
     assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
@@ -127,7 +135,9 @@ def test_a_reference_copy_keeps_its_own_tiled_mlps():
         if "forward" in vars(twin):
             assert twin.forward.__self__ is twin and module.forward.__self__ is module
     rollout = a_rollout()
-    batch = StepBatch(rollout, torch.zeros(6), group_size=3, minibatches=1, budget=10**6, device="cpu")
+    batch = StepBatch(
+        rollout, torch.zeros(6), group_size=3, minibatches=1, budget=10**6, device="cpu"
+    )
     before = reference.logps(batch.micro_batches[0].packed, 1.0)
     with torch.no_grad():
         policy.lm.model.layers[0].mlp.down_proj.weight.zero_()
@@ -140,7 +150,9 @@ def test_frozen_weights_get_no_gradient_and_change_no_other():
         _, rest = loss_and_gradients(
             fp64_policy("llama", frozen=["*embed_tokens*", "lm_head*", "*layers.0.*"], **options)
         )
-        assert rest and not [name for name in rest if "embed" in name or "lm_head" in name or "layers.0" in name]
+        assert rest and not [
+            name for name in rest if "embed" in name or "lm_head" in name or "layers.0" in name
+        ]
         for name, gradient in rest.items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12)
     model = tiny_model("llama")
@@ -153,16 +165,29 @@ def test_frozen_weights_get_no_gradient_and_change_no_other():
 def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
     folder = tiny_folder(tmp_path / "base", "llama")
     results = []
-    for options in ({}, {"gradient_checkpointing": True, "checkpoint_offload": True, "tiled_mlp": 6}):
+    for options in (
+        {},
+        {"gradient_checkpointing": True, "checkpoint_offload": True, "tiled_mlp": 6},
+    ):
         torch.manual_seed(0)
         policy = load_policy(ModelConfig(path=folder, dtype="float32", lora={"r": 4}, **options))
-        for number, parameter in enumerate(policy.trainable()):  # B starts at zero: nothing would flow into A
-            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+        for number, parameter in enumerate(
+            policy.trainable()
+        ):  # B starts at zero: nothing would flow into A
+            torch.nn.init.normal_(
+                parameter, std=0.1, generator=torch.Generator().manual_seed(number)
+            )
         results.append(loss_and_gradients(policy))
     (loss, gradients), (other, theirs) = results
-    assert other == pytest.approx(loss, rel=1e-5) and gradients.keys() == theirs.keys() and len(gradients) == 28
+    assert (
+        other == pytest.approx(loss, rel=1e-5)
+        and gradients.keys() == theirs.keys()
+        and len(gradients) == 28
+    )
     for name, gradient in gradients.items():
-        torch.testing.assert_close(theirs[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            theirs[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
+        )
 
 
 # Optimizer states ----------------------------------------------------------------------------------------------------
@@ -171,7 +196,10 @@ def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
 def test_states_that_need_a_package_name_it(monkeypatch):
     weights = [torch.nn.Parameter(torch.ones(3))]
     monkeypatch.setattr(optimizer, "optional", lambda *_: None)
-    for states, message in (("8bit", "8bit needs torchao or bitsandbytes"), ("offload", "offload needs torchao")):
+    for states, message in (
+        ("8bit", "8bit needs torchao or bitsandbytes"),
+        ("offload", "offload needs torchao"),
+    ):
         with pytest.raises(ValueError, match=rf"optim.states: {message} \(pip install torchao\)"):
             build_adam(weights, OptimConfig(states=states))
     monkeypatch.setattr(optimizer, "optional", lambda *_: torch.optim.AdamW)
@@ -194,7 +222,9 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
 
     monkeypatch.setattr(optimizer, "optional", lambda *_: TensorRate)
     weight = torch.nn.Parameter(torch.zeros(1))
-    stepper = Optimizer([weight], OptimConfig(states="8bit", lr=1.0, schedule="linear", max_grad_norm=9.0), 4)
+    stepper = Optimizer(
+        [weight], OptimConfig(states="8bit", lr=1.0, schedule="linear", max_grad_norm=9.0), 4
+    )
     for expected in (-1.0, -1.75):
         weight.grad = torch.ones(1)
         stepper.step()

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_fast.data import DatasetError, load_examples
-from grpo_fast.data.shots import question_key
+from grpo_fast.data.prompts import question_key
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
-needs_gsm8k = pytest.mark.skipif(not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout")
+needs_gsm8k = pytest.mark.skipif(
+    not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout"
+)
 
 
 def words(text):
@@ -34,7 +36,9 @@ def twins(tmp_path):
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "Three and three?", "answer": "#### 6"}) + "\n")
+    (tmp_path / "test.jsonl").write_text(
+        json.dumps({"question": "Three and three?", "answer": "#### 6"}) + "\n"
+    )
     return tmp_path
 
 
@@ -64,7 +68,10 @@ def test_draws_depend_on_seed_and_index_only():
     assert one.shots(5) != one.shots(6)
     same_question = next(i for i in range(len(other)) if other.examples[i] == one.examples[5])
     assert other[same_question].prompt != one[5].prompt
-    assert load(GSM8K, "test", seed=0, shots_tokens=500)[3] == load(GSM8K, "test", seed=1, shots_tokens=500)[3]
+    assert (
+        load(GSM8K, "test", seed=0, shots_tokens=500)[3]
+        == load(GSM8K, "test", seed=1, shots_tokens=500)[3]
+    )
 
 
 def test_the_question_and_its_twins_never_leak(twins):
@@ -79,13 +86,19 @@ def test_the_question_and_its_twins_never_leak(twins):
 
 def test_only_what_fits(twins):
     shot = words("Question: One and one?\nAnswer: It is 0\n#### 0")
-    assert [len(questions_in(e.prompt)) for e in load(twins, shots_tokens=2 * shot + 1)] == [3] * len(load(twins))
+    assert [len(questions_in(e.prompt)) for e in load(twins, shots_tokens=2 * shot + 1)] == [
+        3
+    ] * len(load(twins))
     with pytest.raises(DatasetError, match="not one of 4 training examples fits into 3 tokens"):
         load(twins, shots_tokens=3)
     with pytest.raises(DatasetError, match="count_tokens"):
-        load_examples(SimpleNamespace(task="gsm8k", path=str(twins), shots_tokens=9), split="train", seed=0)
+        load_examples(
+            SimpleNamespace(task="gsm8k", path=str(twins), shots_tokens=9), split="train", seed=0
+        )
 
 
 def test_chat_messages_hold_the_shots(twins):
     prompt = load(twins, shots_tokens=1000, chat=True, system_prompt="Be brief.")[0].prompt
-    assert [m["role"] for m in prompt] == ["system", "user"] and len(questions_in(prompt[1]["content"])) >= 3
+    assert [m["role"] for m in prompt] == ["system", "user"] and len(
+        questions_in(prompt[1]["content"])
+    ) >= 3

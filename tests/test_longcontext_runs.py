@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from grpo_fast.train import loop
-from grpo_fast.train.config import load_recipe
 from grpo_fast.train.metrics import is_timing
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.report import memory_line
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16", "steps=3",
@@ -27,7 +27,9 @@ def sort_run(folder, *overrides):
 
 
 GPU_ERROR = torch.OutOfMemoryError("CUDA out of memory.")
-CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
+CPU_ERROR = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
+)
 
 
 @pytest.fixture
@@ -70,11 +72,16 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
     """The run equals, bit for bit, one with the lower budget from its start: nothing is counted twice."""
-    every = where == "anywhere"  # otherwise the old logps were computed in the larger micro-batches already
+    every = (
+        where == "anywhere"
+    )  # otherwise the old logps were computed in the larger micro-batches already
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         lowered = sort_run(tmp_path / "lowered", *overrides, "tokens_per_microbatch=80")
-    budget, lines = lowered_budget(tmp_path / "lowered"), [r.message for r in caplog.records if "lowered" in r.message]
+    budget, lines = (
+        lowered_budget(tmp_path / "lowered"),
+        [r.message for r in caplog.records if "lowered" in r.message],
+    )
     assert 10 < budget <= room
     assert lines == [f"out of memory: tokens_per_microbatch lowered to {budget} ({error})"]
     assert sort_run(tmp_path / "lower", *overrides, f"tokens_per_microbatch={budget}") == lowered
@@ -83,7 +90,9 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
     """The second micro-batch of the first backward pass fails, after the first has left gradients."""
     options = ["reference.kind=none", "loss.beta=0"]
-    calls = no_room(lambda call, tokens: call == 3)  # the self-check, then the first micro-batch, then the second
+    calls = no_room(
+        lambda call, tokens: call == 3
+    )  # the self-check, then the first micro-batch, then the second
     lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
     budget = lowered_budget(tmp_path / "lowered")
     assert budget < calls[1] and max(calls[1:3]) // 2 == budget and max(calls[3:]) <= budget
@@ -92,9 +101,17 @@ def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_pa
 
 def test_out_of_memory_later_keeps_the_old_logps(tmp_path, no_room):
     """In the second pass the weights behind the old logps are gone, so the logps are handed on, not computed again."""
-    options = ["inner_iterations=2", "reference.kind=none", "loss.beta=0", "steps=1", "tokens_per_microbatch=400"]
+    options = [
+        "inner_iterations=2",
+        "reference.kind=none",
+        "loss.beta=0",
+        "steps=1",
+        "tokens_per_microbatch=400",
+    ]
     whole = sort_run(tmp_path / "whole", *options)
-    calls = no_room(lambda call, tokens: call == 4)  # self-check, old logps, first pass, second pass
+    calls = no_room(
+        lambda call, tokens: call == 4
+    )  # self-check, old logps, first pass, second pass
     lowered = sort_run(tmp_path / "lowered", *options)
     assert len(calls) > 5 and max(calls[4:]) <= calls[3] // 2
     for name in ("loss", "grad_norm", "approx_kl", "ratio/max", "policy_loss"):
@@ -104,7 +121,9 @@ def test_out_of_memory_later_keeps_the_old_logps(tmp_path, no_room):
 
 def test_one_completion_that_does_not_fit_ends_the_run(tmp_path, no_room):
     no_room(lambda call, tokens: call > 1)
-    with pytest.raises(ValueError, match="tokens_per_microbatch: one completion with its prompt .* does not fit"):
+    with pytest.raises(
+        ValueError, match="tokens_per_microbatch: one completion with its prompt .* does not fit"
+    ):
         sort_run(tmp_path / "run")
 
 
@@ -120,7 +139,9 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
 def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     packed = sort_run(tmp_path / "packed", "shared_prompt=false")
-    monkeypatch.setattr("grpo_fast.train.policy.shared_prompt_supported", lambda _: "rope_type: 'some'")
+    monkeypatch.setattr(
+        "grpo_fast.train.policy.shared_prompt_supported", lambda _: "rope_type: 'some'"
+    )
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         fallen_back = sort_run(tmp_path / "back")
     assert fallen_back == packed
@@ -131,7 +152,10 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
 
 def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
-    shared, packed = sort_run(tmp_path / "shared"), sort_run(tmp_path / "packed", "shared_prompt=false")
+    shared, packed = (
+        sort_run(tmp_path / "shared"),
+        sort_run(tmp_path / "packed", "shared_prompt=false"),
+    )
     assert shared[0]["num_tokens"] < packed[0]["num_tokens"]
     for a, b in zip(shared, packed, strict=True):
         for name in ("loss", "grad_norm", "reward", "kl", "policy_loss", "completions/mean_length"):
@@ -140,7 +164,7 @@ def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypat
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
-    monkeypatch.setattr("grpo_fast.train.budget._host_memory", lambda: 8 << 30)
+    monkeypatch.setattr("grpo_fast.train.planning.budget._host_memory", lambda: 8 << 30)
     monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     lines = [{"question": f"Tom has {i} apples, then {i + 1} more. Sum?", "answer": f"{i} + {i + 1}\n#### {2 * i + 1}"}
              for i in range(30)]  # fmt: skip
@@ -154,11 +178,15 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     ])  # fmt: skip
     summary = loop.train(config)
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 2 * 220 < row["num_tokens"] < 2 * 400  # two groups of 16, each with one copy of its long prompt
+    assert (
+        2 * 220 < row["num_tokens"] < 2 * 400
+    )  # two groups of 16, each with one copy of its long prompt
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
     line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
     tokens = f"{row['num_tokens']:.0f}"
     assert line.endswith(
         f"3.00 GiB predicted (micro-batches of up to {tokens} tokens), the whole process grew by 0.50 GiB"
     )
-    assert memory_line({**summary, "predicted_memory": None, "peak_memory": 5 << 29}).endswith(", 2.50 GiB measured")
+    assert memory_line({**summary, "predicted_memory": None, "peak_memory": 5 << 29}).endswith(
+        ", 2.50 GiB measured"
+    )

@@ -9,21 +9,34 @@ import torch
 
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, OptimConfig, load_recipe
-from grpo_fast.train.known_models import KNOWN_MODELS
+from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.long_context import apply_options
-from grpo_fast.train.memory_model import Memory, Shape, predict, predict_run, trainable_parameters
-from grpo_fast.train.plan import CASES, OPTIONS, plan, render
+from grpo_fast.train.planning.memory_model import (
+    Memory,
+    Shape,
+    predict,
+    predict_run,
+    trainable_parameters,
+)
+from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, plan, render
 from grpo_fast.train.policy import Policy
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_model
 
-SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "max_position_embeddings": 4096}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+}
 TOKENS = 1024
 
 
 def a_trunk(family, dtype, *, kv_heads=2, **options):
     """(policy, shape, its memory as predicted, a packed row of TOKENS tokens)."""
-    model = tiny_model(family, vocab_size=13, num_key_value_heads=kv_heads, **SIZES).to(getattr(torch, dtype))
+    model = tiny_model(family, vocab_size=13, num_key_value_heads=kv_heads, **SIZES).to(
+        getattr(torch, dtype)
+    )
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
     apply_options(model, config)
     policy = Policy(model, build_symbol_tokenizer([*map(str, range(10)), "="]))
@@ -52,7 +65,9 @@ def kept_bytes(policy, packed):
 
 def peak_bytes(step):
     """The allocator's peak beyond what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         step()
     current = peak = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -90,7 +105,9 @@ def test_the_prediction_against_the_allocators_peak(dtype, options):
 def test_the_prediction_against_what_autograd_keeps(family):
     """Asserted: within 2% beside the final norm, which the model leaves out (it is released first)."""
     policy, shape, memory, packed = a_trunk(family, "float32")
-    head_norms = 0 if family != "qwen3" else SIZES["num_hidden_layers"] * 2 * 4 * (shape.query + shape.kv)
+    head_norms = (
+        0 if family != "qwen3" else SIZES["num_hidden_layers"] * 2 * 4 * (shape.query + shape.kv)
+    )
     final_norm = 2 * 4 * shape.hidden
     kept = kept_bytes(policy, packed) / TOKENS - final_norm - head_norms
     assert kept == pytest.approx(memory.kept_per_token, rel=0.02)
@@ -109,8 +126,14 @@ def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
 
 def test_tokens_is_the_inverse_of_peak():
     shape = Shape(28, 1536, 8960, 1536, 256, 151936, 1_543_714_304, True)
-    for options in ({}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "tiled_mlp": 2048}):
-        memory = predict(shape, ModelConfig(path="x", dtype="bfloat16", **options), OptimConfig(), device="cuda")
+    for options in (
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "tiled_mlp": 2048},
+    ):
+        memory = predict(
+            shape, ModelConfig(path="x", dtype="bfloat16", **options), OptimConfig(), device="cuda"
+        )
         for limit in (2e10, 8e10, 141e9):
             most = memory.tokens(limit)
             assert memory.peak(most) <= limit < memory.peak(most + 2)
@@ -123,11 +146,21 @@ def test_the_formula_of_the_design_at_16_bits():
     h, i, layers = 4096, 11008, 32
     shape = Shape(layers, h, i, h, 0, 32000, 10**9, False)
     options = {"gradient_checkpointing": True, "dtype": "bfloat16", "path": "x", "device": "cuda"}
-    expected = {(): 2 * layers * h + 26 * h + 12 * i, ("tiled",): 2 * layers * h + 38 * h, ("tiled", "off"): 38 * h}
+    expected = {
+        (): 2 * layers * h + 26 * h + 12 * i,
+        ("tiled",): 2 * layers * h + 38 * h,
+        ("tiled", "off"): 38 * h,
+    }
     for names, per_token in expected.items():
-        chosen = {**options, **({"tiled_mlp": 2048} if "tiled" in names else {}), "checkpoint_offload": "off" in names}
+        chosen = {
+            **options,
+            **({"tiled_mlp": 2048} if "tiled" in names else {}),
+            "checkpoint_offload": "off" in names,
+        }
         memory = predict(shape, ModelConfig(**chosen), OptimConfig(), device="cuda")
-        assert memory.per_token == per_token  # kv = 0 here: the design's h beside 26h are a grouped k and v
+        assert (
+            memory.per_token == per_token
+        )  # kv = 0 here: the design's h beside 26h are a grouped k and v
 
 
 def test_fixed_memory():
@@ -135,19 +168,31 @@ def test_fixed_memory():
 
     def fixed(model=None, optim=None, **rest):
         return predict(
-            shape, ModelConfig(path="x", **(model or {})), OptimConfig(**(optim or {})), device="cuda", **rest
+            shape,
+            ModelConfig(path="x", **(model or {})),
+            OptimConfig(**(optim or {})),
+            device="cuda",
+            **rest,
         )
 
     assert fixed().fixed == 16 * 10_000 and fixed({"dtype": "bfloat16"}).fixed == 8 * 10_000
     assert fixed(optim={"states": "offload"}).fixed == 8 * 10_000
     assert fixed(optim={"states": "8bit"}).fixed == pytest.approx((8 + 2) * 10_000, rel=0.01)
-    assert fixed(reference=True).fixed == 20 * 10_000 and fixed({"autocast": "bfloat16"}).fixed == 18 * 10_000
+    assert (
+        fixed(reference=True).fixed == 20 * 10_000
+        and fixed({"autocast": "bfloat16"}).fixed == 18 * 10_000
+    )
     lora = ModelConfig(path="x", lora={"r": 4})
     adapters = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
     assert trainable_parameters(shape, lora) == adapters
-    assert predict(shape, lora, OptimConfig(), device="cuda", reference=True).fixed == 4 * 10_000 + 12 * adapters
+    assert (
+        predict(shape, lora, OptimConfig(), device="cuda", reference=True).fixed
+        == 4 * 10_000 + 12 * adapters
+    )
     assert trainable_parameters(shape, ModelConfig(path="x", frozen=["*embed*"])) == 10_000 - 6400
-    with pytest.raises(ValueError, match="num_hidden_layers: the config of model_type 'odd' has none"):
+    with pytest.raises(
+        ValueError, match="num_hidden_layers: the config of model_type 'odd' has none"
+    ):
         Shape.of(type("Config", (), {"model_type": "odd", "hidden_size": 3})(), 1)
 
 
@@ -156,7 +201,9 @@ def test_lora_parameters_are_counted_as_peft_makes_them():
 
     model = tiny_model("llama")
     shape = Shape.of(model.config, sum(p.numel() for p in model.parameters()))
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     assert trainable_parameters(shape, ModelConfig(path="x", lora={"r": 4})) == sum(
         p.numel() for p in adapted.parameters() if p.requires_grad
     )
@@ -181,8 +228,17 @@ def test_a_plan_of_a_known_model():
     memory = dict(found.memory)
     assert set(memory) == {label for label, _ in OPTIONS}
     most = {label: m.tokens(found.usable) for label, m in memory.items()}
-    assert most["as configured"] < most["checkpointing, every 2nd"] < most["checkpointing"] < most["+ tiled MLP"]
-    assert most["+ tiled MLP"] < most["+ tiled MLP, offload"] < most["+ tiled MLP, offload, 8-bit Adam"]
+    assert (
+        most["as configured"]
+        < most["checkpointing, every 2nd"]
+        < most["checkpointing"]
+        < most["+ tiled MLP"]
+    )
+    assert (
+        most["+ tiled MLP"]
+        < most["+ tiled MLP, offload"]
+        < most["+ tiled MLP, offload, 8-bit Adam"]
+    )
     text = shown(found)
     assert "494M parameters on 141 GB" in text and "16,368" in text and "139,248" in text
     assert len(found.cases) == len(CASES)  # the wanted one is among them
@@ -191,7 +247,9 @@ def test_a_plan_of_a_known_model():
 def test_a_plan_of_a_recipe_and_of_a_config_file(tmp_path):
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
     assert recipe.cases[0] == (8192, 128, 4) and "as configured" in shown(recipe)
-    assert recipe.memory[0][1] == predict_run(recipe.shape, load_recipe("gsm8k-tiny", ["model.lora.r=8"]), "cuda")
+    assert recipe.memory[0][1] == predict_run(
+        recipe.shape, load_recipe("gsm8k-tiny", ["model.lora.r=8"]), "cuda"
+    )
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5b"]))
     assert plan(str(path), ["gpu=80"]).shape.parameters == 494_032_768
@@ -206,10 +264,22 @@ def test_a_plan_of_a_recipe_and_of_a_config_file(tmp_path):
         ("sort", ["gpu=.inf"], "gpu: expected gpu=<a number above 0>, came 'gpu=.inf'"),
         ("sort", ["gpu=.nan"], "gpu: expected gpu=<a number above 0>, came 'gpu=.nan'"),
         ("sort", ["gpu=" + "9" * 400], "gpu: expected gpu=<a number above 0>, came 'gpu=9"),
-        ("sort", ["gpu=8", "group=0.5"], "group: expected group=<a whole number above 0>, came 'group=0.5'"),
+        (
+            "sort",
+            ["gpu=8", "group=0.5"],
+            "group: expected group=<a whole number above 0>, came 'group=0.5'",
+        ),
         ("sort", ["gpu=8", "prompt=8192.5"], "prompt: expected prompt=<a whole number above 0>"),
-        ("sort", ["gpu=8", "completion=.inf"], "completion: expected completion=<a whole number above 0>"),
-        ("sort", ["gpu=8", "model.config.num_attention_heads=3"], "model.config: llama refuses it: "),
+        (
+            "sort",
+            ["gpu=8", "completion=.inf"],
+            "completion: expected completion=<a whole number above 0>",
+        ),
+        (
+            "sort",
+            ["gpu=8", "model.config.num_attention_heads=3"],
+            "model.config: llama refuses it: ",
+        ),
         ("sort", ["gpu=8", "model.config.model_type=lama"], "model.config: lama refuses it: "),
         ("sort", ["gpu=8", "stpes=2"], "nearest: steps"),
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
@@ -239,10 +309,19 @@ def test_the_command(capsys):
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff", b"{", b"[1]", b'{"model_type": ["x"]}', b'{"model_type": "llama", "vocab_size": "x"}']
+    "content",
+    [
+        b"\xff",
+        b"{",
+        b"[1]",
+        b'{"model_type": ["x"]}',
+        b'{"model_type": "llama", "vocab_size": "x"}',
+    ],
 )
 def test_a_config_json_that_is_none(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="MODEL: expected a recipe, .* or its config.json, came .*config.json"):
+    with pytest.raises(
+        ValueError, match="MODEL: expected a recipe, .* or its config.json, came .*config.json"
+    ):
         plan(str(path), ["gpu=8"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.policy import load_policy
+from grpo_fast.train.loading import load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.tiny import TEXTS, tiny_folder
 
@@ -99,15 +99,22 @@ def test_a_damaged_model_is_refused_in_one_line(folder, tmp_path, name, caplog):
 
 
 def test_weights_without_a_place_are_reported_in_one_line(folder, caplog):
-    weights_of(folder, lambda w: w.update({f"model.layers.{i}.extra": torch.ones(3) for i in range(5, 9)}))
+    weights_of(
+        folder, lambda w: w.update({f"model.layers.{i}.extra": torch.ones(3) for i in range(5, 9)})
+    )
     load_policy(ModelConfig(path=str(folder)))
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     message = record.getMessage()
-    assert "4 weights have no place in the model: model.layers.5.extra, model.layers.6.extra" in message
+    assert (
+        "4 weights have no place in the model: model.layers.5.extra, model.layers.6.extra"
+        in message
+    )
     assert str(folder) in message and "\n" not in message
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])  # a head of its own, and one tied to the embeddings
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2"]
+)  # a head of its own, and one tied to the embeddings
 def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
     folder = tiny_folder(tmp_path / "m", family)
     assert ("lm_head.weight" in load_file(f"{folder}/model.safetensors")) == (family == "llama")
@@ -118,20 +125,28 @@ def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
 
 def test_a_special_token_beyond_the_embedding(folder):
     """As in Gemma 3's text models: no text leads to it, so only a prompt that spells it is refused."""
-    from grpo_fast.rollout import generate
-    from grpo_fast.train.config import SamplingConfig
+    from grpo_fast.rollout import Sampling, generate
 
     tokenizer = build_bpe_tokenizer(TEXTS, 300)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     tokenizer.save_pretrained(folder)
     policy = load_policy(ModelConfig(path=str(folder)))
-    options = SamplingConfig(group_size=1, max_new_tokens=2)
-    assert len(generate(policy, ["What is 1?"], options, seed=0).texts) == 1
-    with pytest.raises(ValueError, match="prompts: expected token ids below 295, .* got 295 in 'What is <image>"):
-        generate(policy, ["What is <image>?"], options, seed=0)
+    options = Sampling(max_new_tokens=2)
+    assert len(generate(policy, ["What is 1?"], options, group_size=1, seed=0).texts) == 1
+    with pytest.raises(
+        ValueError, match="prompts: expected token ids below 295, .* got 295 in 'What is <image>"
+    ):
+        generate(policy, ["What is <image>?"], options, group_size=1, seed=0)
 
 
 def test_a_random_model_for_a_larger_tokenizer(tmp_path):
     words = ("model.config.vocab_size=5", "log.progress=false")
-    assert refused(invoke("train", write_recipe(tmp_path), *words), "tokenizer: expected token ids below 5", "got 12")
-    assert refused(invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"), "model.config: lama")
+    assert refused(
+        invoke("train", write_recipe(tmp_path), *words),
+        "tokenizer: expected token ids below 5",
+        "got 12",
+    )
+    assert refused(
+        invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),
+        "model.config: lama",
+    )

@@ -10,18 +10,16 @@ import os
 import pytest
 import torch
 
-from grpo_fast.train.config import load_recipe, parse_config
-from grpo_fast.train.curves import series, smooth
-from grpo_fast.train.folders import check_folder
+from grpo_fast.data import escape_control
+from grpo_fast.train.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report import (
     OutputFolderError,
     RunReport,
-    escape_control,
+    check_folder,
     final_line,
-    plot_runs,
-    read_metrics,
     run_folder,
 )
+from grpo_fast.train.settings import load_recipe, parse_config
 
 
 def config(**changes):
@@ -47,7 +45,12 @@ def logged_run(folder, steps=40):
     evaluation = {"eval_reward": 0.5, "eval_accuracy_strict": 0.2, "eval_accuracy_lenient": 0.4}
     evaluation |= {f"{name}_se": 0.05 for name in evaluation}
     for step in range(1, steps + 1):
-        moving = {"reward": step / steps, "kl": 0.01 * step, "entropy": 1 / step, "perf/rollout_tok_s": 100.0 + step}
+        moving = {
+            "reward": step / steps,
+            "kl": 0.01 * step,
+            "entropy": 1 / step,
+            "perf/rollout_tok_s": 100.0 + step,
+        }
         report.log(step, moving | constant | (evaluation if step % 10 == 0 else {}))
     return report
 
@@ -56,7 +59,12 @@ def test_folder_of_a_run(tmp_path):
     out = tmp_path / "runs" / "a"
     report = logged_run(out)
     report.completions(10, [{"prompt": "1 2 =", "completion": "1 2", "reward": 1.0}])
-    before = {"eval_reward": 0.25, "eval_reward_se": 0.01, "eval_accuracy_strict": 0.0, "eval_accuracy_strict_se": 0.0}
+    before = {
+        "eval_reward": 0.25,
+        "eval_reward_se": 0.01,
+        "eval_accuracy_strict": 0.0,
+        "eval_accuracy_strict_se": 0.0,
+    }
     after = {
         "eval_reward": 0.95,
         "eval_reward_se": 0.011,
@@ -65,10 +73,18 @@ def test_folder_of_a_run(tmp_path):
         "eval_n": 256.0,
     }
     line = report.finish(
-        {"before": before, "after": after, "steps": 40, "nan": math.nan, "t": torch.tensor(2.0), "folder": out}
+        {
+            "before": before,
+            "after": after,
+            "steps": 40,
+            "nan": math.nan,
+            "t": torch.tensor(2.0),
+            "folder": out,
+        }
     )
     assert (
-        line == "reward 0.250 ± 0.010 → 0.950 ± 0.011 · strict 0.0% ± 0.0 → 94.1% ± 1.5 (n=256, ± one standard error)"
+        line
+        == "reward 0.250 ± 0.010 → 0.950 ± 0.011 · strict 0.0% ± 0.0 → 94.1% ± 1.5 (n=256, ± one standard error)"
     )
     assert line in report._stream.getvalue()
     names = {path.name for path in out.iterdir()}
@@ -78,7 +94,10 @@ def test_folder_of_a_run(tmp_path):
     ).stat().st_size > 20_000
     summary = json.loads((out / "summary.json").read_text())
     assert (
-        summary["after"] == after and summary["nan"] is None and summary["t"] == 2.0 and summary["folder"] == str(out)
+        summary["after"] == after
+        and summary["nan"] is None
+        and summary["t"] == 2.0
+        and summary["folder"] == str(out)
     )
     assert load_recipe(str(out / "config.yaml"), []) == config()
 
@@ -101,7 +120,10 @@ def test_plain_progress_where_there_is_no_terminal(tmp_path):
     assert lines[0] == "step 1/40 · reward 0.025 · kl 0.0100 · length 5 · tok/s 300"
     assert lines[-1].startswith("step 40/40 · reward 1.000")
     held_out = [line for line in lines if "held out" in line]
-    assert held_out[0] == "step 10/40 · held out: reward 0.500 ± 0.050 · strict 20.0% ± 5.0 · lenient 40.0% ± 5.0"
+    assert (
+        held_out[0]
+        == "step 10/40 · held out: reward 0.500 ± 0.050 · strict 20.0% ± 5.0 · lenient 40.0% ± 5.0"
+    )
     assert (len(lines), len(held_out)) == (25, 4)
     quiet = RunReport(tmp_path / "b", config(log={"progress": False}), stream=io.StringIO())
     quiet.log(1, {"reward": 1.0})
@@ -118,7 +140,9 @@ def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
 
     stream = Terminal()
     report = RunReport(tmp_path / "a", config(), stream=stream)
-    report.log(3, {"reward": 0.5, "kl": 0.001, "completions/mean_length": 12.0, "perf/train_tok_s": 1234.0})
+    report.log(
+        3, {"reward": 0.5, "kl": 0.001, "completions/mean_length": 12.0, "perf/train_tok_s": 1234.0}
+    )
     report.note("[red]note\x1b[31m")
     report.finish({})
     shown = stream.getvalue()
@@ -129,10 +153,18 @@ def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
 def test_occupied_folder_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "old.txt").write_text("x")
-    with pytest.raises(OutputFolderError, match=r"output_dir: .*a is occupied \(it holds old.txt\)"):
+    with pytest.raises(
+        OutputFolderError, match=r"output_dir: .*a is occupied \(it holds old.txt\)"
+    ):
         RunReport(tmp_path / "a", config())
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["old.txt"]
-    for wrong in (tmp_path / "a" / "old.txt", tmp_path / "a" / "old.txt" / "b", "x" * 5000, "a\0b", tmp_path / "link"):
+    for wrong in (
+        tmp_path / "a" / "old.txt",
+        tmp_path / "a" / "old.txt" / "b",
+        "x" * 5000,
+        "a\0b",
+        tmp_path / "link",
+    ):
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to("nowhere")
         with pytest.raises(OutputFolderError, match="output_dir: cannot use .* as a folder: "):
@@ -150,14 +182,16 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["..", ".", "", " ", "a/b", "/etc", "../x", "a\\b", "a\x00", "c:", "\u202ex"])
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", " ", "a/b", "/etc", "../x", "a\\b", "a\x00", "c:", "\u202ex"]
+)
 def test_run_names_cannot_leave_the_folder(tmp_path, name):
     with pytest.raises(OutputFolderError, match="plain folder name"):
         run_folder(tmp_path, name)
 
 
 def test_run_names(tmp_path):
-    assert run_folder(tmp_path) == tmp_path and run_folder(tmp_path, "lr 1e-4 β") == tmp_path / "lr 1e-4 β"
+    assert run_folder(tmp_path, "lr 1e-4 β") == tmp_path / "lr 1e-4 β"
     (tmp_path / "link").symlink_to("/")
     with pytest.raises(OutputFolderError):
         run_folder(tmp_path, "link")
@@ -165,7 +199,10 @@ def test_run_names(tmp_path):
 
 def test_control_characters_are_escaped():
     assert escape_control("a\n\tb") == "a\n\tb"
-    assert escape_control("\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800") == r"\x1b[2J\x0d\x00\x9b\u202e\u200b\u2028\ud800"
+    assert (
+        escape_control("\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800")
+        == r"\x1b[2J\x0d\x00\x9b\u202e\u200b\u2028\ud800"
+    )
     assert escape_control("é漢🙂") == "é漢🙂"
 
 
@@ -218,7 +255,9 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
     with pytest.raises(ValueError, match="found no file at"):
         read_metrics(tmp_path / "no")
     path.write_bytes(b'{"step": 1}\n\xff\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at byte 12\)"):
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at byte 12\)"
+    ):
         read_metrics(tmp_path)
     path.write_text("[" * 100_000 + "\n{}\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):
@@ -228,7 +267,10 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
 def test_numbers_that_no_picture_has(tmp_path):
     """A run's folder may come from anywhere."""
     huge = "1" * 400
-    lines = [f'{{"step": {step}, "reward": {reward}}}' for step, reward in [(1, 1), (2, huge), (huge, 1), (3, "1e999")]]
+    lines = [
+        f'{{"step": {step}, "reward": {reward}}}'
+        for step, reward in [(1, 1), (2, huge), (huge, 1), (3, "1e999")]
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert series(read_metrics(tmp_path), "reward") == [(1.0, 1.0)]
     assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
@@ -253,7 +295,10 @@ def test_plot_several_runs(tmp_path):
         picture = plot_runs(folders, tmp_path / "deep" / f"both.{suffix}")
         assert picture.stat().st_size > 10_000
     svg = picture.read_text()
-    assert all(title in svg for title in ("Reward", "Entropy (nats)", "Clip fraction", "Throughput (tokens/s)"))
+    assert all(
+        title in svg
+        for title in ("Reward", "Entropy (nats)", "Clip fraction", "Throughput (tokens/s)")
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1}\n')
     with pytest.raises(ValueError, match="no metrics to draw"):
         plot_runs([tmp_path], tmp_path / "z.png")
@@ -273,4 +318,6 @@ def test_smoothing_has_neither_bias_nor_lag():
 def test_final_line():
     assert final_line({}, {"eval_reward": 1.0}) == ""
     same = {"eval_accuracy_strict": 0.5, "eval_accuracy_lenient": 0.5}
-    assert final_line(same, same) == "strict 50.0% ± nan → 50.0% ± nan"  # strict and lenient are one here: said once
+    assert (
+        final_line(same, same) == "strict 50.0% ± nan → 50.0% ± nan"
+    )  # strict and lenient are one here: said once

@@ -114,8 +114,14 @@ def test_gsm8k_rewards():
     for text in ("#### 18", "#### 18.0", "#### $18", "#### 18.", "<answer>18</answer>"):
         assert score("gsm8k_correct", text, "18") == score("gsm8k_format", text, "18") == 1.0
     assert score("gsm8k_correct", "#### 1080", "1,080") == 1.0
-    assert (score("gsm8k_correct", "#### 19", "18"), score("gsm8k_format", "#### 19", "18")) == (0.0, 1.0)
-    assert (score("gsm8k_correct", "it is 18", "18"), score("gsm8k_correct_lenient", "it is 18", "18")) == (0.0, 1.0)
+    assert (score("gsm8k_correct", "#### 19", "18"), score("gsm8k_format", "#### 19", "18")) == (
+        0.0,
+        1.0,
+    )
+    assert (
+        score("gsm8k_correct", "it is 18", "18"),
+        score("gsm8k_correct_lenient", "it is 18", "18"),
+    ) == (0.0, 1.0)
     assert score("gsm8k_format", "", "18") == score("gsm8k_correct_lenient", "", "18") == 0.0
     with pytest.raises(ValueError, match="answers: expected a number"):
         score("gsm8k_correct", "#### 1", "one")
@@ -161,7 +167,10 @@ def test_weighted_sum():
     rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
     result = rewards(["q"] * 3, ["#### 18", "#### 1", "18"], ["18"] * 3)
     assert result.total.tolist() == [2.5, 0.5, 0.0] and result.total.dtype == torch.float32
-    assert {n: v.tolist() for n, v in result.per_fn.items()} == {"gsm8k_correct": [1, 0, 0], "gsm8k_format": [1, 1, 0]}
+    assert {n: v.tolist() for n, v in result.per_fn.items()} == {
+        "gsm8k_correct": [1, 0, 0],
+        "gsm8k_format": [1, 1, 0],
+    }
     assert result.failures == {"gsm8k_correct": 0, "gsm8k_format": 0}
     assert rewards([], [], []).total.shape == (0,)
 
@@ -186,11 +195,16 @@ def test_raising_costs_only_the_samples_that_raise(caplog):
         lambda n: [],
         lambda n: None,
         lambda n: 1.0,
-        *(lambda n, value=v: [value] * n for v in (math.nan, math.inf, -math.inf, "1", None, 1e300, 10**400, [1, 2])),
+        *(
+            lambda n, value=v: [value] * n
+            for v in (math.nan, math.inf, -math.inf, "1", None, 1e300, 10**400, [1, 2])
+        ),
     ],
 )
 def test_nonsense_is_nan_and_counted(returned):
-    result = one(lambda *, prompts, completions, answers: returned(len(completions)))(["p"] * 3, ["a"] * 3, ["x"] * 3)
+    result = one(lambda *, prompts, completions, answers: returned(len(completions)))(
+        ["p"] * 3, ["a"] * 3, ["x"] * 3
+    )
     assert result.total.isnan().all() and result.failures == {"f": 3}
 
 
@@ -227,14 +241,21 @@ def test_run_ends_above_the_threshold_only():
         return [math.nan] * bad + [1.0] * (4 - bad)
 
     rewards = one(sometimes, max_failures=0.5)
-    with pytest.raises(RewardError, match=r"reward f: 16 of the last 28 samples have no reward .*not a finite number"):
+    with pytest.raises(
+        RewardError,
+        match=r"reward f: 16 of the last 28 samples have no reward .*not a finite number",
+    ):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
-    assert next(failing, None) == 4  # it ended on the 7th call, not before the share passed one half
+    assert (
+        next(failing, None) == 4
+    )  # it ended on the 7th call, not before the share passed one half
 
 
 def test_set_refuses_bad_arguments():
-    with pytest.raises(ValueError, match="no reward is called 'gsm8k_corect'; did you mean 'gsm8k_correct'"):
+    with pytest.raises(
+        ValueError, match="no reward is called 'gsm8k_corect'; did you mean 'gsm8k_correct'"
+    ):
         build_rewards([spec("gsm8k_corect")])
     for wrong in ([], [spec("exact_match"), spec("exact_match")]):
         with pytest.raises(ValueError, match="at least one, with different names"):

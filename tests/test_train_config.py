@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from grpo_fast import LossConfig
-from grpo_fast.train.config import LossSettings, RunConfig, load_recipe, parse_config, recipe_names, save_config
+from grpo_fast.train.config import LossSettings, RunConfig
+from grpo_fast.train.settings import load_recipe, parse_config, recipe_names, save_config
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}, "tokenizer": "symbols"},
@@ -40,19 +41,41 @@ def test_every_shipped_recipe_is_valid():
 
 def test_the_long_context_recipe():
     config = load_recipe("gsm8k-longcontext")
-    assert config.data.shots_tokens == 8192 and config.rollout.group_size == 16 and config.shared_prompt
+    assert (
+        config.data.shots_tokens == 8192
+        and config.rollout.group_size == 16
+        and config.shared_prompt
+    )
     assert config.model.gradient_checkpointing and config.tokens_per_microbatch is None
     for tokens in (16384, 32768):
-        assert load_recipe("gsm8k-longcontext", [f"data.shots_tokens={tokens}"]).data.shots_tokens == tokens
+        assert (
+            load_recipe("gsm8k-longcontext", [f"data.shots_tokens={tokens}"]).data.shots_tokens
+            == tokens
+        )
 
 
 def test_the_tutorials_settings():
     config = load_recipe("gsm8k-smollm2-1.7b")
     rollout, optim, loss = config.rollout, config.optim, config.loss_config()
-    assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens) == (0.9, 0.9, 50, 300)
-    assert (rollout.group_size, rollout.prompts_per_step, config.minibatches, config.steps) == (8, 4, 1, 200)
+    assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens) == (
+        0.9,
+        0.9,
+        50,
+        300,
+    )
+    assert (rollout.group_size, rollout.prompts_per_step, config.minibatches, config.steps) == (
+        8,
+        4,
+        1,
+        200,
+    )
     assert (optim.lr, optim.schedule, optim.warmup, optim.max_grad_norm) == (5e-5, "linear", 0, 1.0)
-    assert (loss.beta, loss.epsilon_low, loss.temperature, config.inner_iterations) == (0.04, 0.2, 0.9, 1)
+    assert (loss.beta, loss.epsilon_low, loss.temperature, config.inner_iterations) == (
+        0.04,
+        0.2,
+        0.9,
+        1,
+    )
     assert (config.eval.samples, config.eval.temperature) == (8, 0.7)
 
 
@@ -86,7 +109,10 @@ def test_the_tutorials_settings():
         ("data.chat=true", "data.chat: task sort makes its own prompts"),
         ("advantages=nromalized", "advantages: expected one of"),
         ("advantage_options.esp=1", "esp: mode 'centered' expects one of"),
-        ("advantages=normalized advantage_options.eps=-1", "eps: expected a finite number >= 0, got -1"),
+        (
+            "advantages=normalized advantage_options.eps=-1",
+            "eps: expected a finite number >= 0, got -1",
+        ),
         ("loss.softcap=3", "loss.softcap: expected none, the model's own is used, came 3.0"),
         ("loss.logit_scale=2", "loss.logit_scale: expected none"),
         ("eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, came [1, 8]"),
@@ -94,17 +120,29 @@ def test_the_tutorials_settings():
         ("optim.betas=[0.9,1.5]", "optim.betas.1: "),
         ("optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
         ("optim.lr=.inf", "optim.lr: Input should be a finite number, came inf"),
-        ("optim.weight_decay=.inf", "optim.weight_decay: Input should be a finite number, came inf"),
+        (
+            "optim.weight_decay=.inf",
+            "optim.weight_decay: Input should be a finite number, came inf",
+        ),
         ("warm_start.lr=.inf", "warm_start.lr: Input should be a finite number, came inf"),
         ("eval.temperature=.inf", "eval.temperature: Input should be a finite number, came inf"),
         ("optim.max_grad_norm=.nan", "optim.max_grad_norm: "),
-        ("output_dir=~nobody-of-this-name/x", "output_dir: expected the home folder of a known user"),
-        ("loss.sampling_correction=sequence_mask", "loss.sampling_correction: expected rollout.correct_sampling: true"),
+        (
+            "output_dir=~nobody-of-this-name/x",
+            "output_dir: expected the home folder of a known user",
+        ),
+        (
+            "loss.sampling_correction=sequence_mask",
+            "loss.sampling_correction: expected rollout.correct_sampling: true",
+        ),
         (
             "loss.sampling_correction=token_truncate",
             "loss.sampling_correction: expected rollout.correct_sampling: true",
         ),
-        ("loss.sampling_ratio_cap=2", "loss.sampling_ratio_cap: expected rollout.correct_sampling: true"),
+        (
+            "loss.sampling_ratio_cap=2",
+            "loss.sampling_ratio_cap: expected rollout.correct_sampling: true",
+        ),
         (
             "rollout.correct_sampling=true loss.sampling_correction=null",
             "rollout.correct_sampling: expected loss.sampling_correction or loss.off_policy_threshold",
@@ -165,14 +203,20 @@ def test_a_correction_by_the_sampler_that_is_read(tmp_path):
     """Also in a saved configuration, which holds every default."""
     for words in (
         ["rollout.correct_sampling=true", "loss.sampling_correction=sequence_mask"],
-        ["rollout.correct_sampling=true", "loss.sampling_correction=null", "loss.off_policy_threshold=0.1"],
+        [
+            "rollout.correct_sampling=true",
+            "loss.sampling_correction=null",
+            "loss.off_policy_threshold=0.1",
+        ],
         ["loss.sampling_correction=null"],
         [],
     ):
         config = load_recipe("sort", words)
         save_config(config, tmp_path / "config.yaml")
         assert load_recipe(str(tmp_path / "config.yaml")) == config
-    with pytest.raises(ValueError, match="loss.sampling_correction: expected rollout.correct_sampling"):
+    with pytest.raises(
+        ValueError, match="loss.sampling_correction: expected rollout.correct_sampling"
+    ):
         load_recipe(str(tmp_path / "config.yaml"), ["loss.sampling_correction=token_mask"])
 
 
@@ -198,14 +242,20 @@ def test_no_clipping(tmp_path):
 
 def test_a_refusal_is_short_however_long_the_value():
     message = refused(steps=[f"{i}" for i in range(9000)])
-    assert "steps: Input should be a valid integer, came ['0', '1'" in message and len(message) < 400
+    assert (
+        "steps: Input should be a valid integer, came ['0', '1'" in message and len(message) < 400
+    )
 
 
 def test_loss_settings_are_the_losses_own():
     assert set(LossSettings.model_fields) == {f.name for f in dataclasses.fields(LossConfig)}
-    assert dataclasses.asdict(LossConfig(**dict(LossSettings()))) == dataclasses.asdict(LossConfig())
+    assert dataclasses.asdict(LossConfig(**dict(LossSettings()))) == dataclasses.asdict(
+        LossConfig()
+    )
     config = parse_config({**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
-    assert config.loss_config().temperature == 0.9 and config.loss_config().max_completion_length == 7
+    assert (
+        config.loss_config().temperature == 0.9 and config.loss_config().max_completion_length == 7
+    )
     assert parse_config({**MINIMAL, "loss": {"temperature": 1.2}}).loss_config().temperature == 1.2
 
 
@@ -216,4 +266,6 @@ def test_what_excludes_what():
     lora = {"path": "x", "lora": {}}
     assert "frozen" in refused(model=lora, loss={"beta": 0.1}, reference={"kind": "synced"})
     assert "model: is missing" in refused({"model": None}) or "model" in refused({"model": None})
-    assert isinstance(parse_config({**MINIMAL, "loss": {"loss_type": "kimi", "beta": 0.1}}), RunConfig)
+    assert isinstance(
+        parse_config({**MINIMAL, "loss": {"loss_type": "kimi", "beta": 0.1}}), RunConfig
+    )

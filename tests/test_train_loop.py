@@ -13,10 +13,9 @@ from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
 from grpo_fast.train import loop
-from grpo_fast.train.config import load_recipe
-from grpo_fast.train.metrics import LossMetrics, is_timing, reward_metrics
+from grpo_fast.train.metrics import LossMetrics, is_timing, policy_gradient, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
-from grpo_fast.train.update import policy_gradient
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
@@ -53,7 +52,9 @@ def sort(folder, *overrides):
     return run(folder, "sort", *TINY_SORT, *overrides)[1]
 
 
-def close(one, other, tolerance=2e-5, names=("loss", "grad_norm", "reward", "entropy", "policy_loss")):
+def close(
+    one, other, tolerance=2e-5, names=("loss", "grad_norm", "reward", "entropy", "policy_loss")
+):
     for a, b in zip(one, other, strict=True):
         for name in names:
             if name in a:
@@ -100,10 +101,18 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_accumulation_changes_nothing(tmp_path, loss_type):
-    options = [f"loss.loss_type={loss_type}", "loss.compute_entropy=true", "loss.beta=0.05", "reference.kind=frozen"]
+    options = [
+        f"loss.loss_type={loss_type}",
+        "loss.compute_entropy=true",
+        "loss.beta=0.05",
+        "reference.kind=frozen",
+    ]
     whole = sort(tmp_path / "whole", *options)
     close(whole, sort(tmp_path / "tokens", *options, "tokens_per_microbatch=30"))
-    close(whole, sort(tmp_path / "packed", *options, "tokens_per_microbatch=30", "shared_prompt=false"))
+    close(
+        whole,
+        sort(tmp_path / "packed", *options, "tokens_per_microbatch=30", "shared_prompt=false"),
+    )
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):
@@ -122,7 +131,9 @@ def test_fixed_logps_have_the_losses_temperature(tmp_path):
     options = ["loss.temperature=0.5", "loss.beta=0.1", "reference.kind=frozen", "steps=1"]
     assert sort(tmp_path / "ref", *options)[0]["kl"] == 0
     first = sort(tmp_path / "old", *options, "inner_iterations=2", "optim.lr=1e-9")[0]
-    assert first["ratio/max"] == pytest.approx(1, abs=1e-4) and first["ratio/min"] == pytest.approx(1, abs=1e-4)
+    assert first["ratio/max"] == pytest.approx(1, abs=1e-4) and first["ratio/min"] == pytest.approx(
+        1, abs=1e-4
+    )
 
 
 def test_early_stop_of_the_inner_passes(tmp_path, monkeypatch):
@@ -137,7 +148,9 @@ def test_references(tmp_path):
     options = ["loss.beta=0.1", "optim.lr=0.01", "steps=4"]
     frozen = sort(tmp_path / "frozen", *options, "reference.kind=frozen")
     assert frozen[0]["kl"] == 0 and all(row["kl"] > 0 for row in frozen[1:])
-    follows = sort(tmp_path / "synced", *options, "reference={kind: synced, sync_every: 1, mixing: 1.0}")
+    follows = sort(
+        tmp_path / "synced", *options, "reference={kind: synced, sync_every: 1, mixing: 1.0}"
+    )
     assert all(row["kl"] == 0 for row in follows)
     half = sort(tmp_path / "half", *options, "reference={kind: synced, sync_every: 2, mixing: 0.5}")
     assert half[1]["kl"] == frozen[1]["kl"] and 0 < half[2]["kl"] < frozen[2]["kl"]
@@ -146,10 +159,19 @@ def test_references(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("gsm8k-smollm2-1.7b", ["model.dtype=float32", "rollout.prompts_per_step=4", "eval.samples=2", "eval.k=[1,2]"]),
-        ("gsm8k-smollm2-1.7b", ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"]),
+        (
+            "gsm8k-smollm2-1.7b",
+            ["model.dtype=float32", "rollout.prompts_per_step=4", "eval.samples=2", "eval.k=[1,2]"],
+        ),
+        (
+            "gsm8k-smollm2-1.7b",
+            ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"],
+        ),
         ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "tokens_per_microbatch=600"]),
-        ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"]),
+        (
+            "gsm8k-qwen2.5-0.5b",
+            ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"],
+        ),
     ],
 )
 def test_big_recipes_with_a_tiny_model(tmp_path, gsm8k, recipe, overrides):
@@ -182,7 +204,9 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
         "eval.samples=1", "log.save_model=false", "eval.k=[]", *[f"model.config.{k}={v}" for k, v in tiny.items()],
     )  # fmt: skip
     assert summary["steps"] == 2 and summary["before"]["eval_n"] == 4
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     warm = [line["warm_start/loss"] for line in lines if "warm_start/loss" in line]
     assert len(warm) == 3 and warm[-1] < warm[0]
 
@@ -190,14 +214,18 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
 def test_the_policy_terms_gradient(tmp_path, capsys):
     """Alone it is the loss's; beside a KL term and an entropy bonus its norm over the tokens is reported."""
     rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
-    assert all(abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"] for row in rows)
+    assert all(
+        abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"] for row in rows
+    )
     assert capsys.readouterr().out.count(loop.LOSS_IS_ZERO) == 1
     kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
     for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
         rows = sort(tmp_path / folder, *kl, *options)
         assert all("policy_grad_norm" not in row for row in rows)
         # On policy and token-averaged the gradient of a token is −A/N; lengths are 1 to 4, so bounds must do.
-        assert all(0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5 for row in rows)
+        assert all(
+            0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5 for row in rows
+        )
         if folder == "kl":
             whole = rows
     close(whole, rows, names=("policy_logp_grad_norm",))
@@ -207,19 +235,30 @@ def test_the_policy_terms_gradient(tmp_path, capsys):
 def test_the_policy_terms_gradient_with_respect_to_logps():
     logps = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     output = grpo_loss(
-        logps, torch.tensor([3.0, -4.0]), LossConfig(loss_type="dapo"), cu_seqlens=torch.tensor([0, 1, 3])
+        logps,
+        torch.tensor([3.0, -4.0]),
+        LossConfig(loss_type="dapo"),
+        cu_seqlens=torch.tensor([0, 1, 3]),
     )
     config = LossConfig(loss_type="dapo", beta=0.7, entropy_coef=2.0)
-    per_token = {"cu_seqlens": torch.tensor([0, 1, 3]), "ref_logps": torch.zeros(3), "num_items_in_batch": 3}
+    per_token = {
+        "cu_seqlens": torch.tensor([0, 1, 3]),
+        "ref_logps": torch.zeros(3),
+        "num_items_in_batch": 3,
+    }
     norm = policy_gradient(output, torch.tensor([3.0, -4.0]), config, per_token)
     assert norm.item() == pytest.approx((9 + 16 + 16) ** 0.5 / 3, rel=1e-6)
 
 
 def test_lost_rewards_are_counted(tmp_path):
     rows = sort(
-        tmp_path / "a", "rewards=[{name: sort_positions}, {name: 'tests.test_train_loop:often_nan', weight: 0}]"
+        tmp_path / "a",
+        "rewards=[{name: sort_positions}, {name: 'tests.test_train_loop:often_nan', weight: 0}]",
     )
-    assert all(row["rewards/often_nan/failed"] == 4 and row["rewards/sort_positions/failed"] == 0 for row in rows)
+    assert all(
+        row["rewards/often_nan/failed"] == 4 and row["rewards/sort_positions/failed"] == 0
+        for row in rows
+    )
 
 
 def often_nan(prompts, completions, answers):
@@ -227,13 +266,27 @@ def often_nan(prompts, completions, answers):
 
 
 def test_truncated_completions_can_be_left_out(tmp_path):
-    rows = sort(tmp_path / "a", "rollout.max_new_tokens=3", "rollout.mask_truncated=true", "rollout.group_size=16")
+    rows = sort(
+        tmp_path / "a",
+        "rollout.max_new_tokens=3",
+        "rollout.mask_truncated=true",
+        "rollout.group_size=16",
+    )
     assert all(0 < row["active_tokens"] < 64 * 3 for row in rows)
 
 
 def test_the_output_folder(tmp_path):
-    run(tmp_path / "run", "sort", *TINY_SORT, "log.save_model=true", "log.completions_every=2", "eval.every=2")
-    found = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    run(
+        tmp_path / "run",
+        "sort",
+        *TINY_SORT,
+        "log.save_model=true",
+        "log.completions_every=2",
+        "eval.every=2",
+    )
+    found = {
+        str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()
+    }
     assert {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "completions/step_000001.md",
             "completions/step_000002.md", "model/config.json", "model/model.safetensors",
             "model/tokenizer.json"} <= found  # fmt: skip
@@ -276,7 +329,13 @@ def test_schedules():
 def test_metrics_of_micro_batches_are_merged_by_tokens():
     losses = LossMetrics()
     for loss, entropy, low, high, tokens in ((0.5, 1.0, -3.0, 2.0, 30), (0.25, 4.0, -1.0, 7.0, 10)):
-        values = {"loss": loss, "entropy": entropy, "ratio/min": low, "ratio/max": high, "active_tokens": float(tokens)}
+        values = {
+            "loss": loss,
+            "entropy": entropy,
+            "ratio/min": low,
+            "ratio/max": high,
+            "active_tokens": float(tokens),
+        }
         losses.add({name: torch.tensor(value) for name, value in values.items()}, tokens)
     losses.optimizer_steps = 1
     assert losses.result() == {
@@ -292,5 +351,9 @@ def test_reward_metrics_leave_failed_samples_out():
     total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
     metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": 1}), 2)
     assert metrics["rewards/f/failed"] == 1
-    assert metrics["reward"] == pytest.approx(2.6) and metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
-    assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3) and metrics["rewards/f/mean"] == pytest.approx(2.6)
+    assert metrics["reward"] == pytest.approx(2.6) and metrics[
+        "frac_reward_zero_std"
+    ] == pytest.approx(2 / 3)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3) and metrics[
+        "rewards/f/mean"
+    ] == pytest.approx(2.6)

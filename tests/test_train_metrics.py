@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_fast.attention import pack_groups
 from grpo_fast.train import loop, metrics
-from grpo_fast.train.config import load_recipe
 from grpo_fast.train.policy import Policy
+from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder, tiny_model
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
@@ -48,21 +48,33 @@ def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
     assert "policy_grad_norm" in steps_of(tmp_path / "alone", "loss.entropy_coef=0")[0]
 
 
-@pytest.mark.parametrize(("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)])
+@pytest.mark.parametrize(
+    ("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)]
+)
 def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
     """The flops of its passes over its time and the peak: `forward` passes without gradient, `updates` with."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     seen = []
-    monkeypatch.setattr(metrics.Work, "forward", lambda self, tokens, rows: seen.append((tokens, rows)) or 1000)
-    monkeypatch.setattr(metrics.Work, "update", lambda self, tokens, rows: seen.append((tokens, rows)) or 1)
+    monkeypatch.setattr(
+        metrics.Work, "forward", lambda self, tokens, rows: seen.append((tokens, rows)) or 1000
+    )
+    monkeypatch.setattr(
+        metrics.Work, "update", lambda self, tokens, rows: seen.append((tokens, rows)) or 1
+    )
     rows = steps_of(tmp_path / "run", *overrides)
     for row in rows:
-        assert row["perf/mfu"] == pytest.approx((1000 * forward + updates) / row["perf/train_time"] / 1e12)
+        assert row["perf/mfu"] == pytest.approx(
+            (1000 * forward + updates) / row["perf/train_time"] / 1e12
+        )
     tokens, scored = seen[0]
-    assert tokens == rows[0]["num_tokens"] and scored == pytest.approx(8 * rows[0]["completions/mean_length"])
+    assert tokens == rows[0]["num_tokens"] and scored == pytest.approx(
+        8 * rows[0]["completions/mean_length"]
+    )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])  # a head of its own, and one tied to the embeddings
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2"]
+)  # a head of its own, and one tied to the embeddings
 @pytest.mark.parametrize("frozen", [False, True])
 def test_flops_against_torchs_counter(tmp_path, family, frozen):
     from transformers import AutoTokenizer

@@ -13,8 +13,8 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.policy import Policy, load_policy
-from grpo_fast.train.reference import Reference
+from grpo_fast.train.loading import load_policy
+from grpo_fast.train.policy import Policy, Reference
 from tests.tiny import FAMILIES, tiny_folder, tiny_model
 
 SYMBOLS = [*map(str, range(10)), "="]
@@ -32,7 +32,9 @@ def a_batch(policy, seed=0):
         prompt_ids=ids[:3], completion_ids=ids[3:], sampling_logps=[torch.zeros(len(c)) for c in ids[3:]],
         truncated=[False, True, False],
     )  # fmt: skip
-    return rollout, MicroBatch.pack(rollout, torch.tensor([1.0, 2.0, 3.0]), [[0], [1], [2]], policy.device)
+    return rollout, MicroBatch.pack(
+        rollout, torch.tensor([1.0, 2.0, 3.0]), [[0], [1], [2]], policy.device
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,11 +43,15 @@ def test_self_check_passes_and_logps_are_the_models_own(family):
     assert policy.self_check() < 1e-4
     rollout, batch = a_batch(policy)
     got = policy.logps(batch.packed).split([4, 6, 1])
-    for prompt, completion, logps in zip(rollout.prompt_ids, rollout.completion_ids, got, strict=True):
+    for prompt, completion, logps in zip(
+        rollout.prompt_ids, rollout.completion_ids, got, strict=True
+    ):
         with policy.generation():
             logits = policy.lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
         rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        torch.testing.assert_close(logps, rows[range(len(completion)), completion], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            logps, rows[range(len(completion)), completion], rtol=0, atol=1e-4
+        )
 
 
 def test_self_check_finds_an_unknown_head_rule(monkeypatch):
@@ -111,11 +117,15 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
         for p in policy.trainable():
             p.add_(0.1 * torch.ones_like(p))
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
-    torch.testing.assert_close(reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach(), rtol=0, atol=1e-6
+    )
     assert (policy.logps(batch.packed) - base.logps(batch.packed)).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
-    torch.testing.assert_close(merged.logps(batch.packed), policy.logps(batch.packed), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        merged.logps(batch.packed), policy.logps(batch.packed), rtol=0, atol=1e-4
+    )
     policy.logps(batch.packed)  # still usable after the save
     with pytest.raises(ValueError, match="expected a peft model"):
         base.without_adapter()
@@ -153,7 +163,11 @@ def test_packing():
     rollout, batch = a_batch(policy)
     packed = batch.packed
     assert packed.layout.lengths == (6, 10, 2)  # prompt + completion − 1
-    assert packed.cu_seqlens.tolist() == [0, 4, 10, 11] and len(batch) == 3 and batch.chosen == [0, 1, 2]
+    assert (
+        packed.cu_seqlens.tolist() == [0, 4, 10, 11]
+        and len(batch) == 3
+        and batch.chosen == [0, 1, 2]
+    )
     assert packed.target_ids.tolist() == sum(rollout.completion_ids, [])
     masked = MicroBatch.pack(rollout, torch.arange(3.0), [[2], [1]], "cpu", mask_truncated=True)
     assert masked.completion_mask.tolist() == [True] + [False] * 6 and masked.active_tokens == 1

@@ -47,7 +47,9 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     change(run, rewards=[{"name": "sort_positions"}, {"name": "planted_reward:score"}])
     marker, words = tmp_path / "marker", ("eval", str(run), "n=2")
-    assert refused(invoke(*words), "'planted_reward:score'", str(run / "config.yaml"), "--allow-code")
+    assert refused(
+        invoke(*words), "'planted_reward:score'", str(run / "config.yaml"), "--allow-code"
+    )
     assert not marker.exists() and "planted_reward" not in sys.modules
     allowed = invoke(*words, "--allow-code")
     assert allowed.exit_code == 0 and "rewards/score" in allowed.output and marker.exists()
@@ -101,10 +103,14 @@ def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monk
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
     change(run, model={**settings, "trust_remote_code": True})
     plant_model_code(run / "model", tmp_path)
-    words = ("eval", str(run), "n=2") if is_run else ("eval", str(run / "model"), "task=sort", "n=2")
+    words = (
+        ("eval", str(run), "n=2") if is_run else ("eval", str(run / "model"), "task=sort", "n=2")
+    )
     assert refused(invoke(*words), "custom code")
     assert not (tmp_path / "marker").exists()
-    invoke(*words, "--allow-code")  # this class is not known to packed attention; that it was imported is the point
+    invoke(
+        *words, "--allow-code"
+    )  # this class is not known to packed attention; that it was imported is the point
     assert (tmp_path / "marker").exists()
 
 

@@ -7,8 +7,7 @@ import tracemalloc
 
 import pytest
 
-from grpo_fast.train.config import load_recipe
-from grpo_fast.train.yaml_file import MAX_VALUES, read_yaml, read_yaml_file
+from grpo_fast.train.settings import MAX_VALUES, load_recipe, read_yaml, read_yaml_file
 from tests.command_line import RECIPE, invoke, refused
 
 # Nine lists, each of ten aliases of the one before it: a billion values in 400 bytes.
@@ -67,7 +66,9 @@ def test_the_place_of_a_repeated_key():
         read_yaml("a: 1\nb: 2\na: 3", "t")
 
 
-@pytest.mark.parametrize("word", ["optim={lr: 1, lr: 2}", f"model.config={BOMB}", 'output_dir="\\udfff"'])
+@pytest.mark.parametrize(
+    "word", ["optim={lr: 1, lr: 2}", f"model.config={BOMB}", 'output_dir="\\udfff"']
+)
 def test_the_same_rules_hold_for_settings(word):
     with pytest.raises(ValueError, match="expected plain YAML"):
         load_recipe("sort", [word])
@@ -80,14 +81,18 @@ def test_an_alias_bomb_prints_one_short_line(tmp_path):
     assert refused(result, "bomb.yaml", "aliases") and len(result.output) < 2000
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfea\x00", b"\x89PNG\r\n\x1a\n\x00", "ä: 1".encode("latin-1")])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfea\x00", b"\x89PNG\r\n\x1a\n\x00", "ä: 1".encode("latin-1")]
+)
 def test_a_recipe_that_is_no_text(tmp_path, content):
     (tmp_path / "r.yaml").write_bytes(content)
     assert refused(invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "UTF-8")
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got .*Is a directory"):
+    with pytest.raises(
+        ValueError, match="^recipe r: expected a readable text file in UTF-8, got .*Is a directory"
+    ):
         read_yaml_file(tmp_path, "recipe r")
     assert refused(invoke("train", str(tmp_path)), "recipe: expected one of")
     (tmp_path / "r.yaml").write_text(RECIPE)

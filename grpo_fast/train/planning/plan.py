@@ -8,16 +8,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fast.train.config import ModelConfig, RunConfig, load_recipe, parse_config
-from grpo_fast.train.explain import reason
-from grpo_fast.train.known_models import KNOWN_MODELS
-from grpo_fast.train.memory_model import Memory, Shape, predict_run
-from grpo_fast.train.overrides import apply_override, set_key
-from grpo_fast.train.recipes import recipe_names
-from grpo_fast.train.yaml_file import read_yaml
+import torch
 
-USABLE = 0.9  # of the GPU's memory, as in training: the rest is for fragmentation and the CUDA context
-CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))  # prompt, completion, group
+from grpo_fast.attention import trunk_tokens
+from grpo_fast.data import task_symbols
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
+from grpo_fast.train.settings import (
+    apply_override,
+    load_recipe,
+    parse_config,
+    read_yaml,
+    reason,
+    recipe_names,
+    set_key,
+)
+
+# Sizes of public models, as fields of their transformers configs: nobody has to ask the hub.
+_QWEN2: dict[str, Any] = {
+    "model_type": "qwen2", "max_position_embeddings": 1 << 20, "rope_theta": 1_000_000.0,
+    "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+KNOWN_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        **_QWEN2, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2,
+    },
+    "qwen2.5-1.5b": {
+        **_QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2,
+    },
+    "qwen2.5-7b": {
+        **_QWEN2, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+# prompt tokens, completion tokens, completions
+CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))
 OWN_KEYS = {"gpu": float, "prompt": int, "completion": int, "group": int}
 TOO_MUCH = 1e18  # of any of these: infinity, and what a float cannot count
 
@@ -46,8 +74,6 @@ class Case(NamedTuple):
     group: int
 
     def tokens(self, shared: bool) -> int:
-        from grpo_fast.attention import trunk_tokens
-
         return trunk_tokens(self.prompt, [self.completion] * self.group, shared=shared)
 
 
@@ -63,18 +89,19 @@ class Plan(NamedTuple):
     @property
     def usable(self) -> float:
         """Bytes."""
-        return USABLE * self.gpu * 1e9
+        return USABLE_GPU * self.gpu * 1e9
 
 
 def plan(model: str, settings: Sequence[str]) -> Plan:
     """Predict a model's memory under every set of options.
 
     Args:
-        model: a recipe's name or file, a name of KNOWN_MODELS, a hub id, a model's folder, or a config.json.
-        settings: gpu=GB, prompt=…, completion=…, group=…, and `key=value` of the run's configuration.
+        model: a recipe's name or file, a name of KNOWN_MODELS, a hub id, a model's folder, or a
+            config.json.
+        settings: gpu=GB, prompt=…, completion=…, group=…, and `key=value` of a run's configuration.
 
     Raises:
-        ValueError: something that is none of these, an unknown key, or gpu missing where there is no GPU.
+        ValueError: something that is none of these, an unknown key, or no gpu where there is none.
     """
     own, overrides = _split(settings)
     run = _run_config(model, overrides)
@@ -85,52 +112,48 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
         for key, value in changes.items():
             set_key(changed, key.split("."), value, key)
         rows.append((label, predict_run(shape, parse_config(changed), "cuda")))
-    wanted = Case(
-        int(own.get("prompt", 8192)), int(own.get("completion", run.rollout.max_new_tokens)),
-        int(own.get("group", run.rollout.group_size)),
-    )  # fmt: skip
-    return Plan(
-        model, shape, own.get("gpu") or _gpu_here(), rows, [wanted, *(Case(*case) for case in CASES if case != wanted)]
-    )
+    rollout = run.rollout
+    defaults = {"prompt": 8192, "completion": rollout.max_new_tokens, "group": rollout.group_size}
+    wanted = Case(**{name: own.get(name, default) for name, default in defaults.items()})
+    cases = [wanted, *(Case(*case) for case in CASES if case != wanted)]
+    return Plan(model, shape, own.get("gpu") or _gpu_here(), rows, cases)
 
 
 def render(found: Plan) -> list[Any]:
     """The plan as rich tables."""
     from rich.table import Table
 
-    wanted = found.cases[0]
-    title = (
-        f"{found.name}: {found.shape.parameters / 1e6:,.0f}M parameters on {found.gpu:g} GB ({USABLE:.0%} planned with)"
+    wanted, parameters = found.cases[0], f"{found.shape.parameters / 1e6:,.0f}M parameters"
+    options = Table(
+        title=f"{found.name}: {parameters} on {found.gpu:g} GB ({USABLE_GPU:.0%} planned with)",
+        caption="T: trunk tokens of one micro-batch = prompt + group · (completion − 1)",
     )
-    options = Table(title=title, caption="T: trunk tokens of one micro-batch = prompt + group · (completion − 1)")
     for name in ("options", "fixed GB", "kB per token", "largest T"):
         options.add_column(name, justify="left" if name == "options" else "right")
-    options.add_column(f"largest prompt\n(C = {wanted.completion}, G = {wanted.group})", justify="right")
+    largest = f"largest prompt\n(C = {wanted.completion}, G = {wanted.group})"
+    options.add_column(largest, justify="right")
     for label, memory in found.memory:
         most = memory.tokens(found.usable)
-        prompt = most - wanted.tokens(True) + wanted.prompt
-        shown = "—" if prompt < 1 else f"{prompt:,}"
-        options.add_row(
-            label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", f"{most:,}" if most else "—", shown
-        )
-    label, memory = _most_frugal_needed(found)
-    fits = Table(title=f"Groups in one micro-batch · {label}", caption="packed: without sharing the prompt")
+        prompt = max(0, most - wanted.tokens(True) + wanted.prompt)
+        shown = (f"{number:,}" if number else "—" for number in (most, prompt))
+        options.add_row(label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", *shown)
+    # The first set of options that holds a group of the wanted shape; the last one when none does.
+    needed = wanted.tokens(True)
+    enough = (row for row in found.memory if row[1].peak(needed) <= found.usable)
+    label, memory = next(enough, found.memory[-1])
+    title, caption = f"Groups in one micro-batch · {label}", "packed: without sharing the prompt"
+    fits = Table(title=title, caption=caption)
     for name in ("prompt", "completion", "group", "T shared", "T packed", "GB shared", "fits"):
         fits.add_column(name, justify="right")
     for case in found.cases:
         tokens = case.tokens(True)
         fits.add_row(
-            f"{case.prompt:,}", f"{case.completion:,}", str(case.group), f"{tokens:,}", f"{case.tokens(False):,}",
+            f"{case.prompt:,}", f"{case.completion:,}", str(case.group), f"{tokens:,}",
+            f"{case.tokens(False):,}",
             f"{memory.peak(tokens, case.completion * case.group) / 1e9:.3g}",
             f"{memory.tokens(found.usable) // tokens} groups",
         )  # fmt: skip
     return [options, fits]
-
-
-def _most_frugal_needed(found: Plan) -> tuple[str, Memory]:
-    """The first set of options that holds a group of the wanted shape; the last one when none does."""
-    tokens = found.cases[0].tokens(True)
-    return next((row for row in found.memory if row[1].peak(tokens) <= found.usable), found.memory[-1])
 
 
 def _split(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -166,11 +189,10 @@ def _run_config(model: str, overrides: list[str]) -> RunConfig:
 
 def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
     """The transformers config and the number of parameters, counted on a model without storage."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     try:
-        config = _transformers_config(run.model, run)
+        config = _transformers_config(run)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # every architecture's config has words, and classes, of its own
@@ -184,14 +206,14 @@ def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
     return config.get_text_config(), sum(p.numel() for p in empty.parameters())
 
 
-def _transformers_config(model: ModelConfig, run: RunConfig) -> Any:
+def _transformers_config(run: RunConfig) -> Any:
     from transformers import AutoConfig
 
+    model = run.model
     if model.config is not None:
-        from grpo_fast.data import task_symbols
-
-        special = 2  # pad and end
-        size = len(task_symbols(run.data)) + special if model.tokenizer == "symbols" else model.vocab_size
+        size = model.vocab_size
+        if model.tokenizer == "symbols":
+            size = len(task_symbols(run.data)) + 2  # pad and end
         return AutoConfig.for_model(**{"vocab_size": size, **model.config})
     path = str(model.path)
     if path.lower() in KNOWN_MODELS:
@@ -205,8 +227,7 @@ def _transformers_config(model: ModelConfig, run: RunConfig) -> Any:
 
 
 def _gpu_here() -> float:
-    import torch
-
     if not torch.cuda.is_available():
-        raise ValueError("gpu: expected gpu=<GB of the GPU's memory>, for example gpu=141; there is no GPU here")
+        expected = "expected gpu=<GB of the GPU's memory>, for example gpu=141"
+        raise ValueError(f"gpu: {expected}; there is no GPU here")
     return torch.cuda.get_device_properties(0).total_memory / 1e9

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a folder, the hub or a configuration: all of it, or a refusal.
+"""A policy from a folder, the hub or a configuration: all of it, or a refusal.
 
 transformers fills weights that are missing, or of another shape, with random numbers and prints a
 table. Here that is a ValueError, and so is what a damaged file makes its reader raise, in one line.
@@ -6,26 +6,55 @@ table. Here that is a ValueError, and so is what a damaged file makes its reader
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.explain import reason
+from grpo_fast.data import Example, task_symbols
+from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
+from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
+from grpo_fast.train.long_context import apply_options
+from grpo_fast.train.policy import Policy, without_bars
+from grpo_fast.train.settings import reason
 
 log = logging.getLogger(__name__)
 
+BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
 
-def load_model(config: ModelConfig) -> Any:
+
+def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
+    """The model at `config.path`, or one with random weights (torch's seed) for `tokenizer`.
+
+    Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
+    """
+    device = _device(config.device)
+    if config.path is not None:
+        model = _load_model(config)
+        tokenizer = tokenizer or load_tokenizer(config)
+    else:
+        model = _from_config(dict(config.config or {}), tokenizer).to(getattr(torch, config.dtype))
+    model.to(device)
+    apply_options(model, config)
+    if config.lora is not None:
+        model = _with_adapter(model, config.lora, config.gradient_checkpointing)
+    autocast = None if config.autocast is None else getattr(torch, config.autocast)
+    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
+    _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
+    log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
+    return policy
+
+
+def _load_model(config: ModelConfig) -> Any:
     """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
     from transformers import AutoModelForCausalLM
 
     try:
-        with _without_report():
+        with without_bars(), _without_report():
             model, found = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
@@ -67,14 +96,15 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            config.path, padding_side="left", trust_remote_code=config.trust_remote_code
-        )
+        with without_bars():
+            return AutoTokenizer.from_pretrained(
+                config.path, padding_side="left", trust_remote_code=config.trust_remote_code
+            )
     except Exception as error:  # as above
         _refuse(config.path, error, "a model with a tokenizer (tokenizer.json)")
 
 
-def check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
+def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
     """Raise a ValueError unless every token of a text, and the padding, has a row of the embedding.
 
     Special tokens may lie beyond, as Gemma 3's for images: prompts with it are refused.
@@ -89,22 +119,59 @@ def check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
         )
 
 
-def from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
+def build_tokenizer(config: RunConfig, questions: Sequence[Example]) -> Any:
+    """The tokenizer made from the training questions, or None where the model brings its own."""
+    if config.model.tokenizer == "symbols":
+        return build_symbol_tokenizer(task_symbols(config.data))
+    if config.model.tokenizer is None:
+        return None
+    texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(questions, BPE_TEXTS)]
+    return build_bpe_tokenizer(texts, config.model.vocab_size)
+
+
+def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
     """A random model from the fields of a transformers config, for `tokenizer`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
     given = {"vocab_size": len(tokenizer), **special, **fields}
     try:
         # A config takes any keyword, so compare with one made of defaults.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
         model = None if unknown else AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
-    except Exception as error:  # every architecture has its own words, and classes, for fields that do not fit
-        raise ValueError(f"model.config: {fields['model_type']} refuses it: {reason(error)}") from error
+    except Exception as error:  # every architecture has its own words and classes for a misfit
+        refuses = f"{fields['model_type']} refuses it"
+        raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
     if unknown:
         raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
     return model
+
+
+def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
+    """The model with a LoRA adapter to train."""
+    import peft
+
+    settings = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    if checkpointing:  # a checkpointed layer passes a gradient on only if its input asks for one
+        model.enable_input_require_grads()
+    return peft.get_peft_model(model, settings)
+
+
+def _device(name: str) -> torch.device:
+    """The device called `name`. Raises ValueError for one that is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # unknown, or not here
+        why = str(error).splitlines()[0]
+        expected = "expected auto or a device of this machine"
+        raise ValueError(f"model.device: {expected}, got {name!r}: {why}") from error
 
 
 def _refuse(path: str | None, error: Exception, expected: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Trunk tokens of a micro-batch: predicted by the memory model, halved whenever memory runs out all the same."""
+"""Trunk tokens of a micro-batch: predicted by the memory model, halved when memory runs out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.memory_model import Memory, Shape, predict_run
+from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-USABLE_GPU, USABLE_CPU = 0.9, 0.5  # fractions of all memory; the rest is fragmentation, rollouts, other processes
+USABLE_CPU = 0.5  # fraction of all memory: the rest is rollouts, other processes
 UNLIMITED = 1 << 40
 GIB = 2**30
 
-# What allocators say when there is no room: torch.OutOfMemoryError has a class of its own, the others have not.
+# What allocators say when there is no room, beside torch.OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -38,7 +38,7 @@ class TokenBudget:
     def __init__(self, lm: Any, config: RunConfig) -> None:
         self.device = next(lm.parameters()).device
         self.memory = _predict(lm, config, self.device.type)
-        self.largest = self.most_rows = 0  # trunk tokens and completion tokens of a micro-batch, so far
+        self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
         self.tokens = config.tokens_per_microbatch or self._default()
 
     def _default(self) -> int:
@@ -47,16 +47,21 @@ class TokenBudget:
         limit = usable_memory(self.device)
         tokens = self.memory.tokens(limit)
         if tokens == 0:
+            needed = self.memory.fixed + self.memory.head
             log.warning(
-                "memory: %.1f GiB predicted before the first token, usable are %.1f; one completion at a time is tried",
-                (self.memory.fixed + self.memory.head) / GIB, limit / GIB,
+                "memory: %.1f GiB predicted before the first token, usable are %.1f; one "
+                "completion at a time is tried", needed / GIB, limit / GIB,
             )  # fmt: skip
         return max(tokens, 1)
 
     def within(
-        self, batch: StepBatch, attempt: Callable[[], Result], undo: Callable[[], None], keep_logps: bool
+        self,
+        batch: StepBatch,
+        attempt: Callable[[], Result],
+        undo: Callable[[], None],
+        keep_logps: bool,
     ) -> Result:
-        """`attempt()`; out of memory → undo, half the budget, pack `batch` again, and once more from the beginning.
+        """`attempt()`; out of memory → undo, half the budget, pack `batch` again, try again.
 
         Args:
             undo: forgets whatever the attempt left behind (its gradients).
@@ -67,14 +72,15 @@ class TokenBudget:
         """
         while True:
             self.largest = max(self.largest, batch.largest)
-            self.most_rows = max(self.most_rows, *(len(micro.completion_mask) for micro in batch.micro_batches))
+            rows = (len(micro.completion_mask) for micro in batch.micro_batches)
+            self.most_rows = max(self.most_rows, *rows)
             try:
                 return attempt()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).splitlines()[0]
-            # Only here, with the exception and the frames it holds gone, is the memory of the attempt free.
+            # Only here, without the exception and its frames, is the memory of the attempt free.
             undo()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -84,9 +90,10 @@ class TokenBudget:
     def _lower(self, batch: StepBatch, reason: str) -> None:
         if all(len(micro) == 1 for micro in batch.micro_batches):
             raise ValueError(
-                f"tokens_per_microbatch: one completion with its prompt ({batch.largest} tokens) does not fit into "
-                f"memory ({reason}); `grpo-fast plan` shows what model.gradient_checkpointing, model.tiled_mlp, "
-                "model.checkpoint_offload, model.lora and optim.states save"
+                f"tokens_per_microbatch: one completion with its prompt ({batch.largest} tokens) "
+                f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
+                "model.gradient_checkpointing, model.tiled_mlp, model.checkpoint_offload, "
+                "model.lora and optim.states save"
             )
         self.tokens = min(self.tokens, batch.largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
@@ -104,7 +111,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Bytes a run may plan with: the same on every call, so that the packing does not depend on the hour."""
+    """Bytes a run may plan with: the same whatever else runs, and with it the packing."""
     if device.type == "cuda":
         return USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
     return USABLE_CPU * _host_memory()
@@ -126,6 +133,7 @@ def _predict(lm: Any, config: RunConfig, device: str) -> Memory | None:
     try:
         shape = Shape.of(lm.config.get_text_config(), sum(p.numel() for p in lm.parameters()))
     except ValueError as error:
-        log.warning("no memory model for this architecture (%s): one micro-batch until memory runs out", error)
+        said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
+        log.warning(said, error)
         return None
     return predict_run(shape, config, device)

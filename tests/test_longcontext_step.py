@@ -1,4 +1,4 @@
-"""One GRPO step three ways, small: shared prompts, packed, padded. The full size is benchmarks/bench_step.py."""
+"""One GRPO step three ways, small; the full size: `grpo-fast bench step`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_step
-from benchmarks.step_providers import make_problem, prepare, step_of
+from benchmarks.trainers import step as bench_step
+from benchmarks.trainers.step_providers import make_problem, prepare, step_of
 from grpo_fast.train.config import ModelConfig
 from tests.tiny import tiny_model
 
@@ -18,14 +18,18 @@ NAMES = ("shared", "packed", "padded")
 
 
 def options(**changes):
-    fields = dict(tokens_per_microbatch=1 << 40, padded_rows=None, model=ModelConfig(path="x", device="cpu"))
+    fields = dict(
+        tokens_per_microbatch=1 << 40, padded_rows=None, model=ModelConfig(path="x", device="cpu")
+    )
     return SimpleNamespace(**{**fields, **changes})
 
 
 def prompts(count, tokens):
     if Path(bench_step.GSM8K).is_dir():
         return bench_step.k_shot_prompts(str(bench_step.GSM8K), count, tokens, VOCAB)
-    return torch.randint(2, VOCAB, (count, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randint(
+        2, VOCAB, (count, tokens), generator=torch.Generator().manual_seed(0)
+    ).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +39,13 @@ def problem():
 
 @pytest.mark.parametrize(("family", "budget"), [("llama", 1 << 40), ("qwen3", 700)])
 def test_shared_packed_and_padded_are_one_step(problem, family, budget):
-    """Asserted in fp32: loss, all gradients and all metrics within 1e-5 (relative) of the padded step's."""
+    """In fp32: loss, gradients and metrics within 1e-5 (relative) of the padded step's."""
     model = tiny_model(family, vocab_size=VOCAB, max_position_embeddings=4096)
     chosen = options(tokens_per_microbatch=budget)
     providers = {name: prepare(name, model, problem, chosen) for name in NAMES}
-    assert providers["shared"].tokens < providers["packed"].tokens / 3 < providers["padded"].tokens / 3
+    assert (
+        providers["shared"].tokens < providers["packed"].tokens / 3 < providers["padded"].tokens / 3
+    )
     errors = bench_step.verify(providers, problem, tolerance=1e-5)
     assert set(errors) == set(NAMES)
 
@@ -60,6 +66,8 @@ def test_the_peak_of_a_step_falls_with_its_tokens(problem):
         provider = prepare(name, model, problem, options())
         before = [p.detach().clone() for p in provider.model.parameters()]
         peaks[name] = bench_step.peak_bytes(step_of(provider), "cpu")
-        changed = [bool((a != b).any()) for a, b in zip(before, provider.model.parameters(), strict=True)]
+        changed = [
+            bool((a != b).any()) for a, b in zip(before, provider.model.parameters(), strict=True)
+        ]
         assert any(changed)  # the optimizer stepped
     assert peaks["shared"] < 0.4 * peaks["packed"] and peaks["shared"] < 0.4 * peaks["padded"]

@@ -178,7 +178,7 @@ def linear_grpo_loss(
         loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
 
     that is Σ_t w_t·(ℓ_t·masks·sampling_ratio + beta·KL_t) - entropy_coef·Σ_t H_t/N, with ℓ by `config.loss_type`, KL
-    by `config.kl_estimator` and w by `config.aggregation` (README, "Losses"). Gradients are formed in the forward
+    by `config.kl_estimator` and w by `config.aggregation` (objective/README.md). Gradients are formed in the forward
     pass, for those of hidden, weight and bias that require one; rows whose coefficient is zero are left out of the
     GEMMs. In a CUDA graph nothing is left out, and values are not checked (kernels/capture.py).
 

@@ -99,7 +99,7 @@ $(TRAINERS): $(SETUP)
 
 # The C++ row kernels: compiled once into a cache; without a compiler the torch path does the same work.
 csrc: $(SETUP)
-	@$(PY) -c 'from grpo_fast.kernels import csrc_loader; reason = csrc_loader.load(); \
+	@$(PY) -c 'from grpo_fast.kernels.cpu import loader; reason = loader.load(); \
 	  print("C++ row kernels:", f"not available, torch does their work ({reason.splitlines()[0]})" if reason else "ready")'
 
 # ---- the two commands ----
@@ -148,14 +148,14 @@ bench: $(PEERS) csrc
 # Fails when a ratio to the limit is more than 15% worse than the one stored for this kind of CPU.
 bench-gate: $(SETUP) csrc
 	@$(STEP) 'regression gate of the CPU path'
-	@$(PY) -m benchmarks.gate
+	@$(PY) -m benchmarks.kernels.gate
 
 bench-small: $(PEERS) csrc
-	@$(BIN)/pytest -q benchmarks/test_bench.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
+	@$(BIN)/pytest -q benchmarks/kernels/test_small.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
 
-# What the tables and the picture of the README are made of. On a quiet machine; about a quarter of an hour.
+# The tables and the picture of benchmarks/README.md. On a quiet machine; a quarter of an hour.
 bench-readme: $(PEERS) csrc
-	@$(PY) -m benchmarks.readme
+	@$(PY) -m benchmarks.report.readme
 
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'

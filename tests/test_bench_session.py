@@ -1,4 +1,4 @@
-"""The GPU session without a GPU: its parts fit the time, it resumes, keeps results, ends what takes too long."""
+"""The GPU session without a GPU: it fits the time, resumes, keeps results, ends what is late."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import session
+from benchmarks.gpu import session
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "benchmarks" / "gpu_session.sh"
+CALLER = ROOT / "benchmarks" / "gpu_session.sh"
+SCRIPT = ROOT / "benchmarks" / "gpu" / "session.sh"
 PY = sys.executable
 WRITE = "import json, sys; json.dump({'cases': [1], 'name': sys.argv[1]}, open(sys.argv[-1], 'w'))"
 
 
 def test_the_script_is_sound():
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-    assert os.access(SCRIPT, os.X_OK)
+    for script in (CALLER, SCRIPT):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        assert os.access(script, os.X_OK)
 
 
 def test_all_parts_fit_into_one_call():
@@ -45,16 +47,21 @@ def test_all_parts_fit_into_one_call():
 
 
 def test_wheels_are_unpacked_onto_the_path(tmp_path):
-    (tmp_path / "benchmarks").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "benchmarks")
-    (tmp_path / "benchmarks" / "__init__.py").touch()
-    (tmp_path / "benchmarks" / "session.py").write_text("import peer, sys; print(peer.NAME, sys.argv[1:])")
+    folder = tmp_path / "benchmarks" / "gpu"
+    folder.mkdir(parents=True)
+    shutil.copy(CALLER, folder.parent)
+    shutil.copy(SCRIPT, folder)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    (folder / "session.py").write_text("import peer, sys; print(peer.NAME, sys.argv[1:])")
     (tmp_path / "wheels").mkdir()
     with zipfile.ZipFile(tmp_path / "wheels" / "peer-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("peer.py", "NAME = 'from the wheel'")
     environment = {**os.environ, "PYTHON": PY, "TMPDIR": str(tmp_path)}
     command = ["bash", str(tmp_path / "benchmarks" / "gpu_session.sh"), "--part", "tests"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "from the wheel ['--part', 'tests']\n"
     assert not list(tmp_path.glob("tmp.*")), "the unpacked wheels are cleared away"
 
@@ -70,7 +77,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """A session of three small parts: one that measures, one that fails, one that takes too long."""
+    """A session of three small parts: one measures, one fails, one takes too long."""
 
     def part(seconds, code, *words, measures=False):
         return session.Part(seconds, [[PY, "-c", code, *words]], [], measures=measures)
@@ -91,14 +98,28 @@ def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, capsys):
     started = time.monotonic()
     assert session.main([]) == 1 and time.monotonic() - started < 30
     parts = json.loads((small / "gpu_session.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == {"good": "done", "bad": "failed", "slow": "failed"}
+    assert {name: part["status"] for name, part in parts.items()} == {
+        "good": "done",
+        "bad": "failed",
+        "slow": "failed",
+    }
     assert parts["good"]["reports"] == [{"cases": [1], "name": "first"}]
     log = (small / "gpu_session.log").read_text()
-    assert "a reason" in log and "begun" in log and "ended after 2 s" in log and "exit codes [3]" in log
+    assert (
+        "a reason" in log
+        and "begun" in log
+        and "ended after 2 s" in log
+        and "exit codes [3]" in log
+    )
     capsys.readouterr()
     assert session.main(["--part", "good"]) == 0 and "good: done before" in capsys.readouterr().out
-    assert session.main(["--part", "good", "--again"]) == 0 and "good: done in" in capsys.readouterr().out
-    assert session.main(["--part", "bad"]) == 1 and "a reason" in capsys.readouterr().out, "a failed part is run again"
+    assert (
+        session.main(["--part", "good", "--again"]) == 0
+        and "good: done in" in capsys.readouterr().out
+    )
+    assert session.main(["--part", "bad"]) == 1 and "a reason" in capsys.readouterr().out, (
+        "a failed part is run again"
+    )
 
 
 def test_no_part_is_started_after_the_deadline(small, capsys):

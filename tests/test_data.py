@@ -117,7 +117,10 @@ def test_a_pair_of_surrogates_is_a_character(tmp_path):
 def test_a_training_set_that_is_the_test_set(tmp_path, lines):
     """One line repeated, or two equal files: nothing is left to train on."""
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
-    expected = rf"data: expected a training example in {tmp_path}.* whose prompt is not a test prompt as well, got none$"
+    expected = (
+        rf"data: expected a training example in {tmp_path}.* whose prompt is not a test prompt "
+        "as well, got none$"
+    )
     with pytest.raises(DatasetError, match=expected):
         load_examples(source(task="jsonl", path=str(path)), split="train", seed=0)
     write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})

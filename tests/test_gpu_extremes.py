@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import exact
+from benchmarks.kernels import exact
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""One GRPO step three ways, small: shared prompts, packed, padded. The full size is benchmarks/bench_step.py."""
+"""One GRPO step three ways, small; the full size: `grpo-fast bench step`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_step
-from benchmarks.step_providers import make_problem, prepare, step_of
+from benchmarks.trainers import step as bench_step
+from benchmarks.trainers.step_providers import make_problem, prepare, step_of
 from grpo_fast.train.config import ModelConfig
 from tests.tiny import tiny_model
 
@@ -39,7 +39,7 @@ def problem():
 
 @pytest.mark.parametrize(("family", "budget"), [("llama", 1 << 40), ("qwen3", 700)])
 def test_shared_packed_and_padded_are_one_step(problem, family, budget):
-    """Asserted in fp32: loss, all gradients and all metrics within 1e-5 (relative) of the padded step's."""
+    """In fp32: loss, gradients and metrics within 1e-5 (relative) of the padded step's."""
     model = tiny_model(family, vocab_size=VOCAB, max_position_embeddings=4096)
     chosen = options(tokens_per_microbatch=budget)
     providers = {name: prepare(name, model, problem, chosen) for name in NAMES}

@@ -165,10 +165,10 @@ def linear_grpo_loss(
         loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
 
     that is Σ_t w_t·(ℓ_t·masks·sampling_ratio + beta·KL_t) - entropy_coef·Σ_t H_t/N, with ℓ by
-    `config.loss_type`, KL by `config.kl_estimator` and w by `config.aggregation` (README,
-    "Losses"). Gradients are formed in the forward pass, for those of hidden, weight and bias that
-    require one; rows whose coefficient is zero are left out of the GEMMs. In a CUDA graph nothing
-    is left out, and values are not checked (kernels/capture.py).
+    `config.loss_type`, KL by `config.kl_estimator` and w by `config.aggregation`
+    (objective/README.md). Gradients are formed in the forward pass, for those of hidden, weight
+    and bias that require one; rows whose coefficient is zero are left out of the GEMMs. In a CUDA
+    graph nothing is left out, and values are not checked (kernels/gpu/capture.py).
 
     Args:
         hidden: padded (B, L, H) with target_ids (B, L), or packed (T, H) with target_ids (T,) and
@@ -193,7 +193,7 @@ def linear_grpo_loss(
         grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
             long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that
-            stayed; kernels/grad_filter.py gives the bounds on dH and dW. The loss and the logps
+            stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the logps
             stay exact; the gradient is no longer bitwise invariant to batching.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).

@@ -1,4 +1,4 @@
-"""Registers, spills, shared memory and matrix instructions of every shipped kernel configuration, without a GPU.
+"""Registers, spills, shared memory, matrix instructions of every shipped kernel, without a GPU.
 
     python tests/triton_tools/report.py [sm_90 ...] [--json]
 
@@ -18,8 +18,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 def lines(arch: str) -> list[dict]:
     """One entry per compiled kernel."""
-    from triton_tools.fake_driver import compile_launches
-    from triton_tools.resources import SHARED_LIMIT, resources
+    from benchmarks.gpu.fake_driver import compile_launches
+    from benchmarks.gpu.resources import SHARED_LIMIT, resources
     from triton_tools.shipped import shipped
 
     found = []
@@ -28,12 +28,20 @@ def lines(arch: str) -> list[dict]:
             call()
         for kernel, result in compiled:
             cost = resources(result)
-            found.append({"arch": arch, "name": name, "kernel": kernel, "limit": SHARED_LIMIT[arch], **cost._asdict()})
+            found.append(
+                {
+                    "arch": arch,
+                    "name": name,
+                    "kernel": kernel,
+                    "limit": SHARED_LIMIT[arch],
+                    **cost._asdict(),
+                }
+            )
     return found
 
 
 def main(arguments: list[str]) -> None:
-    from triton_tools.fake_driver import TARGETS
+    from benchmarks.gpu.fake_driver import TARGETS
 
     as_json = "--json" in arguments
     archs = [a for a in arguments if a != "--json"] or list(TARGETS)
@@ -45,7 +53,8 @@ def main(arguments: list[str]) -> None:
         for e in entries:
             counts = " ".join(f"{k}={v}" for k, v in e["counts"].items() if v and k.isupper())
             print(
-                f"{arch:7} {e['name']:36} {e['kernel']:17} registers {e['registers']:3}  spills {e['spills']:3}  "
+                f"{arch:7} {e['name']:36} {e['kernel']:17} "
+                f"registers {e['registers']:3}  spills {e['spills']:3}  "
                 f"shared {e['shared']:6}  {counts}",
                 flush=True,
             )

@@ -29,11 +29,7 @@ from trl import GRPOTrainer
 
 from grpo_fast.attention import check_tolerance
 from grpo_fast.integrations.fast_head import reshard
-from grpo_fast.integrations.packed import (
-    own_attention,
-    pack_padded,
-    take_packed_rows,
-)
+from grpo_fast.integrations.packed import own_attention, pack_padded, take_packed_rows
 from grpo_fast.integrations.trl_forward import PackedCall, let_run_inside, packed_forward
 from grpo_fast.integrations.trl_fused import base_model, fused_head
 from grpo_fast.integrations.trl_groups import regroup, window_of

@@ -2,7 +2,7 @@
 under another name.
 
     from grpo_fast.integrations.verl import register
-    handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla, fast_gspo
+    handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
 verl trains in worker processes; `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl_plugin`

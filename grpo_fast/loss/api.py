@@ -193,8 +193,8 @@ def linear_grpo_loss(
         grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
             long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that
-            stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the logps
-            stay exact; the gradient is no longer bitwise invariant to batching.
+            stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the
+            logps stay exact; the gradient is no longer bitwise invariant to batching.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 

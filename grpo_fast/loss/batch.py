@@ -19,12 +19,7 @@ from grpo_fast.kernels.types import ActiveRows, LogitRule
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Given, Targets
 from grpo_fast.loss.pending import check_values
-from grpo_fast.objective.aggregation import (
-    AGGREGATIONS,
-    Total,
-    completion_weights,
-    denominator,
-)
+from grpo_fast.objective.aggregation import AGGREGATIONS, Total, completion_weights, denominator
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
 from grpo_fast.objective.tokens import Tokens

@@ -46,12 +46,7 @@ class Policy:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        attn: str = "auto",
-        autocast: torch.dtype | None = None,
+        self, model: Any, tokenizer: Any, *, attn: str = "auto", autocast: torch.dtype | None = None
     ) -> None:
         self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PACK, MICRO, GEMM, ROW, STORAGE = (f"csrc/{x}.h" for x in ("pack", "micro_kernels", "gemm", "row_kernels", "storage"))
+PACK, MICRO, GEMM, ROW, STORAGE = (
+    f"csrc/{x}.h" for x in ("pack", "micro_kernels", "gemm", "row_kernels", "storage")
+)
 DOOR, LINEAR = (f"csrc/{x}.cpp" for x in ("gemm", "linear"))
 PRODUCTS, SUMS, CHUNKS, DOMINANT = (
     f"grpo_fast/kernels/{x}.py" for x in ("products", "gradient_sums", "chunks", "dominant_weights")

@@ -39,7 +39,9 @@ def vendor_rounds() -> bool:
 @functools.cache
 def has_tiles() -> bool:
     """Whether bf16 products go through AMX, by way of a function inside libtorch_cpu."""
-    return {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags()) and torch.ops.grpo_fast_gemm.has_tiles()
+    return {"amx_bf16", "amx_tile"} <= set(
+        loader.cpu_flags()
+    ) and torch.ops.grpo_fast_gemm.has_tiles()
 
 
 def uses_tiles(x: Tensor) -> bool:
@@ -50,12 +52,17 @@ def uses_tiles(x: Tensor) -> bool:
 def _is_right(tiles: bool) -> bool:
     """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface needs a look."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))  # whole tiles and edges
+    a, b = (
+        torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70)
+    )  # whole tiles and edges
     out = torch.empty(130, 70)
     torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, False, *[None] * 6)
     error = (out - a.float() @ b.float().t()).abs().amax().item()
     if not error <= 1e-4:
-        logger.warning("grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead", error)
+        logger.warning(
+            "grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead",
+            error,
+        )
     return error <= 1e-4
 
 
@@ -97,7 +104,9 @@ def mm_(
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = *added.by_id(), detached(added.coefficients), added.rows, values
     layout = a_transposed, b_transposed, add, parts, uses_tiles(b)
-    _door()(detached(a), detached(b), detached(out), *layout, scales, keeps_heavy, out_scales, *extra)
+    _door()(
+        detached(a), detached(b), detached(out), *layout, scales, keeps_heavy, out_scales, *extra
+    )
     return out
 
 

@@ -144,7 +144,11 @@ class LeafPrinter:
     def function(self) -> str:
         arguments = ", ".join(f"double {argument.arg}_" for argument in self.tree.args.args)
         lines = [line for statement in self.tree.body for line in self.statement(statement)]
-        return f"inline ValueAndSlope {function_name(self.leaf)}({arguments}) {{\n" + "\n".join(lines) + "\n}\n"
+        return (
+            f"inline ValueAndSlope {function_name(self.leaf)}({arguments}) {{\n"
+            + "\n".join(lines)
+            + "\n}\n"
+        )
 
     def statement(self, statement: ast.stmt) -> list[str]:
         match statement:
@@ -156,7 +160,8 @@ class LeafPrinter:
                 self.local.add(name)
                 return [f"  {declared}{name}_ = {text};"]
             case ast.Assign(
-                targets=[ast.Tuple(elts=[ast.Name(id=value), ast.Name(id=slope)])], value=ast.Call() as call
+                targets=[ast.Tuple(elts=[ast.Name(id=value), ast.Name(id=slope)])],
+                value=ast.Call() as call,
             ):
                 pair = f"{value}_and_{slope}_"
                 self.local |= {value, slope}
@@ -178,8 +183,12 @@ class LeafPrinter:
                 return f"({self.expression(left)} {OPERATORS[type(op)]} {self.expression(right)})"
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return f"(-{self.expression(operand)})"
-            case ast.Compare(left=left, ops=[compare], comparators=[right]) if type(compare) in OPERATORS:
-                return f"({self.expression(left)} {OPERATORS[type(compare)]} {self.expression(right)})"
+            case ast.Compare(left=left, ops=[compare], comparators=[right]) if (
+                type(compare) in OPERATORS
+            ):
+                return (
+                    f"({self.expression(left)} {OPERATORS[type(compare)]} {self.expression(right)})"
+                )
             case ast.Call(func=function, args=args, keywords=[]):
                 return f"{self.callee(function)}({', '.join(map(self.expression, args))})"
         raise self.refusal(node)
@@ -198,7 +207,9 @@ class LeafPrinter:
                 return WORDS[word]
             case ast.Name(id=name) if name in HELPERS:
                 return HELPERS[name]
-            case ast.Name(id=name) if isinstance(self.leaf.__globals__.get(name), types.FunctionType):
+            case ast.Name(id=name) if isinstance(
+                self.leaf.__globals__.get(name), types.FunctionType
+            ):
                 function = self.leaf.__globals__[name]
                 self.callees.append(function)
                 return function_name(function)

@@ -18,7 +18,14 @@ from torch import Tensor
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.cpu.gemm import uses_tiles
 from grpo_fast.kernels.cpu.rows import rule_arguments, vector
-from grpo_fast.kernels.types import POSITIVE16, Dominant, Exponentials, LogitRule, RowStats, detached
+from grpo_fast.kernels.types import (
+    POSITIVE16,
+    Dominant,
+    Exponentials,
+    LogitRule,
+    RowStats,
+    detached,
+)
 
 
 @functools.cache
@@ -28,11 +35,18 @@ def _door() -> Any:
 
 
 def _rows(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule, *more: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    rule: LogitRule,
+    *more: Any,
 ) -> tuple:
     out, has_weights, known, return_entropy = more
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
-    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (detached(hidden), detached(weight)))
+    hidden, weight = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (detached(hidden), detached(weight))
+    )
     return _door()(
         hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps, *rule_arguments(rule),
         return_entropy, uses_tiles(weight),
@@ -58,7 +72,9 @@ def head_logps(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy, *_ = _rows(hidden, weight, bias, target_ids, rule, logits_out, False, None, return_entropy)
+    lse, logps, entropy, *_ = _rows(
+        hidden, weight, bias, target_ids, rule, logits_out, False, None, return_entropy
+    )
     return lse, logps, entropy if return_entropy else None
 
 
@@ -87,4 +103,6 @@ def head_exponentials(
         hidden, weight, bias, target_ids, rule, out, True, known, return_entropy
     )
     stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
-    return Exponentials(stats, unit, target_unit, Dominant(*dominant) if out.dtype == POSITIVE16 else None)
+    return Exponentials(
+        stats, unit, target_unit, Dominant(*dominant) if out.dtype == POSITIVE16 else None
+    )

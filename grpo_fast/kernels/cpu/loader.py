@@ -49,7 +49,10 @@ _NATIVE = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["
 # name → (compiler flags, what /proc/cpuinfo must list for the code to run)
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "native": (_NATIVE, set()),
-    "avx512": (["-march=skylake-avx512"], {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
+    "avx512": (
+        ["-march=skylake-avx512"],
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+    ),
     "avx2": (["-march=haswell"], {"avx2", "fma", "f16c", "bmi2"}),
     "generic": ([], set()),
 }
@@ -120,7 +123,9 @@ def _load(library: str) -> str | None:
         if reason is None:
             logger.info("grpo_fast: C++ kernels '%s': prebuilt %s", library, prebuilt.name)
             return None
-        logger.warning("grpo_fast: the prebuilt %s does not load, compiling instead: %s", prebuilt, reason)
+        logger.warning(
+            "grpo_fast: the prebuilt %s does not load, compiling instead: %s", prebuilt, reason
+        )
     return _load_compiled(library, wanted)
 
 
@@ -158,7 +163,8 @@ def _prebuilt(library: str, wanted: str) -> Path | None:
         if library != "rows" or _has_our_leaves(path):
             return path
         logger.warning(
-            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and kl.py have", path
+            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and kl.py have",
+            path,
         )
     return None
 
@@ -287,7 +293,9 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     line = [*command, *flags, f"-I{torch_folder / 'include'}", str(source), "-o", str(output)]
     line += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S)
+        done = subprocess.run(
+            line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the compiler did not run: {error}"
     if done.returncode == 0 and output.is_file():

@@ -107,7 +107,13 @@ def leaf_arguments(key: str) -> tuple:
     config, (objectives, estimators) = LossConfig.from_key(key), _leaf_numbers()
     params = config.params
     padding = (0.0,) * (leaves.MAX_PARAMS - len(params))
-    return objectives[config.loss_type], estimators[config.kl_estimator], config.kl_times_ratio, *params, *padding
+    return (
+        objectives[config.loss_type],
+        estimators[config.kl_estimator],
+        config.kl_times_ratio,
+        *params,
+        *padding,
+    )
 
 
 def row_loss_(

@@ -1,9 +1,9 @@
 """Block sizes of the Triton kernels, by vocabulary, dtype and architecture: a table, no autotune.
 
 Timing-based autotune would make a run depend on the noise of its first step, and it changes the
-order of the sums. Every entry is compiled in tests/test_triton_compile.py for sm_80, 90, 100, 120
-and gfx942: no spills, shared memory within the device's limit. The entries were chosen by those
-reports (registers, spills, tensor-core instructions), not by timings.
+order of the sums. Every entry is compiled in tests/kernels/test_triton_compile.py for sm_80, 90,
+100, 120 and gfx942: no spills, shared memory within the device's limit. The entries were chosen by
+those reports (registers, spills, tensor-core instructions), not by timings.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
 # tile (with a bias Triton 3.6 spills): a third less traffic from L2 per product, 1/85 instead of
 # 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
+    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
 
 

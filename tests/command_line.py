@@ -19,7 +19,9 @@ RECIPE = """
 output_dir: OUT
 steps: 2
 model: {tokenizer: symbols, config: {model_type: llama, hidden_size: 16, intermediate_size: 32,
-  num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}}
+  num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2,
+  max_position_embeddings: 64
+  }}
 data: {task: sort, digits: 3, n_test: 8}
 rewards: [{name: sort_positions}]
 rollout: {group_size: 2, prompts_per_step: 2, max_new_tokens: 4}

@@ -99,14 +99,6 @@ class AddedRows(NamedTuple):
         assert self.ids is not None
         add_rows_(total, self.ids, self.terms())
 
-    def by_id(self) -> tuple[Tensor, Tensor]:
-        """ids in ascending order, and the t of each."""
-        if self.ids is None:
-            places = torch.arange(len(self.coefficients))
-            return places, places
-        ids, order = self.ids.sort(stable=True)
-        return ids, order
-
 
 class Dominant(NamedTuple):
     """n elements of a matrix (C, V) in 16 bits that make up more than a 16th of their row; at most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-ROW, RULE, DOORS = "csrc/row_kernels.h", "csrc/chunk.h", "csrc/rows.cpp"
+ROW, RULE, DOORS = "csrc/rows/row_kernels.h", "csrc/rows/chunk.h", "csrc/api/rows.cpp"
 ROWS, MATH, LINEAR, WEIGHTS = (
     f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights")
 )

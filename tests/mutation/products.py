@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-PACK, MICRO, GEMM, ROW, STORAGE = (
-    f"csrc/{x}.h" for x in ("pack", "micro_kernels", "gemm", "row_kernels", "storage")
-)
-DOOR, LINEAR = (f"csrc/{x}.cpp" for x in ("gemm", "linear"))
+PACK, MICRO, GEMM = (f"csrc/gemm/{x}.h" for x in ("pack", "micro_kernels", "multiply"))
+ROW, STORAGE = "csrc/rows/row_kernels.h", "csrc/vec/storage.h"
+DOOR, LINEAR = (f"csrc/api/{x}.cpp" for x in ("gemm", "linear"))
 PRODUCTS, SUMS, CHUNKS, DOMINANT = (
     f"grpo_fast/kernels/{x}.py" for x in ("products", "gradient_sums", "chunks", "dominant_weights")
 )
@@ -80,10 +79,10 @@ SOFTMAX = [
            "bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive - 0x2000u)",
            "bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive)",
            "weights are cut, not rounded", "csrc_linear"),
-    Mutant("csrc-linear-dominant-early", "csrc/dominant.h",
+    Mutant("csrc-linear-dominant-early", "csrc/rows/dominant.h",
            "0.99f * kDominantShare *", "1.5f * kDominantShare *",
            "a weight of a 12th is not kept", "csrc_linear"),
-    Mutant("csrc-linear-dominant-late", "csrc/dominant.h",
+    Mutant("csrc-linear-dominant-late", "csrc/rows/dominant.h",
            "return !(x.e > kDominantShare * sums_[x.row]);", "return false;",
            "what dominated the first slices is kept, by chance of the threads", "csrc_linear"),
     Mutant("csrc-linear-dominant-far", LINEAR,

@@ -1,4 +1,6 @@
-"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken instead of torch's."""
+"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken instead of
+torch's.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +12,41 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.types import AddedRows, detached
+from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
 
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
-    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can. Asked once."""
+    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can. Asked
+    once.
+    """
     if dtype not in (torch.float32, torch.bfloat16):
         return f"it multiplies float32 and bfloat16, not {dtype}"
     reason = loader.load("gemm")
     if reason:
         return reason
-    kernels = torch.ops.grpo_fast_gemm
+    has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()
     if dtype == torch.float32:
-        return None if kernels.has_fma() else "it was compiled without AVX2 and FMA"
-    if not kernels.has_dot16() and not has_tiles():
+        return None if has_fma else "it was compiled without AVX2 and FMA"
+    if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
     return None if _is_right(has_tiles()) else "its bf16 product failed its self-check"
 
 
 def vendor_rounds() -> bool:
-    """Whether torch may round fp32 operands on the CPU, as `torch.set_float32_matmul_precision("medium")` has it."""
+    """Whether torch may round fp32 operands on the CPU, as
+    `torch.set_float32_matmul_precision("medium")` has it.
+    """
     return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
 
 
 @functools.cache
 def has_tiles() -> bool:
     """Whether bf16 products go through AMX, by way of a function inside libtorch_cpu."""
-    return {"amx_bf16", "amx_tile"} <= set(
-        loader.cpu_flags()
-    ) and torch.ops.grpo_fast_gemm.has_tiles()
+    has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
+    return has_amx and torch.ops.grpo_fast_gemm.features()[2]
 
 
 def uses_tiles(x: Tensor) -> bool:
@@ -50,13 +55,14 @@ def uses_tiles(x: Tensor) -> bool:
 
 
 def _is_right(tiles: bool) -> bool:
-    """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface needs a look."""
+    """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface
+    needs a look.
+    """
     generator = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70)
-    )  # whole tiles and edges
+    # Whole tiles and edges.
+    a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))
     out = torch.empty(130, 70)
-    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, 1, tiles, None, False, *[None] * 6)
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, tiles, *[None] * 6)
     error = (out - a.float() @ b.float().t()).abs().amax().item()
     if not error <= 1e-4:
         logger.warning(
@@ -77,36 +83,32 @@ def mm_(
     out: Tensor,  # (M, N) fp32 or bf16, contiguous rows
     *,
     add: bool = False,
-    parts: int = 1,
     scales: Tensor | None = None,  # (K,) fp32
-    keeps_heavy: bool = False,
     out_scales: Tensor | None = None,  # (M,) fp32
     added: AddedRows | None = None,
 ) -> Tensor:  # (M, N)
     """out = a·b, or out += a·b: products exact, sums in fp32, rounded once to the dtype of `out`.
 
-    An fp32 or POSITIVE16 a beside a bf16 b is rounded to bf16 with `parts=1`; with 2, what the rounding leaves is
-    multiplied as well (16 digits, at twice the time). `keeps_heavy`, of an a that is a transpose: with 1 part, elements
-    that dominate a sum keep both, those with a 16th of the squares of their row. `scales`: the columns of a, which must
-    be a transpose and no bf16, are multiplied by these first. `out_scales`: the rows of a·b, by these before anything
-    is added (exact zeros where they are 0). An element's bits depend on its row of a and its column of b only: not on
-    M, N, or the number of threads.
+    Beside a bf16 b, an fp32 a keeps 16 digits (at twice the time: it is multiplied in two parts),
+    and a POSITIVE16 a is rounded to bf16; of one that is a transpose, elements that dominate a sum
+    (with a 16th of the squares of their row) keep their digits. `scales`: the columns of a, which
+    must be a transpose and no bf16, are multiplied by these first. `out_scales`: the rows of a·b,
+    by these before anything is added (exact zeros where they are 0). An element's bits depend on
+    its row of a and its column of b only: not on M, N, or the number of threads.
 
     Raises:
         RuntimeError: a dtype, shape or stride that it does not take.
     """
-    is_transpose = scales is not None or keeps_heavy
-    a, a_transposed = (a.t(), True) if is_transpose else _as_stored(a)
+    a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
+    keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
-    extra: tuple[Tensor | None, ...] = (None,) * 5
+    extra: tuple[Tensor | None, ...] = (None,) * 4
     if added is not None:
         values = detached(added.values)
         values = values if values.stride(1) == 1 else values.contiguous()
-        extra = *added.by_id(), detached(added.coefficients), added.rows, values
-    layout = a_transposed, b_transposed, add, parts, uses_tiles(b)
-    _door()(
-        detached(a), detached(b), detached(out), *layout, scales, keeps_heavy, out_scales, *extra
-    )
+        extra = detached(added.coefficients), values, added.ids, added.rows
+    layout = a_transposed, b_transposed, add, uses_tiles(b)
+    _door()(detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra)
     return out
 
 

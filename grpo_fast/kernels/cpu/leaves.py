@@ -1,7 +1,9 @@
-"""The loss leaves for C++: prints the functions of objectives.py and kl.py as a header for csrc/rows.cpp.
+"""The loss leaves for C++: prints the functions of objectives.py and kl.py as a header for
+csrc/rows.cpp.
 
-The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the vocabulary has one
-C++ counterpart, in double. Nothing is written by hand per loss; the header is made when the kernels are compiled.
+The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the
+vocabulary has one C++ counterpart, in double. Nothing is written by hand per loss; the header is
+made when the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ OPERATORS: dict[type, str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
 WORDS = {
-    "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1", "where": "where",
-    "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum", "maximum": "maximum",
+    "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1",
+    "where": "where", "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum", "maximum": "maximum",
 }  # fmt: skip
 # Helpers of kl.py that are words themselves: each reader has its own.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
@@ -44,7 +46,9 @@ struct ValueAndSlope {
 // A NaN argument comes out as NaN everywhere, as in torch.
 inline double where(bool condition, double a, double b) { return condition ? a : b; }
 inline bool where(bool condition, bool a, bool b) { return condition ? a : b; }
-inline double clamp(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
+inline double clamp(double x, double low, double high) {
+  return x < low ? low : x > high ? high : x;
+}
 inline double minimum(double a, double b) { return b < a || b != b ? b : a; }
 inline double maximum(double a, double b) { return b > a || b != b ? b : a; }
 inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
@@ -67,7 +71,8 @@ def header() -> str:
     """The text of leaves.h.
 
     Raises:
-        ValueError: a leaf uses something outside of the vocabulary; the message names the leaf and the expression.
+        ValueError: a leaf uses something outside of the vocabulary; the message names the leaf and
+            the expression.
         OSError: the python sources are not there.
     """
     text = print_header(objective_leaves(), kl_leaves())
@@ -75,7 +80,9 @@ def header() -> str:
 
 
 def marker() -> str:
-    """What a library built with this header holds as a string: how a prebuilt one is known to have the same leaves."""
+    """What a library built with this header holds as a string: how a prebuilt one is known to have
+    the same leaves.
+    """
     return marker_of(print_header(objective_leaves(), kl_leaves()))
 
 
@@ -84,7 +91,9 @@ def marker_of(text: str) -> str:
 
 
 def print_header(objectives: list[Callable], estimators: list[Callable]) -> str:
-    """A header with every leaf and the two tables `objective` and `kl_estimator`, which choose by number."""
+    """A header with every leaf and the two tables `objective` and `kl_estimator`, which choose by
+    number.
+    """
     functions: dict[Callable, str] = {}  # in the order in which C++ must see them: helpers first
     for leaf in (*objectives, *estimators):
         add_function(leaf, functions)
@@ -97,20 +106,23 @@ def print_header(objectives: list[Callable], estimators: list[Callable]) -> str:
 
 
 def table(name: str, arguments: tuple[str, ...], leaves: list[Callable]) -> str:
-    """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0], p[1], …"""
+    """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0],
+    p[1], …
+    """
     lines = []
     for index, leaf in enumerate(leaves):
         extra = leaf.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             raise ValueError(
-                f"{leaf.__name__}: expected the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more, "
-                f"got {inspect.signature(leaf)}"
+                f"{leaf.__name__}: expected the arguments {', '.join(arguments)} and at most "
+                f"{MAX_PARAMS} more, got {inspect.signature(leaf)}"
             )
         values = ", ".join([*arguments, *(f"p[{i}]" for i in range(extra))])
         lines.append(f"    case {index}: return {function_name(leaf)}({values});")
     signature = ", ".join(f"double {argument}" for argument in arguments)
     head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
-    head += f"inline ValueAndSlope {name}(int64_t index, {signature}, [[maybe_unused]] const double* p) {{\n"
+    head += f"inline ValueAndSlope {name}(int64_t index, {signature},\n"
+    head += "    [[maybe_unused]] const double* p) {\n"
     return head + "  switch (index) {\n" + "\n".join(lines) + "\n  }\n  return {NAN, NAN};\n}\n"
 
 
@@ -130,7 +142,9 @@ def add_function(leaf: Callable, functions: dict[Callable, str]) -> None:
 
 
 class LeafPrinter:
-    """One leaf as a C++ function of doubles. A name gets a trailing underscore, so it is no C++ keyword or word."""
+    """One leaf as a C++ function of doubles. A name gets a trailing underscore, so it is no C++
+    keyword or word.
+    """
 
     def __init__(self, leaf: Callable) -> None:
         self.leaf = leaf

@@ -1,10 +1,12 @@
-"""hidden → log-probabilities, and exponentials for the gradient GEMMs, on the CPU (csrc/api/linear.cpp).
+"""hidden → log-probabilities, and exponentials for the gradient GEMMs, on the CPU
+(csrc/api/linear.cpp).
 
-The product hidden·Wᵀ is taken block by block, and what a softmax needs of a block is summed while it is in cache:
-without a gradient no logits exist. With one, every logit is written once, as the exponential that is its d-logit up to
-a coefficient by row (gpu/exponentials.py has the algebra); no row kernel runs. For bf16 inputs the exponentials have 16 bits
-and two digits more than bf16, which dW's product uses where an element dominates a sum (gemm.mm_); those that dominate
-a row of dH come beside them in fp32.
+The product hidden·Wᵀ is taken block by block, and what a softmax needs of a block is summed while
+it is in cache: without a gradient no logits exist. With one, every logit is written once, as the
+exponential that is its d-logit up to a coefficient by row (gpu/exponentials.py has the algebra); no
+row kernel runs. For bf16 inputs the exponentials have 16 bits and two digits more than bf16, which
+dW's product uses where an element dominates a sum (gemm.mm_); those that dominate a row of dH come
+beside them in fp32.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def _rows(
         x if x.stride(-1) == 1 else x.contiguous() for x in (detached(hidden), detached(weight))
     )
     return _door()(
-        hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps, *rule_arguments(rule),
-        return_entropy, uses_tiles(weight),
+        hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps,
+        *rule_arguments(rule), return_entropy, uses_tiles(weight),
     )  # fmt: skip
 
 
@@ -65,8 +67,8 @@ def head_logps(
 ) -> RowStats:
     """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
 
-    Equals `row_logps(hidden @ weight.T + bias, …)`. `logits_out` receives the raw logits and changes no bit of the
-    other outputs. A target id outside [0, V) is never read: its logp is NaN.
+    Equals `row_logps(hidden @ weight.T + bias, …)`. `logits_out` receives the raw logits and
+    changes no bit of the other outputs. A target id outside [0, V) is never read: its logp is NaN.
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.
@@ -89,11 +91,12 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see `Exponentials`.
+    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see
+    `Exponentials`.
 
-    Of a matrix in 16 bits those come on top that make up more than a 16th of their row, before they were rounded.
-    `known`: the statistics of these rows from another call; they are then not computed again, and the bits of `out`
-    are the same.
+    Of a matrix in 16 bits those come on top that make up more than a 16th of their row, before they
+    were rounded. `known`: the statistics of these rows from another call; they are then not
+    computed again, and the bits of `out` are the same.
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.

@@ -1,7 +1,9 @@
-"""Finds or builds the C++ kernels: prebuilt library → compile into a cache folder → a reason why there is none.
+"""Finds or builds the C++ kernels: prebuilt library → compile into a cache folder → a reason why
+there is none.
 
-A library is one `csrc/<name>.cpp`. It is written against torch's stable ABI, so g++ or clang++ takes seconds, and one
-file serves every torch from 2.11 on and every Python. Nothing is compiled at install time.
+A library is one `csrc/api/<name>.cpp`. It is written against torch's stable ABI, so g++ or clang++
+takes seconds, and one file serves every torch from 2.11 on and every Python. Nothing is compiled at
+install time.
 
 Environment:
     GRPO_FAST_DISABLE_CSRC=1   behave as if there were no compiler
@@ -68,12 +70,13 @@ class CsrcUnavailable(RuntimeError):
 
 
 def load(library: str = "rows") -> str | None:
-    """Make `torch.ops.grpo_fast_<library>` exist. Returns None, or the reason why it cannot. Answered once per process.
+    """Make `torch.ops.grpo_fast_<library>` exist. Returns None, or the reason why it cannot.
+    Answered once per process.
 
     The first library that cannot be used is told at WARNING level: torch does the work, slower.
 
     Args:
-        library: name of a source file in csrc/, without .cpp.
+        library: name of a source file in csrc/api/, without .cpp.
     """
     with _lock:  # two threads would build twice, and the operators cannot be registered twice
         return _load_once(library)
@@ -163,7 +166,8 @@ def _prebuilt(library: str, wanted: str) -> Path | None:
         if library != "rows" or _has_our_leaves(path):
             return path
         logger.warning(
-            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and kl.py have",
+            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and "
+            "kl.py have",
             path,
         )
     return None
@@ -180,7 +184,7 @@ def _has_our_leaves(path: Path) -> bool:
 def source_folder() -> Path | None:
     """csrc/ of a checkout, or grpo_fast/csrc of an installed wheel."""
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
-        if (folder / "rows.cpp").is_file():
+        if (folder / "api" / "rows.cpp").is_file():
             return folder
     return None
 
@@ -226,7 +230,9 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def cpu_vendor() -> str:
-    """As Linux names it ("GenuineIntel", "AuthenticAMD"); elsewhere and on other machines an empty string."""
+    """As Linux names it ("GenuineIntel", "AuthenticAMD"); elsewhere and on other machines an empty
+    string.
+    """
     found = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
     return found[1] if found else ""
 
@@ -238,7 +244,8 @@ def compile_library(
     extra_flags: Sequence[str] = (),
     folder: Path | None = None,
 ) -> tuple[Path | None, str | None]:
-    """Compile csrc/<library>.cpp unless the cache has it. Returns (path, None) or (None, reason).
+    """Compile csrc/api/<library>.cpp unless the cache has it. Returns (path, None) or (None,
+    reason).
 
     The file's name holds a hash of all that goes into it: sources, flags, compiler, CPU, torch.
     """
@@ -254,7 +261,9 @@ def compile_library(
 
         def build(output: Path) -> None:
             (output.parent / "leaves.h").write_text(printed, encoding="utf-8")
-            reason = _run_compiler(command, [*flags, f"-I{output.parent}"], source, output)
+            reason = _run_compiler(
+                command, [*flags, f"-I{source.parents[1]}", f"-I{output.parent}"], source, output
+            )
             if reason:
                 raise CsrcUnavailable(reason)
             by = shlex.join(command)
@@ -280,9 +289,9 @@ def _read_sources(library: str) -> tuple[Path, str, list[bytes]]:
     except (ValueError, OSError) as error:
         what = "the losses of objective/losses.py and kl.py"
         raise CsrcUnavailable(f"{what} cannot be printed as C++: {error}") from error
-    source = folder / f"{library}.cpp"
+    source = folder / "api" / f"{library}.cpp"
     try:
-        texts = [path.read_bytes() for path in [source, *sorted(folder.glob("*.h"))]]
+        texts = [path.read_bytes() for path in [source, *sorted(folder.rglob("*.h"))]]
         return source, printed, [printed.encode(), *texts]
     except OSError as error:
         raise CsrcUnavailable(f"the C++ sources cannot be read: {error}") from error

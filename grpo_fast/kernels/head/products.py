@@ -4,8 +4,6 @@ and device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -49,7 +47,7 @@ def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     """
     if own_product(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
-        return gemm.mm_(d, weight, out, parts=1 if d.dtype == weight.dtype else 2)
+        return gemm.mm_(d, weight, out)
     if is_wide(weight):
         return d @ weight
     if weight.is_cuda:
@@ -108,10 +106,7 @@ def accumulate_outer(
         if total is None:
             dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
             total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
-        digits: dict[str, Any] = {}
-        if d.dtype != h.dtype:
-            digits = {"parts": 2} if scales is None else {"keeps_heavy": True}
-        return gemm.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added, **digits)
+        return gemm.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added)
     total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
     if added is not None:
         added.add_to_(total)

@@ -1,8 +1,8 @@
-// The vector layer: a few operations on kLanes floats, written once with the vector extensions of GCC and clang.
+// The vector layer: a few operations on kLanes floats, in the vector extensions of GCC and clang.
 //
-// The compiler maps them to zmm (16 lanes), ymm (8) or 128-bit registers (4). A width above the machine's is legal and
-// split by the compiler, so the 16-lane build runs, slower, on an AVX2 machine: that is how the tests cover it there.
-// Built with -ffp-contract=off: one rounding is written fma(), so two instances of a template agree bit for bit.
+// The compiler maps them to zmm (16 lanes), ymm (8) or 128-bit registers (4) and splits a width
+// above the machine's, so the 16-lane source is tested on AVX2 machines as well. Built with
+// -ffp-contract=off: one rounding is written fma(), so instances of a template agree bit for bit.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +26,13 @@
 #else
 #define GRPO_FAST_LANES 4
 #endif
+#endif
+
+// GRPO_FAST_X86(max_ps) is the intrinsic for kLanes floats, where the machine has such registers.
+#if defined(__AVX512F__) && GRPO_FAST_LANES == 16
+#define GRPO_FAST_X86(name) _mm512_##name
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && GRPO_FAST_LANES == 8
+#define GRPO_FAST_X86(name) _mm256_##name
 #endif
 
 namespace grpo_fast {
@@ -58,10 +65,8 @@ GRPO_FAST_INLINE Ints lane_numbers() {
 
 // a where a > b, else b: a NaN in b passes through, a NaN in a is dropped.
 GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
-#if defined(__AVX512F__) && GRPO_FAST_LANES == 16
-  return bit_cast<Floats>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
-#elif defined(__AVX__) && GRPO_FAST_LANES == 8
-  return bit_cast<Floats>(_mm256_max_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));  // g++ 12 misses it
+#if defined(GRPO_FAST_X86)
+  return GRPO_FAST_X86(max_ps)(a, b);  // g++ 12 makes two instructions of the line below
 #else
   return a > b ? a : b;
 #endif
@@ -69,38 +74,25 @@ GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 
 // a where a < b, else b: a NaN in a is dropped.
 GRPO_FAST_INLINE Floats min(Floats a, Floats b) {
-#if defined(__AVX512F__) && GRPO_FAST_LANES == 16
-  return bit_cast<Floats>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
-#elif defined(__AVX__) && GRPO_FAST_LANES == 8
-  return bit_cast<Floats>(_mm256_min_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
-#else
   return a < b ? a : b;
-#endif
 }
 
 // a * b + c, rounded once where the machine has FMA.
 GRPO_FAST_INLINE Floats fma(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__) && GRPO_FAST_LANES == 16
-  return bit_cast<Floats>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
-#elif defined(__FMA__) && GRPO_FAST_LANES == 8
-  return bit_cast<Floats>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+#if defined(GRPO_FAST_X86)
+  return GRPO_FAST_X86(fmadd_ps)(a, b, c);
 #elif defined(__aarch64__) && GRPO_FAST_LANES == 4
-  return bit_cast<Floats>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a), bit_cast<float32x4_t>(b)));
+  return bit_cast<Floats>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a),
+                                    bit_cast<float32x4_t>(b)));
 #else
   return a * b + c;
 #endif
 }
 
-GRPO_FAST_INLINE Floats fma(Floats a, float b, Floats c) {
-  return fma(a, splat(b), c);
-}
-
-GRPO_FAST_INLINE Floats fma(Floats a, float b, float c) {
-  return fma(a, splat(b), splat(c));
-}
-
-GRPO_FAST_INLINE Floats fma(Floats a, Floats b, float c) {
-  return fma(a, b, splat(c));
+// The same with single numbers for b or c.
+template <class B, class C>
+GRPO_FAST_INLINE Floats fma(Floats a, B b, C c) {
+  return fma(a, b - Floats{}, c - Floats{});
 }
 
 GRPO_FAST_INLINE Floats keep_where(Ints mask, Floats x) {
@@ -112,7 +104,7 @@ GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #if defined(__AVX512F__) && GRPO_FAST_LANES == 16
   return _mm512_cmplt_epi32_mask(bit_cast<__m512i>(mask), _mm512_setzero_si512());
 #elif defined(__AVX__) && GRPO_FAST_LANES == 8
-  return static_cast<uint32_t>(_mm256_movemask_ps(bit_cast<__m256>(mask)));
+  return static_cast<uint32_t>(_mm256_movemask_ps(bit_cast<Floats>(mask)));
 #else
   uint32_t bits = 0;
   for (int lane = 0; lane < kLanes; ++lane) bits |= mask[lane] ? 1u << lane : 0u;
@@ -123,7 +115,8 @@ GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 // body(lane) for the lanes of the first `count` that hold true, from the lowest on.
 template <class Body>
 inline void each_lane(Ints mask, int64_t count, const Body& body) {
-  for (uint32_t bits = bits_of(mask) & ((1u << count) - 1u); bits; bits &= bits - 1) body(__builtin_ctz(bits));
+  uint32_t bits = bits_of(mask) & ((1u << count) - 1u);
+  for (; bits; bits &= bits - 1) body(__builtin_ctz(bits));
 }
 
 GRPO_FAST_INLINE float max_lane(Floats x) {
@@ -137,27 +130,15 @@ GRPO_FAST_INLINE Doubles widen(Floats x) {
 }
 
 // Pairwise, in fixed order: the upper half of the lanes is added to the lower.
-template <int kCount>
-GRPO_FAST_INLINE double sum_of(const double* lanes) {
-  if constexpr (kCount == 1) {
-    return *lanes;
-  } else {
-    typedef double Half __attribute__((vector_size(kCount / 2 * 8)));
-    Half low, high;
-    std::memcpy(&low, lanes, sizeof(Half));
-    std::memcpy(&high, lanes + kCount / 2, sizeof(Half));
-    low += high;
-    return sum_of<kCount / 2>(reinterpret_cast<const double*>(&low));
-  }
-}
-
 GRPO_FAST_INLINE double sum_lanes(Doubles x) {
-  return sum_of<kLanes>(reinterpret_cast<const double*>(&x));
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
+  return x[0];
 }
 
 // ---- functions ----
 
-// exp below this is 0 here: there the rounded exponent is -127, whose scale factor has all bits clear.
+// exp below this is 0 here: the rounded exponent is -127 there, whose scale factor has no bit set.
 constexpr float kExpFloor = -88.0f;
 
 // The argument exp_floored takes: NaN stays NaN, -inf becomes finite (so that 0 * x is 0 later).
@@ -166,9 +147,9 @@ GRPO_FAST_INLINE Floats floor_exponent(Floats x) {
 }
 
 // e^x for kExpFloor <= x <= 88: relative error at most 1e-7, exactly 0 below -87.7.
-// x = n ln 2 + f, e^f by a minimax polynomial of degree 6 (3e-9; fitted by Remez exchange), 2^n from exponent bits.
+// x = n ln 2 + f; e^f by a minimax polynomial of degree 6 (3e-9, by Remez exchange), 2^n from bits.
 GRPO_FAST_INLINE Floats exp_floored(Floats x) {
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: + leaves the nearest integer in low bits
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);
   const Floats n = shifted - kRounder;
   Floats f = fma(n, -0.693359375f, x);  // n times these 10 bits is exact, also without FMA
@@ -194,7 +175,7 @@ GRPO_FAST_INLINE TanhAndSlope tanh_and_slope(Floats x) {
   const Floats a = exp_floored(floor_exponent(size * -2.0f));
   const Floats q = 1.0f / (1.0f + a);
   const Floats square = x * x;
-  Floats p = fma(square, -0.005905868485569954f, 0.02080538496375084f);  // minimax on |x| < 0.6: 3e-9
+  Floats p = fma(square, -0.005905868485569954f, 0.02080538496375084f);  // |x| < 0.6: 3e-9
   p = fma(p, square, -0.053786683827638626f);
   p = fma(p, square, 0.13331958651542664f);
   p = fma(p, square, -0.33333298563957214f);

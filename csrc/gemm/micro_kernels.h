@@ -1,24 +1,25 @@
-// The innermost product: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel), the panel packed (pack.h).
+// The innermost product: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel).
 //
-// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which reaches half of an AMD core. bf16
-// with fp32 sums by the same kernel on AVX512_BF16, or by the tile product inside torch, at::native::cpublas::brgemm
-// (AMX), looked up in the loaded libtorch_cpu: it is not part of the stable ABI, so it may be absent.
+// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which reaches half of
+// an AMD core. bf16 with fp32 sums by the same kernel on AVX512_BF16, or by the tile product inside
+// torch, at::native::cpublas::brgemm (AMX), looked up in the loaded libtorch_cpu: it is not part of
+// the stable ABI, so it may be absent.
 #pragma once
 
 #include <dlfcn.h>
 
-#include "pack.h"
+#include "gemm/operand.h"
 
 namespace grpo_fast {
 
 constexpr int64_t kRows = 6;                       // of a in the micro-kernel
-constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: with kRows, 12 sums in 16 ymm, 24 in 32 zmm registers
+constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: 12 sums in 16 ymm, 24 in 32 zmm registers
 constexpr int64_t kPanel = kVectors * kLanes;      // columns of a packed panel of b
 
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
-  return bit_cast<Floats>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
+  return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 }
 #else
 constexpr bool kHasDot16 = false;
@@ -50,13 +51,12 @@ GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
   for (int64_t k = 0; k < p.words; ++k, panel += kPanel, a += kPerWord<T>) {
     Words b[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) std::memcpy(&b[v], panel + v * kLanes, sizeof(Words));
+    for (int v = 0; v < kVectors; ++v) b[v] = read<Words>(panel + v * kLanes);
 #pragma GCC unroll 6
     for (int row = 0; row < kCount; ++row) {
-      uint32_t x;
-      std::memcpy(&x, a + row * p.stride, sizeof(x));
+      const Words x = Words{} + read<uint32_t>(a + row * p.stride);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[row][v] = dot(T{}, Words{} + x, b[v], sums[row][v]);
+      for (int v = 0; v < kVectors; ++v) sums[row][v] = dot(T{}, x, b[v], sums[row][v]);
     }
   }
 #pragma GCC unroll 6
@@ -90,37 +90,39 @@ struct Vectors {
   static void release() {}
 };
 
-// c (m, n) fp32 += or = a (m, k) * b (k, n); the trailing bool says that b is in VNNI order. c10::BFloat16 is 2 bytes.
-using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add,
-                        const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
+// c (m, n) fp32 += or = a (m, k) * b (k, n); the trailing bool says that b is in VNNI order.
+using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
+                        bool add, const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
 using Release = void (*)(bool vnni);
 
 struct TorchKernel {
-  Brgemm brgemm;
-  Release release;  // gives the AMX tiles of this thread back
+  Brgemm brgemm = nullptr;
+  Release release = nullptr;  // gives the AMX tiles of this thread back
 };
 
 inline const TorchKernel& torch_kernel() {
   static const TorchKernel kernel = [] {
     void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    if (library == nullptr) return TorchKernel{nullptr, nullptr};
-    const auto brgemm = reinterpret_cast<Brgemm>(
-        dlsym(library, "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"));
-    const auto release = reinterpret_cast<Release>(dlsym(library, "_ZN2at6native7cpublas14brgemm_releaseEb"));
-    return brgemm && release ? TorchKernel{brgemm, release} : TorchKernel{nullptr, nullptr};
+    if (library == nullptr) return TorchKernel{};
+    const char* brgemm_name = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb";
+    const auto brgemm = reinterpret_cast<Brgemm>(dlsym(library, brgemm_name));
+    const char* release_name = "_ZN2at6native7cpublas14brgemm_releaseEb";
+    const auto release = reinterpret_cast<Release>(dlsym(library, release_name));
+    return brgemm && release ? TorchKernel{brgemm, release} : TorchKernel{};
   }();
   return kernel;
 }
 
-// AMX tiles, by way of torch. Every call has the same shape, so that a row's bits do not depend on the block's.
+// AMX tiles, by way of torch. Every call has the same shape, so that a row's bits do not depend on
+// the block's.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
 
   template <class Between>
   static void multiply(const PanelProduct<Bfloat16>& p, int64_t rows, const Between& between) {
     for (int64_t row = 0; row < rows; row += kGroup) {
-      torch_kernel().brgemm(kGroup, kPanel, p.words * 2, p.stride, kPanel, p.c_stride, p.add, p.a + row * p.stride,
-                            p.panel, p.c + row * p.c_stride, true);
+      torch_kernel().brgemm(kGroup, kPanel, p.words * 2, p.stride, kPanel, p.c_stride, p.add,
+                            p.a + row * p.stride, p.panel, p.c + row * p.c_stride, true);
       between(row / kGroup, (rows + kGroup - 1) / kGroup);
     }
   }

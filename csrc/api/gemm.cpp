@@ -1,0 +1,141 @@
+// The operator mm_: out (M, N) = or += a (M, K) * b (K, N) for matrices of torch.
+#include <torch/csrc/stable/library.h>
+
+#include <numeric>
+#include <tuple>
+
+#include "api/tensors.h"
+#include "gemm/result.h"
+
+namespace grpo_fast {
+namespace {
+
+// out = or += diag(out_scales) * a * diag(scales) * b + added, rounded once.
+struct Product {
+  Tensor a, b, out;  // a (M, K), or transposed (K, M); b (K, N), or transposed (N, K)
+  bool a_transposed, b_transposed, add;
+  bool tiles;  // through torch
+  const float *scales, *out_scales;
+  Added added;
+
+  int64_t m() const { return a.size(a_transposed ? 1 : 0); }
+  int64_t k() const { return a.size(a_transposed ? 0 : 1); }
+  int64_t n() const { return b.size(b_transposed ? 0 : 1); }
+  // An a of int16 holds Positive16.
+  bool is_positive() const { return a.scalar_type() == ScalarType::Short; }
+};
+
+void check(const Product& p) {
+  p.is_positive() ? check_matrix(p.a, "a") : check_operand(p.a, "a");
+  check_operand(p.b, "b"), check_operand(p.out, "out");
+  const int64_t b_k = p.b.size(p.b_transposed ? 1 : 0);
+  STD_TORCH_CHECK(is_fp32(p.a) || !is_fp32(p.b),
+                  "b: expected bfloat16 beside an a of 16 bits, got float32");
+  STD_TORCH_CHECK(b_k == p.k(), "b: expected K = ", p.k(), " as in a, got ", b_k);
+  STD_TORCH_CHECK(p.out.size(0) == p.m() && p.out.size(1) == p.n(), "out: expected (", p.m(), ", ",
+                  p.n(), ")");
+  STD_TORCH_CHECK(!p.tiles || (!is_fp32(p.b) && torch_kernel().brgemm),
+                  "tiles: expected a bfloat16 b and a torch with brgemm");
+  STD_TORCH_CHECK(!p.is_positive() || !p.a_transposed || !p.b_transposed,
+                  "b: expected as it is beside a transposed a of int16");
+}
+
+const int64_t* checked_indices(const std::optional<Tensor>& x, int64_t count, int64_t end,
+                               const char* name) {
+  if (!x) return nullptr;
+  const int64_t* found = checked_vector<int64_t>(*x, count, name);
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(found[i] >= 0 && found[i] < end, name, ": expected indices from 0 to ", end - 1,
+                    ", got ", found[i]);
+  return found;
+}
+
+Added checked_added(const std::optional<Tensor>& coefficients, const std::optional<Tensor>& values,
+                    const std::optional<Tensor>& ids, const std::optional<Tensor>& rows,
+                    const Tensor& out) {
+  if (!coefficients) return {};
+  STD_TORCH_CHECK(values, "added: expected values with coefficients, got None");
+  const int64_t count = coefficients->size(0), height = values->size(0);
+  check_operand(*values, "added");
+  STD_TORCH_CHECK(values->size(1) == out.size(1), "added: expected ", out.size(1),
+                  " columns, got ", values->size(1));
+  STD_TORCH_CHECK(rows || height >= count, "added: expected ", count, " rows, got ", height);
+  STD_TORCH_CHECK(ids || out.size(0) >= count, "added: expected at most ", out.size(0),
+                  " coefficients, got ", count);
+  Added added{checked_vector(coefficients, count, "added_coefficients"),
+              checked_indices(ids, count, out.size(0), "added_ids"),
+              checked_indices(rows, count, height, "added_rows"),
+              values->data_ptr(), values->stride(0), is_fp32(*values)};
+  added.order.resize(count);
+  std::iota(added.order.begin(), added.order.end(), 0);
+  if (ids)
+    std::stable_sort(added.order.begin(), added.order.end(),
+                     [&](int64_t s, int64_t t) { return added.ids[s] < added.ids[t]; });
+  return added;
+}
+
+template <class S, class T, class Kernel>
+void run(const Product& p) {
+  const Operand<S> a{data<S>(p.a), p.a.stride(0), p.a_transposed};
+  const Operand<T> b{data<T>(p.b), p.b.stride(0), !p.b_transposed};
+  const Problem<S, T> problem{p.m(), p.n(), p.k(), a, b, p.scales};
+  multiply<Kernel>(problem, [&](const Block& block, float* sums, int64_t stride) {
+    if (p.out_scales) scale_rows(p.out_scales, block, sums, stride);
+    p.added.add(block, sums, stride);
+    const auto store_to = [&](auto* to) {
+      store_block(block, sums, stride, to, p.out.stride(0), p.add);
+    };
+    is_fp32(p.out) ? store_to(data<float>(p.out)) : store_to(data<Bfloat16>(p.out));
+  });
+}
+
+// scales (K,), of a transposed a that is not bf16. added_...: see Added.
+void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, bool tiles,
+         std::optional<Tensor> scales, std::optional<Tensor> out_scales,
+         std::optional<Tensor> added_coefficients, std::optional<Tensor> added,
+         std::optional<Tensor> added_ids, std::optional<Tensor> added_rows) {
+  Product p{a, b, out, a_transposed, b_transposed, add, tiles, nullptr, nullptr, {}};
+  check(p);
+  STD_TORCH_CHECK(!scales || (a_transposed && a.scalar_type() != ScalarType::BFloat16),
+                  "scales: expected a transposed a that is float32 or int16");
+  p.scales = checked_vector(scales, p.k(), "scales");
+  p.out_scales = checked_vector(out_scales, p.m(), "out_scales");
+  p.added = checked_added(added_coefficients, added, added_ids, added_rows, out);
+  if (p.m() == 0 || p.n() == 0) return;
+  if (is_fp32(b)) return run<float, float, Vectors>(p);
+  const auto with_kernel = [&](auto stored) {
+    using S = decltype(stored);
+    tiles ? run<S, Bfloat16, Tiles>(p) : run<S, Bfloat16, Vectors>(p);
+  };
+  if (is_fp32(a)) return with_kernel(float{});
+  p.is_positive() ? with_kernel(Positive16{}) : with_kernel(Bfloat16{});
+}
+
+// -> fp32 products have FMA, bf16 ones AVX512_BF16, and torch has a tile product.
+std::tuple<bool, bool, bool> features() {
+#if defined(__FMA__)
+  constexpr bool has_fma = kLanes >= 8;
+#else
+  constexpr bool has_fma = false;
+#endif
+  return {has_fma, kHasDot16, torch_kernel().brgemm != nullptr};
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_gemm, library) {
+  library.def(
+      "mm_(Tensor a, Tensor b, Tensor(a!) out, bool a_transposed, bool b_transposed, bool add,"
+      " bool tiles, Tensor? scales, Tensor? out_scales, Tensor? added_coefficients, Tensor? added,"
+      " Tensor? added_ids, Tensor? added_rows) -> ()");
+  library.def("features() -> (bool, bool, bool)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CompositeExplicitAutograd, library) {
+  library.impl("features", TORCH_BOX(&grpo_fast::features));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CPU, library) {
+  library.impl("mm_", TORCH_BOX(&grpo_fast::mm_));
+}

@@ -1,0 +1,97 @@
+// The operator linear_rows: hidden -> log-probabilities, and raw logits or weights; see rows/sweep.h,
+// and grpo_fast/kernels/gpu/exponentials.py for the same on a GPU.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "api/chunk.h"
+#include "rows/sweep.h"
+
+namespace grpo_fast {
+namespace {
+
+Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+                  bool tiles) {
+  check_operand(hidden, "hidden"), check_operand(weight, "weight");
+  check_rows(hidden, "hidden"), check_rows(weight, "weight");
+  const int64_t depth = hidden.size(1), columns = weight.size(0);
+  STD_TORCH_CHECK(hidden.scalar_type() == weight.scalar_type(),
+                  "hidden: expected the dtype of weight");
+  STD_TORCH_CHECK(depth == weight.size(1), "hidden: expected ", weight.size(1),
+                  " columns as in weight, got ", depth);
+  return {hidden.data_ptr(), weight.data_ptr(), hidden.stride(0), weight.stride(0), depth, columns,
+          checked_vector(bias, columns, "bias"), is_fp32(weight), tiles};
+}
+
+void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_weights) {
+  STD_TORCH_CHECK(!has_weights || out, "out: expected a matrix for the weights, got None");
+  if (!out) return;
+  check_rows(*out, "out");
+  const bool is_right = is_fp32(*out) || (has_weights && out->scalar_type() == ScalarType::Short);
+  STD_TORCH_CHECK(is_right && out->size(0) == chunk.rows && out->size(1) == chunk.columns,
+                  "out: expected float32 (", chunk.rows, ", ", chunk.columns,
+                  "), or int16 for weights");
+}
+
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// -> lse, logps, entropy, unit, target_unit, (T,) fp32 each; entropy (0,) unless wanted, the units
+// (0,) unless weights are; row, column and fp32 value of the weights in 16 bits that dominate their
+// row, by row and column. out (T, V) gets raw logits in fp32, or weights in fp32 or Positive16
+// (int16). known_lse, known_logps: of these rows from another call.
+Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids,
+                    std::optional<Tensor> out, bool has_weights, std::optional<Tensor> known_lse,
+                    std::optional<Tensor> known_logps, double logit_scale,
+                    std::optional<double> softcap, double temperature,
+                    std::optional<Tensor> temperatures, bool return_entropy, bool tiles) {
+  const Head head = checked_head(hidden, weight, bias, tiles);
+  const Rule rule{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = checked_chunk(hidden.size(0), head.columns, target_ids, rule);
+  check_out(chunk, out, has_weights);
+  const bool is_known = known_lse && known_logps;
+  if (is_known) {
+    checked_vector(known_lse, chunk.rows, "known_lse");
+    checked_vector(known_logps, chunk.rows, "known_logps");
+  }
+  const int64_t units = has_weights ? chunk.rows : 0;
+  const Tensor lse = is_known ? *known_lse : empty(hidden, chunk.rows);
+  const Tensor logps = is_known ? *known_logps : empty(hidden, chunk.rows);
+  const Tensor entropy = empty(hidden, return_entropy ? chunk.rows : 0);
+  const Tensor unit = empty(hidden, units), target_unit = empty(hidden, units);
+  SweepOutputs to{};
+  to.rows = {data<float>(lse), data<float>(logps), return_entropy ? data<float>(entropy) : nullptr};
+  to.unit = data<float>(unit), to.target_unit = data<float>(target_unit);
+  if (out && is_fp32(*out)) (has_weights ? to.weights : to.logits) = matrix<float>(*out);
+  if (out && !is_fp32(*out)) to.narrow = matrix<Positive16>(*out);
+  std::vector<Dominant> found;
+  if (chunk.rows > 0)
+    found = softcap ? Sweep<true>(chunk, head, to).run(is_known)
+                    : Sweep<false>(chunk, head, to).run(is_known);
+  const int64_t count = found.size();
+  const Tensor dominant_rows = empty(hidden, count, ScalarType::Long);
+  const Tensor dominant_columns = empty(hidden, count, ScalarType::Long);
+  const Tensor dominant_weights = empty(hidden, count);
+  for (int64_t i = 0; i < count; ++i) {
+    data<int64_t>(dominant_rows)[i] = found[i].row;
+    data<int64_t>(dominant_columns)[i] = found[i].column;
+    data<float>(dominant_weights)[i] = found[i].weight;
+  }
+  return {lse,           logps,           entropy, unit, target_unit,
+          dominant_rows, dominant_columns, dominant_weights};
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_linear, library) {
+  library.def(
+      "linear_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target_ids,"
+      " Tensor(a!)? out, bool has_weights, Tensor? known_lse, Tensor? known_logps,"
+      " float logit_scale, float? softcap, float temperature, Tensor? temperatures,"
+      " bool return_entropy, bool tiles)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_linear, CPU, library) {
+  library.impl("linear_rows", TORCH_BOX(&grpo_fast::linear_rows));
+}

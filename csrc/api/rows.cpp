@@ -1,0 +1,183 @@
+// The operators of stored logits: row_logps (one read of the logits), row_grad_ (one read, one write)
+// and row_loss_ (both, with the loss between them, while the row is in cache: one read, one write).
+// What they compute is said in grpo_fast/kernels/reference.py.
+//
+// Built against torch's stable ABI, so one library serves every torch >= 2.11 and every Python.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "api/chunk.h"
+#include "rows/gradient.h"
+#include "rows/loss.h"
+
+namespace grpo_fast {
+namespace {
+
+template <class E, bool kCapped, bool kMean>
+struct Variant {
+  using Element = E;
+  static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
+};
+
+// run(Variant{}). Only plain fp32 rows have one without entropy: elsewhere it is lost among the other
+// operations, and every variant costs compile time.
+template <class F>
+void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
+  const bool capped = chunk.softcap > 0;
+  const auto pick = [&](auto element) {
+    using E = decltype(element);
+    capped ? run(Variant<E, true, true>{}) : run(Variant<E, false, true>{});
+  };
+  if (dtype == ScalarType::Float && !capped && !has_entropy)
+    return run(Variant<float, false, false>{});
+  if (dtype == ScalarType::Float) return pick(float{});
+  if (dtype == ScalarType::BFloat16) return pick(Bfloat16{});
+  STD_TORCH_CHECK(dtype == ScalarType::Half, "logits: expected float32, bfloat16 or float16");
+  pick(Float16{});
+}
+
+Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const Rule& rule) {
+  check_rows(logits, "logits");
+  return checked_chunk(logits.size(0), logits.size(1), target_ids, rule);
+}
+
+void check_out(const Tensor& logits, const Tensor& out) {
+  check_rows(out, "out");
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  STD_TORCH_CHECK(out.size(0) == rows && out.size(1) == columns, "out: expected (", rows, ", ",
+                  columns, "), got (", out.size(0), ", ", out.size(1), ")");
+  STD_TORCH_CHECK(out.scalar_type() == logits.scalar_type(),
+                  "out: expected the dtype of the logits");
+}
+
+template <class V>
+void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& logits, int64_t row,
+                      const RowOutputs& to) {
+  const auto columns = chunk.row_of(logits, row);
+  to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.rule(row)));
+}
+
+// Tensors for what is known of every row, (C,); entropy (0,) unless wanted.
+struct Statistics {
+  Tensor lse, logps, entropy;
+  RowOutputs to;
+
+  Statistics(const Tensor& like, int64_t rows, bool has_entropy)
+      : lse(empty(like, rows)), logps(empty(like, rows)), entropy(empty(like, has_entropy ? rows : 0)),
+        to{data<float>(lse), data<float>(logps), has_entropy ? data<float>(entropy) : nullptr} {}
+};
+
+// -> lse, logps, entropy. A target outside [0, V) has logp NaN and is never read.
+std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, double logit_scale,
+                                             std::optional<double> softcap, double temperature,
+                                             std::optional<Tensor> temperatures,
+                                             bool return_entropy) {
+  const Chunk chunk = chunk_of(logits, target_ids, {logit_scale, softcap, temperature, temperatures});
+  const Statistics found(logits, chunk.rows, return_entropy);
+  with_variant(chunk, logits.scalar_type(), return_entropy, [&](auto variant) {
+    using V = decltype(variant);
+    const auto x = matrix<typename V::Element>(logits);
+    for_each_row(chunk, [&](int64_t row) { write_statistics<V>(chunk, x, row, found.to); });
+  });
+  return {found.lse, found.logps, found.entropy};
+}
+
+void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor logps,
+               std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
+               double logit_scale, std::optional<double> softcap, double temperature,
+               std::optional<Tensor> temperatures) {
+  const Chunk chunk = chunk_of(logits, target_ids, {logit_scale, softcap, temperature, temperatures});
+  check_out(logits, out);
+  STD_TORCH_CHECK(!grad_entropy || entropy,
+                  "entropy: expected the rows' entropies, as grad_entropy is given, got None");
+  const Coefficients at{checked_vector<float>(lse, chunk.rows, "lse"),
+                        checked_vector<float>(logps, chunk.rows, "logps"),
+                        checked_vector(entropy, chunk.rows, "entropy"),
+                        checked_vector<float>(grad_logps, chunk.rows, "grad_logps"),
+                        checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
+  with_variant(chunk, logits.scalar_type(), true, [&](auto variant) {
+    using V = decltype(variant);
+    const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
+    for_each_row(chunk, [&](int64_t row) { write_gradient<V::kSoftcap>(chunk, x, d, at, row); });
+  });
+}
+
+void check_leaf(const Leaf& leaf) {
+  const auto check = [](const char* name, int64_t number, int64_t count) {
+    STD_TORCH_CHECK(number >= 0 && number < count, name, ": expected a number below ", count,
+                    ", got ", number);
+  };
+  check("objective", leaf.objective, k_objective_count);
+  check("kl", leaf.kl, k_kl_estimator_count);
+}
+
+// lse, logps, entropy ((0,) unless wanted), losses, grad_logps, each (C,).
+using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
+                    const RowTerms& terms, const Leaf& leaf, bool return_entropy) {
+  const Tensor losses = empty(logits, chunk.rows), grad_logps = empty(logits, chunk.rows);
+  const Statistics found(logits, chunk.rows, return_entropy || terms.grad_entropy);
+  const RowOutputs& to = found.to;
+  float *losses_to = data<float>(losses), *grad_to = data<float>(grad_logps);
+  const Coefficients at{to.lse, to.logps, to.entropy, grad_to, terms.grad_entropy};
+  with_variant(chunk, logits.scalar_type(), to.entropy != nullptr, [&](auto variant) {
+    using V = decltype(variant);
+    const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
+    for_each_row(chunk, [&](int64_t row) {
+      write_statistics<V>(chunk, x, row, to);
+      ValueAndSlope loss{0, 0};
+      if (chunk.has_target(row)) loss = row_loss(leaf, terms, row, to.logps[row]);
+      losses_to[row] = static_cast<float>(loss.value);
+      grad_to[row] = static_cast<float>(loss.slope);
+      write_gradient<V::kSoftcap>(chunk, x, d, at, row);
+    });
+  });
+  return {found.lse, found.logps, found.entropy, losses, grad_logps};
+}
+
+RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages,
+                    Tensor policy_weights, std::optional<Tensor> kl_weights,
+                    std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
+                    std::optional<Tensor> grad_entropy, int64_t objective, int64_t kl,
+                    bool kl_times_ratio, double p0, double p1, double p2, double p3,
+                    double logit_scale, std::optional<double> softcap, double temperature,
+                    std::optional<Tensor> temperatures, bool return_entropy) {
+  const Chunk chunk = chunk_of(logits, target_ids, {logit_scale, softcap, temperature, temperatures});
+  check_out(logits, out);
+  const RowTerms terms{checked_vector<float>(advantages, chunk.rows, "advantages"),
+                       checked_vector<float>(policy_weights, chunk.rows, "policy_weights"),
+                       checked_vector(kl_weights, chunk.rows, "kl_weights"),
+                       checked_vector(old_logps, chunk.rows, "old_logps"),
+                       checked_vector(ref_logps, chunk.rows, "ref_logps"),
+                       checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
+  const Leaf leaf{objective, kl, kl_times_ratio, {p0, p1, p2, p3}};
+  check_leaf(leaf);
+  return loss_pass(logits, out, chunk, terms, leaf, return_entropy);
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
+  library.def(
+      "row_logps(Tensor logits, Tensor target_ids, float logit_scale, float? softcap,"
+      " float temperature, Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "row_grad_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor lse, Tensor logps,"
+      " Tensor? entropy, Tensor grad_logps, Tensor? grad_entropy, float logit_scale, float? softcap,"
+      " float temperature, Tensor? temperatures) -> ()");
+  library.def(
+      "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
+      " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"
+      " Tensor? grad_entropy, int objective, int kl, bool kl_times_ratio, float p0, float p1,"
+      " float p2, float p3, float logit_scale, float? softcap, float temperature,"
+      " Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_rows, CPU, library) {
+  library.impl("row_logps", TORCH_BOX(&grpo_fast::row_logps));
+  library.impl("row_grad_", TORCH_BOX(&grpo_fast::row_grad_));
+  library.impl("row_loss_", TORCH_BOX(&grpo_fast::row_loss_));
+}

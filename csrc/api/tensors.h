@@ -1,0 +1,67 @@
+// Tensors as they come from Python: what must hold of them before their memory is read.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+
+namespace grpo_fast {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class T>
+T* data(const Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+
+// Uninitialised numbers, (size,).
+inline Tensor empty(const Tensor& like, int64_t size, ScalarType dtype = ScalarType::Float) {
+  return torch::stable::new_empty(like, {size}, dtype);
+}
+
+inline bool is_fp32(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Float;
+}
+
+inline void check_matrix(const Tensor& x, const char* name, const char* shape = "a matrix") {
+  STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
+  STD_TORCH_CHECK(x.dim() == 2, name, ": expected ", shape, ", got ", x.dim(), " dimensions");
+  STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, name,
+                  ": expected a contiguous last dimension, got stride ", x.stride(1));
+}
+
+inline void check_rows(const Tensor& x, const char* name) {
+  check_matrix(x, name, "(C, V)");
+  STD_TORCH_CHECK(x.size(0) == 0 || x.size(1) > 0, name,
+                  ": expected at least one column, got none");
+}
+
+// Of a product: fp32 or bf16.
+inline void check_operand(const Tensor& x, const char* name) {
+  check_matrix(x, name);
+  STD_TORCH_CHECK(is_fp32(x) || x.scalar_type() == ScalarType::BFloat16, name,
+                  ": expected float32 or bfloat16");
+}
+
+template <class T>
+const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
+  constexpr bool is_float = std::is_same_v<T, float>;
+  STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
+  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == rows, name, ": expected one value for each of ", rows,
+                  " rows");
+  STD_TORCH_CHECK(x.scalar_type() == (is_float ? ScalarType::Float : ScalarType::Long), name,
+                  ": expected ", is_float ? "float32" : "int64");
+  STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
+  return data<T>(x);
+}
+
+// null for None.
+inline const float* checked_vector(const std::optional<Tensor>& x, int64_t rows, const char* name) {
+  return x ? checked_vector<float>(*x, rows, name) : nullptr;
+}
+
+}  // namespace grpo_fast

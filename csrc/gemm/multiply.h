@@ -1,0 +1,221 @@
+// Blocked matrix product on the host: blocks of a (M, K) * b (K, N), handed to the caller while they
+// are in cache.
+//
+// Work is handed out in blocks of the result. A block walks through k in slices of kSliceWords words:
+// a panel of b is packed, kPanel columns wide; under it go the rows of a. An element of the result is
+// summed by one thread, in an order that depends on K only: its bits do not depend on M, N, the
+// blocks or the number of threads.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+
+#include "gemm/micro_kernels.h"
+#include "gemm/pack.h"
+
+namespace grpo_fast {
+
+constexpr int64_t kSliceWords = 128;  // of k between two additions to the block's sums
+constexpr int64_t kPanelWords = kSliceWords * kPanel;
+constexpr int64_t kInlineFlops = 2 << 20;  // below, waking threads costs more than they give
+constexpr int64_t kSharedWords = 4 << 20;  // of b that are packed once for all blocks
+
+struct Block {
+  int64_t row, rows, column, columns;
+};
+
+// T: what is multiplied; S: what a is stored in, T or a type with more digits (pack.h). Heavy are the
+// elements of a Positive16 a whose k goes down; b's does then, too.
+template <class S, class T>
+struct Problem {
+  static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
+  int64_t m, n, k;
+  Operand<S> a;
+  Operand<T> b;
+  const float* scales = nullptr;  // (K,): an a whose k goes down is multiplied by these first
+
+  bool keeps_heavy() const { return std::is_same_v<S, Positive16> && a.k_down; }
+  int64_t words() const { return (k + kPerWord<T> - 1) / kPerWord<T>; }
+  int64_t slices() const { return std::max<int64_t>(1, (words() + kSliceWords - 1) / kSliceWords); }
+  int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+  int64_t first_k(int64_t slice) const { return slice * kSliceWords * kPerWord<T>; }
+
+  Slice<T> panel(int64_t slice, int64_t index) const {
+    const int64_t first = index * kPanel;
+    return slice_of(b, slice, first, std::min(kPanel, n - first));
+  }
+  Slice<S> rows(int64_t slice, const Block& block) const {
+    return slice_of(a, slice, block.row, block.rows);
+  }
+
+ private:
+  template <class X>
+  Slice<X> slice_of(const Operand<X>& x, int64_t slice, int64_t first, int64_t across) const {
+    const int64_t from = first_k(slice), count = std::min(kSliceWords, words() - slice * kSliceWords);
+    const X* data = x.data + (x.k_down ? from * x.stride + first : first * x.stride + from);
+    return {data, x.stride, across, std::min(count * kPerWord<T>, k - from), count, x.k_down};
+  }
+};
+
+// `size` in equal parts of at most `most`, in multiples.
+inline int64_t evened(int64_t size, int64_t most, int64_t multiple) {
+  const int64_t parts = (size + most - 1) / most;
+  return up((size + parts - 1) / parts, multiple);
+}
+
+// Rows of a and columns of b in a block of the result, whose sums stay in L2. A packed operand wants
+// the other side of the block to be long; every thread wants two blocks.
+struct Blocks {
+  int64_t rows, columns, across, count;
+
+  template <class P>
+  Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns) {
+    int64_t most_rows = p.a.k_down ? 96 : p.b.k_down ? 256 : 512;
+    int64_t most_columns = !p.b.k_down ? 128 : p.a.k_down ? 1024 : 512;
+    if (fixed_columns) most_rows = 256, most_columns = fixed_columns;
+    for (;;) {
+      rows = evened(p.m, most_rows, std::max(group, kRows));
+      columns = fixed_columns ? fixed_columns : evened(p.n, most_columns, kPanel);
+      across = (p.n + columns - 1) / columns;
+      count = (p.m + rows - 1) / rows * across;
+      const bool narrow = fixed_columns || most_columns <= kPanel, low = most_rows <= 96;
+      if (count >= 2 * threads || (narrow && low)) return;
+      (!narrow && (low || most_columns >= most_rows) ? most_columns : most_rows) /= 2;
+    }
+  }
+
+  Block at(int64_t i, int64_t m, int64_t n) const {
+    const int64_t row = i / across * rows, column = i % across * columns;
+    return {row, std::min(rows, m - row), column, std::min(columns, n - column)};
+  }
+};
+
+template <class T>
+void pack_panel(const Slice<T>& x, uint32_t* to) {
+  x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
+}
+
+// What a thread needs to sum blocks, one after another.
+template <class Kernel, class S, class T>
+struct Worker {
+  static constexpr int kParts = Problem<S, T>::kParts;
+  const Problem<S, T>& p;
+  const Blocks& blocks;
+  const uint32_t* shared;  // all panels of b packed, or null
+  int64_t height = up(blocks.rows, std::max<int64_t>(kLanes, Kernel::kGroup));
+  int64_t part_words = height * kSliceWords;
+  uint32_t* panel = scratch<uint32_t>(Purpose::kPanel, kPanelWords);
+  uint32_t* packed_rows = scratch<uint32_t>(Purpose::kRows, (kParts + 1) * part_words);
+  float* sums = scratch<float>(Purpose::kSums, height * blocks.columns);
+  std::vector<Heavy> heavy = {};
+  std::vector<float> limits = {};  // of each row of the result
+
+  // after: the block that comes next, whose first operands are asked for during the last slice.
+  void sum(const Block& block, const Block& after) {
+    if (p.keeps_heavy()) {
+      limits.resize(block.rows);
+      Slice<S> all = p.rows(0, block);
+      all.depth = p.k;
+      find_limits(all, p.scales, limits.data());
+    }
+    for (int64_t slice = 0; slice < p.slices(); ++slice) {
+      const bool is_last = slice + 1 == p.slices();
+      sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
+    }
+    for (const Heavy& at : heavy)
+      add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns,
+                 sums + at.row * blocks.columns);
+    heavy.clear();
+  }
+
+  // then, slice_then: what is summed next.
+  void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then,
+                 const Block& after) {
+    PanelProduct<T> product{};
+    product.words = p.panel(slice, 0).words, product.c_stride = blocks.columns;
+    const T* rows[kParts];
+    for (int part = 0; part < kParts; ++part)
+      rows[part] = rows_of(block, slice, part, &product.stride);
+    const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
+    // The limits of the next block need all slices of its rows.
+    const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
+    for (int64_t i = 0; i < count; ++i) {
+      if (!shared) pack_panel(p.panel(slice, first + i), panel);
+      product.panel = shared ? shared + (slice * p.panels() + first + i) * kPanelWords : panel;
+      const Slice<T> panel_then = shared          ? Slice<T>{}
+                                  : i + 1 < count ? p.panel(slice, first + i + 1)
+                                                  : p.panel(slice_then, then.column / kPanel);
+      product.c = sums + i * kPanel;
+      for (int part = 0; part < kParts; ++part) {
+        product.a = rows[part], product.add = slice + part > 0;
+        Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
+          if (part) return;
+          panel_then.prefetch(done, all);
+          rows_then.prefetch(i * all + done, count * all);
+        });
+      }
+    }
+  }
+
+  // One slice of a: as it lies in memory, or packed.
+  const T* rows_of(const Block& block, int64_t slice, int part, int64_t* stride) {
+    const Slice<S> x = p.rows(slice, block);
+    uint32_t* to = packed_rows + (part + 1) * part_words;
+    *stride = kSliceWords * kPerWord<T>;
+    if (!x.k_down) {
+      if constexpr (std::is_same_v<S, T>)
+        if (block.rows % Kernel::kGroup == 0 && x.depth == x.words * kPerWord<T>) {
+          *stride = x.stride;
+          return x.data;
+        }
+      pack_along<T>(x, up(block.rows, Kernel::kGroup), part, to, kSliceWords);
+    } else {
+      // Words of neighbouring k first, then the transposition.
+      const int64_t from = p.first_k(slice), width = up(block.rows, kLanes);
+      const float* scales = p.scales ? p.scales + from : nullptr;
+      const Entry entry{part, scales, limits.empty() ? nullptr : limits.data(), from, &heavy};
+      pack_down<T>(x, width, entry, packed_rows);
+      const Slice<float> down{reinterpret_cast<const float*>(packed_rows), width, x.words, block.rows,
+                              block.rows};
+      pack_transposed(down, x.words, to, kSliceWords);
+    }
+    return reinterpret_cast<const T*>(to);
+  }
+};
+
+// finish(block, sums, stride) is called once for every block, by the thread that summed it.
+// fixed_columns: blocks have this many columns (a multiple of kPanel) whatever the sizes and the
+// threads.
+template <class Kernel, class S, class T, class Finish>
+void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_columns = 0) {
+  const double flops = 2.0 * static_cast<double>(p.m) * static_cast<double>(p.n * p.k);
+  const int64_t threads = flops < kInlineFlops ? 1 : torch::stable::get_num_threads();
+  const auto in_parallel = [&](int64_t count, const auto& body) {
+    std::atomic<int64_t> next{0};
+    const auto work = [&](int64_t, int64_t) { body(next); };
+    torch::stable::parallel_for(0, std::min(threads, count), 1, work);
+  };
+  const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns);
+  const int64_t panels = p.slices() * p.panels();
+  uint32_t* shared = nullptr;
+  if (blocks.count > blocks.across && panels * kPanelWords <= kSharedWords) {
+    shared = scratch<uint32_t>(Purpose::kShared, panels * kPanelWords);
+    in_parallel(panels, [&](std::atomic<int64_t>& next) {
+      for (int64_t i; (i = next.fetch_add(1)) < panels;)
+        pack_panel(p.panel(i / p.panels(), i % p.panels()), shared + i * kPanelWords);
+    });
+  }
+  in_parallel(blocks.count, [&](std::atomic<int64_t>& next) {
+    Worker<Kernel, S, T> worker{p, blocks, shared};
+    for (int64_t i = next.fetch_add(1), following; i < blocks.count; i = following) {
+      following = next.fetch_add(1);
+      const Block block = blocks.at(i, p.m, p.n);
+      worker.sum(block, following < blocks.count ? blocks.at(following, p.m, p.n) : block);
+      finish(block, worker.sums, blocks.columns);
+    }
+    Kernel::release();
+  });
+}
+
+}  // namespace grpo_fast

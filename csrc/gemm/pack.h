@@ -1,0 +1,191 @@
+// Operands packed into words, one per lane and step of k, as the micro-kernels read them.
+//
+// What has more digits than bf16 is rounded to it on the way: an fp32 into two parts, the second of
+// what the first leaves; a Positive16 into one, and where it dominates a sum the rest is noted.
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#include "gemm/operand.h"
+
+namespace grpo_fast {
+
+// An element of an operand that its rounding would hurt, and what its rounding leaves.
+struct Heavy {
+  int64_t row, k;
+  float rest;
+};
+
+constexpr float kHeavyShare = 1 / 16.0f;  // of the sum of squares of a column
+
+// How the rows of an operand enter a product.
+struct Entry {
+  int part = 0;
+  const float* scales = nullptr;  // by k, null: 1
+  const float* limits = nullptr;  // by column: the rounding of larger squares is noted in `heavy`
+  int64_t first_k = 0;
+  std::vector<Heavy>* heavy = nullptr;
+
+  float scale(int64_t k) const { return scales ? scales[k] : 1.0f; }
+};
+
+// ---- one word, one vector of words ----
+
+inline uint32_t word(const float* x, int64_t) {
+  return bit_cast<uint32_t>(*x);
+}
+
+// x and its neighbour, or 0 where only one is left.
+inline uint32_t word(const Bfloat16* x, int64_t left) {
+  return x->bits | (left > 1 ? static_cast<uint32_t>(x[1].bits) << 16 : 0u);
+}
+
+// x rounded to bf16, whose bits are the upper half of an fp32's.
+GRPO_FAST_INLINE Words rounded(Floats x) {
+  const Words bits = bit_cast<Words>(x);
+  const Words nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  return x != x ? Words{} + 0x7fc00000u : nearest;
+}
+
+// Part 0: that. Part 1: what it leaves, rounded.
+GRPO_FAST_INLINE Words rounded(Floats x, int part) {
+  const Words first = rounded(x);
+  return part == 0 ? first : rounded(x - bit_cast<Floats>(first));
+}
+
+inline float rest_of(float x) {
+  return x - bit_cast<float>(rounded(splat(x))[0]);
+}
+
+// The words of kLanes columns: low halves from x, high halves from next.
+GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
+#if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
+  if (part == 0) {
+    const auto both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(next, x));
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                           8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return bit_cast<Words>(_mm512_permutexvar_epi16(order, both));
+  }
+#endif
+  return (rounded(x, part) >> 16) | rounded(next, part);
+}
+
+// ---- slices ----
+
+// kLanes x kLanes words, transposed.
+GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride, uint32_t* to,
+                                       int64_t to_stride) {
+  Words rows[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) rows[i] = read<Words>(from + i * from_stride);
+#pragma GCC unroll 4
+  for (int step = 1; step < kLanes; step *= 2) {
+    // Lanes of (a, b) that make the first and the second row of a pair whose rows are `step` apart.
+    Words even, odd;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < kLanes; ++lane) {
+      even[lane] = lane & step ? kLanes + lane - step : lane;
+      odd[lane] = lane & step ? kLanes + lane : lane + step;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if (i & step) continue;
+      const Words a = rows[i], b = rows[i + step];
+      rows[i] = __builtin_shuffle(a, b, even);
+      rows[i + step] = __builtin_shuffle(a, b, odd);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(Words));
+}
+
+// to[k][r] = word k of row r of a slice along k; zeros up to `width` rows.
+template <class T>
+void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_stride) {
+  const int64_t whole = x.depth / kPerWord<T> / kLanes * kLanes;  // words: the last may be half
+  int64_t row = 0;
+  for (; row + kLanes <= x.across && x.stride % kPerWord<T> == 0; row += kLanes)
+    for (int64_t k = 0; k < whole; k += kLanes)
+      transpose_square(reinterpret_cast<const uint32_t*>(x.data + row * x.stride) + k,
+                       x.stride / kPerWord<T>, to + k * to_stride + row, to_stride);
+  for (int64_t r = 0; r < width; ++r)
+    for (int64_t k = r < row ? whole : 0; k < x.words; ++k) {
+      const int64_t at = k * kPerWord<T>;
+      to[k * to_stride + r] = r < x.across ? word(x.data + r * x.stride + at, x.depth - at) : 0u;
+    }
+}
+
+// One row of words from row k of x and, of bf16, row k + 1.
+template <class T, class S>
+void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) {
+  const S *row = x.data + k * x.stride, *next = k + 1 < x.depth ? row + x.stride : nullptr;
+  const float scale = entry.scale(k), next_scale = next ? entry.scale(k + 1) : 0.0f;
+  by_vectors(x.across, [&](int64_t c, int64_t count) GRPO_FAST_BODY {
+    const auto put = [&](auto words) {
+      store_up_to(reinterpret_cast<float*>(to) + c, bit_cast<Floats>(words), count);
+    };
+    const Floats a = load_up_to(row + c, count);
+    if constexpr (sizeof(T) == 4) return put(a * scale);
+    const Floats b = next ? load_up_to(next + c, count) : Floats{};
+    if constexpr (std::is_same_v<S, T>) return put(bit_cast<Words>(a) >> 16 | bit_cast<Words>(b));
+    const Floats first = a * scale, second = b * next_scale;
+    put(pairs_of(first, second, entry.part));
+    if (!entry.limits) return;
+    const Floats limits = load_up_to(entry.limits + c, count);
+    if (bits_of(max(first * first, second * second) > limits) == 0) return;
+    const auto note = [&](Floats d, int64_t at) {
+      each_lane(d * d > limits, count, [&](int lane) {
+        entry.heavy->push_back({c + lane, entry.first_k + at, rest_of(d[lane])});
+      });
+    };
+    note(first, k), note(second, k + 1);
+  });
+}
+
+// to[k][c] = the word of column c in the rows of a slice down k that make step k; zeros up to
+// `width` columns. T is the type that is multiplied, S the one that is stored.
+template <class T, class S>
+void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* to) {
+  for (int64_t k = 0; k < x.words; ++k, to += width) {
+    pack_words<T>(x, k * kPerWord<T>, entry, to);
+    std::fill(to + x.across, to + width, 0u);
+  }
+}
+
+// to[r][k] = word k of row r of a slice along k; zeros up to `height` rows.
+template <class T, class S>
+void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64_t to_stride) {
+  for (int64_t r = 0; r < height; ++r, to += to_stride) {
+    T* row = reinterpret_cast<T*>(to);
+    std::memset(to, 0, x.words * sizeof(uint32_t));
+    if (r >= x.across) continue;
+    const S* from = x.data + r * x.stride;
+    if constexpr (std::is_same_v<S, T>)
+      std::memcpy(row, from, x.depth * sizeof(T));
+    else
+      by_vectors(x.depth, [&](int64_t k, int64_t count) GRPO_FAST_BODY {
+        const Floats all = load_up_to(from + k, count);
+        store_up_to(row + k, part ? bit_cast<Floats>(rounded(all, part)) : all, count);
+      });
+  }
+}
+
+// Of a slice down k, a scale per k: the limits that Entry wants.
+template <class S>
+void find_limits(const Slice<S>& x, const float* scales, float* limits) {
+  constexpr int64_t kAhead = 8;  // rows: too short for the machine to foresee the next
+  std::fill(limits, limits + x.across, 0.0f);
+  for (int64_t k = 0; k < x.depth; ++k) {
+    const S* row = x.data + k * x.stride;
+    const float scale = scales ? scales[k] : 1.0f;
+    by_vectors(x.across, [&](int64_t c, int64_t count) GRPO_FAST_BODY {
+      __builtin_prefetch(row + kAhead * x.stride + c);
+      const Floats d = load_up_to(row + c, count) * scale;
+      store_up_to(limits + c, fma(d, d, load_up_to(limits + c, count)), count);
+    });
+  }
+  for (int64_t c = 0; c < x.across; ++c) limits[c] *= kHeavyShare;
+}
+
+}  // namespace grpo_fast

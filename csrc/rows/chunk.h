@@ -1,0 +1,73 @@
+// Rows of logits, whether they exist or not, with a target and a rule each.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+
+#include "rows/statistics.h"
+
+namespace grpo_fast {
+
+// A matrix as it lies in memory, neighbours in a row.
+template <class T>
+struct Matrix {
+  T* data;
+  int64_t stride;
+
+  T* row(int64_t index) const { return data + index * stride; }
+};
+
+// C rows of V columns.
+struct Chunk {
+  int64_t rows, columns;
+  const int64_t* target_ids;                 // (C,)
+  double logit_scale, softcap, temperature;  // softcap 0: none
+  const float* temperatures;                 // (C,), or null: `temperature`
+
+  bool has_target(int64_t row) const { return target_ids[row] >= 0 && target_ids[row] < columns; }
+
+  RowRule rule(int64_t row) const {
+    const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
+    if (softcap == 0) return {static_cast<float>(scale), 0.0f, scale};
+    return {static_cast<float>(logit_scale / softcap), static_cast<float>(softcap / t), scale};
+  }
+
+  template <class T>
+  Columns<T> row_of(const Matrix<T>& logits, int64_t row) const {
+    return {logits.row(row), columns, has_target(row) ? target_ids[row] : -1};
+  }
+};
+
+// What is known of every row, (C,) each; entropy may be null.
+struct RowOutputs {
+  float *lse, *logps, *entropy;
+
+  void put(int64_t row, const RowStatistics& found) const {
+    lse[row] = static_cast<float>(found.lse);
+    logps[row] = static_cast<float>(found.logp);
+    if (entropy) entropy[row] = static_cast<float>(found.entropy);
+  }
+};
+
+constexpr int64_t kGrain = 16384;   // elements that are worth handing to a thread
+constexpr int64_t kInline = 65536;  // below, waking other threads costs more than they give
+
+// A row is computed by one thread, so results do not depend on how many there are.
+template <class F>
+void for_each_row(const Chunk& chunk, const F& body) {
+  const int64_t rows = chunk.rows, columns = std::max<int64_t>(1, chunk.columns);
+  const bool is_small = rows * columns <= kInline;
+  const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
+  std::atomic<int64_t> next{0};
+  // Rows whose coefficients are 0 cost almost nothing, so equal shares would leave threads idle.
+  const auto work = [&](int64_t, int64_t) {
+    for (int64_t begin; (begin = next.fetch_add(step)) < rows;)
+      for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);
+  };
+  if (is_small) return work(0, 1);
+  const int64_t threads = torch::stable::get_num_threads();
+  torch::stable::parallel_for(0, std::min(threads, (rows + step - 1) / step), 1, work);
+}
+
+}  // namespace grpo_fast

@@ -1,0 +1,60 @@
+// d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw, read once and written once.
+#pragma once
+
+#include "rows/chunk.h"
+
+namespace grpo_fast {
+
+// Of every row, (C,) each; the entropies may be null.
+struct Coefficients {
+  const float *lse, *logps, *entropy, *grad_logps, *grad_entropy;
+};
+
+// Row by row; `out` may be the logits: a vector is read before it is written.
+template <bool kSoftcap, class T>
+void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>& to,
+                    const Coefficients& at, int64_t row) {
+  const Columns<T> columns = chunk.row_of(logits, row);
+  const double g = at.grad_logps[row], g_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
+  T* out = to.row(row);
+  // A select, not a product: a row that does not count, or without coefficients, may hold NaN.
+  if (columns.target < 0 || (g == 0 && g_entropy == 0)) {
+    std::memset(static_cast<void*>(out), 0, columns.count * sizeof(T));
+    return;
+  }
+  const RowRule rule = chunk.rule(row);
+  const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
+  const float raw_target = load_one(columns.x + columns.target);
+  // lse was rounded to fp32; z_y - logp gives it back with the digits of logp, mostly the smaller.
+  double lse = at.lse[row];
+  if (std::fabs(logp) < std::fabs(lse)) lse = final_logit<kSoftcap>(raw_target, rule) - logp;
+  const float shift = static_cast<float>(lse);
+  const double scale = -std::exp(shift - lse) * rule.chain;
+  const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
+  const float linear = static_cast<float>(scale * g_entropy);
+  const auto gradient = [&](Floats raw) GRPO_FAST_BODY {
+    const Exponent found = exponent<kSoftcap>(raw, rule, shift);
+    const Floats t = floor_exponent(found.t);
+    const Floats d = exp_floored(t) * fma(t, linear, constant);
+    return kSoftcap ? d * found.slope : d;
+  };
+  int64_t column = 0;
+  for (; column + 2 * kLanes <= columns.count; column += 2 * kLanes) {
+    const Floats first = gradient(load(columns.x + column));
+    const Floats second = gradient(load(columns.x + column + kLanes));
+    store(out + column, first);
+    store(out + column + kLanes, second);
+  }
+  for (; column < columns.count; column += kLanes) {
+    const int64_t left = columns.count - column;
+    store_up_to(out + column, gradient(load_up_to(columns.x + column, left)), left);
+  }
+  const double p = std::exp(logp), scaled = static_cast<double>(raw_target) * rule.inner;
+  const double bent = kSoftcap ? std::tanh(scaled) : 0;
+  double dz = -g * std::expm1(logp);
+  if (p != 0) dz -= g_entropy * p * (logp + entropy);
+  const double d = dz * rule.chain * (1 - bent * bent);
+  store_up_to(out + columns.target, splat(static_cast<float>(d)), 1);
+}
+
+}  // namespace grpo_fast

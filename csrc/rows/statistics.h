@@ -1,0 +1,101 @@
+// lse, log-probability of the target and entropy of one row, from sums over all columns but the
+// target's: where p -> 1, log1p(rest / e_y) keeps the digits that 1 + rest would round away.
+#pragma once
+
+#include <cmath>
+
+#include "rows/sums.h"
+
+namespace grpo_fast {
+
+struct RowStatistics {
+  double lse, logp, entropy;
+};
+
+// rest = sum e^t and moment = sum e^t * t over some columns but the target's, t = z - shift.
+struct PartialSums {
+  float shift;
+  double rest, moment;
+};
+
+// z of one element in fp64: for the target, whose logit enters logp undamped.
+template <bool kSoftcap>
+inline double final_logit(float raw, const RowRule& rule) {
+  const double scaled = static_cast<double>(raw) * rule.inner;
+  return kSoftcap ? rule.outer * std::tanh(scaled) : scaled;
+}
+
+inline PartialSums partial(float shift, const Totals& totals) {
+  return {shift, sum_lanes(totals.sum), sum_lanes(totals.moment)};
+}
+
+// z_target: null for a row without a target, whose logp is NaN.
+inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
+  const double t = z_target ? *z_target - sums.shift : 0;
+  const double e = z_target ? std::exp(t) : 0, total = sums.rest + e, log_total = std::log(total);
+  RowStatistics row;
+  row.lse = sums.shift + log_total;
+  row.logp = !z_target        ? std::numeric_limits<double>::quiet_NaN()
+             : e >= sums.rest ? 0.0 - std::log1p(sums.rest / e)
+                              : t - log_total;
+  const double entropy = log_total - (sums.moment + (e == 0 ? 0 : e * t)) / total;
+  row.entropy = entropy < 0 ? 0 : entropy;
+  return row;
+}
+
+// The maximum's z, from the largest raw * inner. Finite where that is -inf, so that -inf - shift is
+// -inf and never NaN.
+template <bool kSoftcap>
+inline float shift_of(float largest, const RowRule& rule) {
+  if (largest == -kInfinity) return kSoftcap ? -rule.outer : std::numeric_limits<float>::lowest();
+  return kSoftcap ? rule.outer * std::tanh(largest) : largest;
+}
+
+// Of a row in memory, which is read once: blocks of kBlock columns stay in L1 between the maximum and
+// the exponentials. Without kEntropy the entropy means nothing.
+template <bool kSoftcap, bool kEntropy, class T>
+RowStatistics row_statistics(const Columns<T>& row, const RowRule& rule) {
+  float largest = -kInfinity, shift = shift_of<kSoftcap>(largest, rule);
+  Totals totals;
+  for (int64_t start = 0; start < row.count; start += kBlock) {
+    const Columns<T> block = row.part(start, kBlock);
+    const float found = largest_of(block, rule.inner);
+    if (found > largest) {
+      largest = found;
+      const float next = shift_of<kSoftcap>(largest, rule);
+      const double change = static_cast<double>(shift) - next, factor = std::exp(change);
+      if constexpr (kEntropy) totals.moment = (totals.moment + totals.sum * change) * factor;
+      totals.sum = totals.sum * factor;
+      shift = next;
+    }
+    for (int64_t run = 0; run < block.count; run += kRun)
+      add_run<kSoftcap, kEntropy>(block.part(run, kRun), rule, shift, totals);
+  }
+  if (row.target < 0) return finished(partial(shift, totals), nullptr);
+  const double z_target = final_logit<kSoftcap>(load_one(row.x + row.target), rule);
+  return finished(partial(shift, totals), &z_target);
+}
+
+// Of a run, relative to its own maximum.
+template <bool kSoftcap>
+PartialSums run_sums(const Columns<float>& run, const RowRule& rule) {
+  const float shift = shift_of<kSoftcap>(largest_of(run, rule.inner), rule);
+  Totals totals;
+  add_run<kSoftcap, true>(run, rule, shift, totals);
+  return partial(shift, totals);
+}
+
+// The sums of a whole row from those of its runs, in their order.
+inline PartialSums joined(const PartialSums* runs, int64_t count) {
+  PartialSums all{std::numeric_limits<float>::lowest(), 0, 0};
+  for (int64_t i = 0; i < count; ++i) all.shift = std::max(all.shift, runs[i].shift);
+  for (int64_t i = 0; i < count; ++i) {
+    const double change = static_cast<double>(runs[i].shift) - all.shift;
+    const double factor = change == 0 ? 1 : std::exp(change);
+    all.rest += runs[i].rest * factor;
+    all.moment += (runs[i].moment + runs[i].rest * change) * factor;
+  }
+  return all;
+}
+
+}  // namespace grpo_fast

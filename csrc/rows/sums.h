@@ -1,0 +1,152 @@
+// Sums of a softmax over a run of columns: sum e^t and sum e^t * t, t = z - shift.
+//
+// z_j = raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap. Sums are fp32 in a run of
+// columns and fp64 across; the order of additions depends on V and the target only, never on the
+// thread or the neighbouring rows.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "vec/storage.h"
+
+namespace grpo_fast {
+
+constexpr int64_t kBlock = 2048;  // columns between two looks at the maximum
+constexpr int64_t kRun = 512;     // columns summed in fp32 before the sum is widened
+static_assert(kBlock % kRun == 0 && kRun % (4 * kLanes) == 0);
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct RowRule {
+  float inner;   // logit_scale / temperature, or logit_scale / softcap
+  float outer;   // softcap / temperature; not read without a soft cap
+  double chain;  // dz/draw = chain, times 1 - tanh^2 under a soft cap
+};
+
+// Columns of a row; target: its place among them, or any number outside.
+template <class T>
+struct Columns {
+  const T* x;
+  int64_t count, target;
+
+  Columns part(int64_t first, int64_t size) const {
+    return {x + first, std::min(size, count - first), target - first};
+  }
+};
+
+// By lane; `largest` e^t where somebody asks for it.
+struct Totals {
+  Doubles sum = {}, moment = {};
+  Floats largest = {};
+};
+
+struct Exponent {
+  Floats t;      // z - shift; one FMA, so a large |z| near the shift loses nothing
+  Floats slope;  // 1 - tanh^2 under a soft cap, else 1
+};
+
+template <bool kSoftcap>
+GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowRule& rule, float shift) {
+  if constexpr (kSoftcap) {
+    const TanhAndSlope bent = tanh_and_slope(raw * rule.inner);
+    return {fma(bent.value, rule.outer, -shift), bent.slope};
+  }
+  return {fma(raw, rule.inner, -shift), splat(1.0f)};
+}
+
+// The largest raw * inner of some columns. A NaN is skipped here and shows in the sums.
+template <class T>
+inline float largest_of(const Columns<T>& columns, float inner) {
+  Floats a = splat(-kInfinity), b = a, c = a, d = a;
+  const T* x = columns.x;
+  int64_t left = columns.count;
+  for (; left >= 4 * kLanes; left -= 4 * kLanes, x += 4 * kLanes) {
+    a = max(load(x) * inner, a);
+    b = max(load(x + kLanes) * inner, b);
+    c = max(load(x + 2 * kLanes) * inner, c);
+    d = max(load(x + 3 * kLanes) * inner, d);
+  }
+  for (; left > 0; left -= kLanes, x += kLanes) a = max(load_up_to(x, left) * inner, a);
+  return max_lane(max(max(a, b), max(c, d)));
+}
+
+// What the sums of a run do besides: nothing.
+struct Ignore {
+  static constexpr bool kFindsLargest = false;
+  GRPO_FAST_INLINE static Floats floored(Floats t) { return floor_exponent(t); }
+  GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
+};
+
+template <bool kEntropy, class Emit>
+struct Sums {
+  Floats sum = {}, moment = {}, largest = {};
+
+  GRPO_FAST_INLINE void add(Floats t, Floats e) {
+    sum += e;
+    if constexpr (kEntropy) moment = fma(e, t, moment);
+    if constexpr (Emit::kFindsLargest) largest = max(e, largest);
+  }
+};
+
+// Four vectors that the end of the row or the target runs through: what does not count is left out
+// of the sums.
+template <bool kSoftcap, class T, class Sum, class Emit>
+inline void add_ragged(const Columns<T>& columns, int64_t first, const RowRule& rule, float shift,
+                       Sum (&sums)[4], const Emit& emit) {
+  const Ints lanes = lane_numbers();
+  for (int part = 0; part < 4 && part * kLanes < columns.count; ++part) {
+    const Ints here = lanes + part * kLanes;
+    const int32_t count = static_cast<int32_t>(std::min<int64_t>(columns.count, 4 * kLanes));
+    const Ints counted = (here < count) & (here != static_cast<int32_t>(columns.target));
+    const int64_t left = columns.count - part * kLanes;
+    const Floats raw = load_up_to(columns.x + part * kLanes, left);
+    const Exponent found = exponent<kSoftcap>(raw, rule, shift);
+    const Floats t = Emit::floored(found.t), e = keep_where(counted, exp_floored(t));
+    sums[part].add(keep_where(counted, t), e);
+    emit(first + part * kLanes, left, e, found.slope);
+  }
+}
+
+// Adds a run of at most kRun columns, without the target. emit(column, count, e^t, slope) sees
+// every vector, with 0 for e^t in the target's lane.
+template <bool kSoftcap, bool kEntropy, class T, class Emit = Ignore>
+inline void add_run(const Columns<T>& run, const RowRule& rule, float shift, Totals& totals,
+                    const Emit& emit = {}) {
+  constexpr int64_t kStep = 4 * kLanes;
+  using Lanes = Sums<kEntropy, Emit>;
+  Lanes sums[4];  // four chains of additions hide each other's latency
+  const auto add_whole = [&](int64_t begin, int64_t end) GRPO_FAST_BODY {
+    Lanes a = sums[0], b = sums[1], c = sums[2], d = sums[3];
+    const auto add = [&](Lanes& to, int64_t column) GRPO_FAST_BODY {
+      const Exponent found = exponent<kSoftcap>(load(run.x + column), rule, shift);
+      const Floats t = Emit::floored(found.t), e = exp_floored(t);
+      to.add(t, e);
+      emit(column, kLanes, e, found.slope);
+    };
+    for (int64_t column = begin; column < end; column += kStep) {
+      // The next block's maximum would otherwise wait for memory.
+      prefetch<kStep>(run.x + column + kBlock);
+      add(a, column), add(b, column + kLanes);
+      add(c, column + 2 * kLanes), add(d, column + 3 * kLanes);
+    }
+    sums[0] = a, sums[1] = b, sums[2] = c, sums[3] = d;
+  };
+  const auto add_part = [&](int64_t first, int64_t size) {
+    add_ragged<kSoftcap>(run.part(first, size), first, rule, shift, sums, emit);
+  };
+  const int64_t whole = run.count / kStep * kStep, target = run.target;
+  // The step with the target.
+  const int64_t odd = target >= 0 && target < whole ? target / kStep * kStep : whole;
+  add_whole(0, odd);
+  if (odd < whole) {
+    add_part(odd, kStep);
+    add_whole(odd + kStep, whole);
+  }
+  if (whole < run.count) add_part(whole, kStep);
+  totals.sum += widen((sums[0].sum + sums[1].sum) + (sums[2].sum + sums[3].sum));
+  if constexpr (kEntropy)
+    totals.moment += widen((sums[0].moment + sums[1].moment) + (sums[2].moment + sums[3].moment));
+  totals.largest = max(max(sums[0].largest, sums[1].largest), max(sums[2].largest, sums[3].largest));
+}
+
+}  // namespace grpo_fast

@@ -1,0 +1,158 @@
+// Numbers as they lie in memory: fp32, and three kinds of 16 bits. In registers they are fp32; what
+// goes out is rounded to nearest, ties to even (of Positive16: up).
+#pragma once
+
+#include "vec/vec.h"
+
+namespace grpo_fast {
+
+// Storage types: only their bits matter here.
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+// A number from 0 to 2^30 with ten binary digits, two more than bf16 has: no sign, and 7 bits of
+// exponent. What is smaller than 2^-98 is 0.
+struct Positive16 {
+  uint16_t bits;
+};
+constexpr uint32_t kLeastPositive = 29u << 23;  // 2^-98 as fp32
+
+// ---- kLanes numbers ----
+
+template <class To>
+GRPO_FAST_INLINE To read(const void* x) {
+  To to;
+  std::memcpy(&to, x, sizeof(to));
+  return to;
+}
+
+typedef long long HalfRegister __attribute__((vector_size(kLanes * 2)));
+
+GRPO_FAST_INLINE Words load_halves(const void* x) {
+#if defined(GRPO_FAST_X86)  // g++ 12 makes three steps of the portable line
+  return bit_cast<Words>(GRPO_FAST_X86(cvtepu16_epi32)(read<HalfRegister>(x)));
+#else
+  return __builtin_convertvector(read<Halves>(x), Words);
+#endif
+}
+
+// The lower halves of words whose upper halves are 0.
+GRPO_FAST_INLINE void store_halves(void* out, Words words) {
+#if defined(__AVX2__) && GRPO_FAST_LANES == 8
+  const __m256i zeros = _mm256_setzero_si256();
+  const __m256i packed = _mm256_packus_epi32(bit_cast<__m256i>(words), zeros);  // in 128-bit halves
+  const __m128i narrow = _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  const Halves narrow = __builtin_convertvector(words, Halves);
+#endif
+  std::memcpy(out, &narrow, sizeof(narrow));
+}
+
+GRPO_FAST_INLINE Floats load(const float* x) {
+  return read<Floats>(x);
+}
+
+GRPO_FAST_INLINE Floats load(const Bfloat16* x) {
+  return bit_cast<Floats>(load_halves(x) << 16);
+}
+
+GRPO_FAST_INLINE Floats load(const Positive16* x) {
+  const Words halves = load_halves(x);
+  return keep_where(halves != 0u, bit_cast<Floats>((halves << 14) + kLeastPositive));
+}
+
+GRPO_FAST_INLINE Floats load(const Float16* x) {
+#if defined(GRPO_FAST_X86)
+  return GRPO_FAST_X86(cvtph_ps)(read<HalfRegister>(x));
+#else
+  const Words halves = load_halves(x), rest = (halves & 0x7fffu) << 13;
+  // In place the exponent is short by 112; the product repairs it, subnormals included.
+  const Words finite = bit_cast<Words>(bit_cast<Floats>(rest) * 0x1p112f);
+  const Words size = rest >= (0x7c00u << 13) ? rest | 0x7f800000u : finite;
+  return bit_cast<Floats>(size | (halves & 0x8000u) << 16);
+#endif
+}
+
+GRPO_FAST_INLINE void store(float* out, Floats x) {
+  std::memcpy(out, &x, sizeof(x));
+}
+
+GRPO_FAST_INLINE void store(Bfloat16* out, Floats x) {
+  const Words word = bit_cast<Words>(x);
+  const Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+  store_halves(out, x != x ? Words{} + 0x7fc0u : rounded);
+}
+
+GRPO_FAST_INLINE void store(Positive16* out, Floats x) {
+  const Ints above = bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive - 0x2000u);
+  store_halves(out, bit_cast<Words>((above > 0 ? above : Ints{}) >> 14));
+}
+
+GRPO_FAST_INLINE void store(Float16* out, Floats x) {
+#if defined(GRPO_FAST_X86)
+  const auto halves = GRPO_FAST_X86(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(out, &halves, sizeof(halves));
+#else
+  const Words word = bit_cast<Words>(x), size = word & 0x7fffffffu;
+  const Words normal = (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
+  // Below 2^-14: adding 0.5 leaves the subnormal's bits in the low half.
+  const Words small = bit_cast<Words>(bit_cast<Floats>(size) + 0.5f) - 0x3f000000u;
+  Words bits = size < 0x38800000u ? small : normal;
+  bits = size >= 0x477ff000u ? Words{} + 0x7c00u : bits;  // 65520 and above round to infinity
+  bits = size > 0x7f800000u ? Words{} + 0x7e00u : bits;
+  store_halves(out, ((word >> 16) & 0x8000u) | bits);
+#endif
+}
+
+// Asks for kCount elements from x on; an address past the end of the row is harmless.
+template <int kCount, class T>
+GRPO_FAST_INLINE void prefetch(const T* x) {
+  const char* bytes = reinterpret_cast<const char*>(x);
+  for (size_t line = 0; line < kCount * sizeof(T); line += 64) __builtin_prefetch(bytes + line);
+}
+
+// ---- rows of numbers ----
+
+// The first `count` of at most kLanes; the lanes past them repeat the first.
+template <class T>
+GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {
+  if (count >= kLanes) return load(x);
+  T numbers[kLanes];
+  for (int64_t lane = 0; lane < kLanes; ++lane) numbers[lane] = x[lane < count ? lane : 0];
+  return load(numbers);
+}
+
+template <class T>
+GRPO_FAST_INLINE void store_up_to(T* out, Floats x, int64_t count) {
+  if (count >= kLanes) return store(out, x);
+  T numbers[kLanes];
+  store(numbers, x);
+  for (int64_t lane = 0; lane < count; ++lane) out[lane] = numbers[lane];
+}
+
+template <class T>
+GRPO_FAST_INLINE float load_one(const T* x) {
+  return load_up_to(x, 1)[0];
+}
+
+// body(column, count) for each vector of a row; count is a constant in all but the last.
+template <class Body>
+GRPO_FAST_INLINE void by_vectors(int64_t columns, const Body& body) {
+  int64_t column = 0;
+  for (; column + kLanes <= columns; column += kLanes) body(column, kLanes);
+  if (column < columns) body(column, columns - column);
+}
+
+// sums += factor * x
+template <class T>
+void add_scaled(const T* x, float factor, int64_t columns, float* sums) {
+  by_vectors(columns, [&](int64_t c, int64_t count) GRPO_FAST_BODY {
+    const Floats before = load_up_to(sums + c, count);
+    store_up_to(sums + c, fma(load_up_to(x + c, count), factor, before), count);
+  });
+}
+
+}  // namespace grpo_fast

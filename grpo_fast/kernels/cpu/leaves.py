@@ -27,7 +27,8 @@ OPERATORS: dict[type, str] = {
 }  # fmt: skip
 WORDS = {
     "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1",
-    "where": "where", "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum", "maximum": "maximum",
+    "where": "where", "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum",
+    "maximum": "maximum",
 }  # fmt: skip
 # Helpers of kl.py that are words themselves: each reader has its own.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}

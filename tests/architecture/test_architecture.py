@@ -83,7 +83,7 @@ def test_every_module_has_a_floor():
     for path in SOURCES:
         module = module_of(path)
         assert floor_of(module) is not None or ".integrations" in module, (
-            f"{module} stands on no floor of ARCHITECTURE"
+            f"{module} stands on no floor"
         )
 
 

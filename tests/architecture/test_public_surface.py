@@ -1,4 +1,4 @@
-"""The pinned names and signatures of ARCHITECTURE ("The public surface"): other code is written
+"""The pinned names and signatures: other code is written
 against them.
 """
 

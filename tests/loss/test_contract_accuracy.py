@@ -1,4 +1,4 @@
-"""The numerical contract of RELIABILITY: logps, gradients, confident tokens, each with its bar."""
+"""the numerical contract: logps, gradients, confident tokens, each with its bar."""
 
 from __future__ import annotations
 

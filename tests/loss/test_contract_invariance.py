@@ -1,4 +1,4 @@
-"""Bitwise promises of RELIABILITY: on policy is exact, a row depends on itself only (L0), dW is the
+"""Bitwise promises: on policy is exact, a row depends on itself only (L0), dW is the
 same from run to run (L1). Every comparison here is torch.equal, never a tolerance. Masked poison:
 test_contract_poison.py."""
 

@@ -1,4 +1,4 @@
-"""A bitwise promise of RELIABILITY: NaN, infinities and impossible ids in masked slots change no
+"""A bitwise promise: NaN, infinities and impossible ids in masked slots change no
 number.
 """
 

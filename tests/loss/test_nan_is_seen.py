@@ -1,4 +1,4 @@
-"""A promise of RELIABILITY: what an active row or the head cannot compute reaches the loss and
+"""What an active row or the head cannot compute reaches the loss and
 every gradient.
 
 Comparisons inside a loss, a clip, a mask or a weight of 0 must not hide it: a check of either the

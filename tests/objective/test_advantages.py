@@ -135,7 +135,7 @@ def test_an_equal_group_beside_a_mixed_one_is_exactly_zero(mode):
     "mode", ["centered", "normalized", "max", "max_code", "rloo", "opo", "passk"]
 )
 def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
-    """RELIABILITY: a failing reward drops that sample from the baseline (mean, spread,
+    """A failing reward drops that sample from the baseline (mean, spread,
     leave-one-out alike).
     """
     group, lengths = [1.0, math.nan, 0.0, 0.4], torch.tensor([4, 9, 2, 7])

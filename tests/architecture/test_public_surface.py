@@ -1,6 +1,4 @@
-"""The pinned names and signatures: other code is written
-against them.
-"""
+"""The pinned names and signatures: other code is written against them."""
 
 from __future__ import annotations
 

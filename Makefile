@@ -1,4 +1,5 @@
 # Two commands: `make demo` trains, `make test` checks. Both set up .venv first, and only once.
+# `make test-integrations` checks what runs inside TRL, verl, OpenRLHF and Lightning, and installs them.
 #
 # Variables: PYTHON=python3.12      which interpreter makes .venv (3.11 or newer)
 #            TORCH_INDEX=<url>      an index of torch builds to use beside the default one (a CPU or a CUDA build)
@@ -41,12 +42,13 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-trl trainers format bench bench-gate bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-trl trainers format bench bench-gate bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
+	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make format    let ruff fix and format the tree'
@@ -85,12 +87,13 @@ $(OLD_TRITON): $(SETUP)
 	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --no-deps --disable-pip-version-check --target $@.part 'triton==3.6.*'
 	@mv $@.part $@ && touch $@
 
-# Other people's trainers, for the parity tests: without their dependencies, which pin other releases of torch and
-# transformers, and in a folder of their own, because OpenRLHF's wheel brings a top-level package `tests`.
+# Other people's trainers, for the parity tests. All but TRL come without their dependencies, which pin other
+# releases of torch and transformers, in a folder of their own: OpenRLHF's wheel has a top-level package `tests`.
 trainers: $(TRAINERS)
 
 $(TRAINERS): $(SETUP)
-	@$(STEP) 'installing verl, OpenRLHF and Lightning for their parity tests (once)'
+	@$(STEP) 'installing TRL, verl, OpenRLHF and Lightning for their parity tests (once)'
+	@$(PIP) -e '.[train,dev,trl]'
 	@rm -rf $@ $@.part
 	@for packages in '$(TRAINER_PACKAGES)' openrlhf; do \
 	    $(PIP) --no-deps --target $@.part $$packages || echo "$$packages did not install: tests will be skipped, and say so"; \
@@ -99,7 +102,7 @@ $(TRAINERS): $(SETUP)
 
 # The C++ row kernels: compiled once into a cache; without a compiler the torch path does the same work.
 csrc: $(SETUP)
-	@$(PY) -c 'from grpo_fast.kernels import csrc_loader; reason = csrc_loader.load(); \
+	@$(PY) -c 'from grpo_fast.kernels.cpu import loader; reason = loader.load(); \
 	  print("C++ row kernels:", f"not available, torch does their work ({reason.splitlines()[0]})" if reason else "ready")'
 
 # ---- the two commands ----
@@ -120,10 +123,16 @@ types: $(SETUP)
 	@$(BIN)/mypy
 
 # One thread per pytest process: the processes share the cores, and the results do not depend on the thread count.
-unit: $(SETUP) csrc $(TRAINERS) $(if $(TRITON36),$(OLD_TRITON))
+PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(RANDOM_ORDER) $(PYTEST_ARGS)
+
+unit: $(SETUP) csrc $(if $(TRITON36),$(OLD_TRITON))
 	@$(STEP) 'pytest'
-	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(RANDOM_ORDER) $(PYTEST_ARGS)
+	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') $(PYTEST) --ignore=tests/integrations
+
+test-integrations: $(SETUP) csrc $(TRAINERS)
+	@$(STEP) 'the integrations, against the trainers themselves'
+	@GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' $(PYTEST) tests/integrations
 
 # Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds
 # everything else (torch, for one) in .venv.
@@ -136,7 +145,7 @@ test-trl: $(SETUP) csrc
 	@'$(TRL_ENV)/bin/python' -m pip install -qq --no-compile --disable-pip-version-check --upgrade 'trl==$(VERSION)'
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' '$(TRL_ENV)/bin/python' -c 'import trl; print("trl", trl.__version__)'
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' \
-	  '$(TRL_ENV)/bin/python' -m pytest --benchmark-disable tests/test_trl_*.py $(PYTEST_ARGS)
+	  '$(TRL_ENV)/bin/python' -m pytest --benchmark-disable tests/integrations/test_trl_*.py $(PYTEST_ARGS)
 
 # ---- measurements ----
 
@@ -148,14 +157,14 @@ bench: $(PEERS) csrc
 # Fails when a ratio to the limit is more than 15% worse than the one stored for this kind of CPU.
 bench-gate: $(SETUP) csrc
 	@$(STEP) 'regression gate of the CPU path'
-	@$(PY) -m benchmarks.gate
+	@$(PY) -m benchmarks.kernels.gate
 
 bench-small: $(PEERS) csrc
-	@$(BIN)/pytest -q benchmarks/test_bench.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
+	@$(BIN)/pytest -q benchmarks/kernels/test_small.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
 
-# What the tables and the picture of the README are made of. On a quiet machine; about a quarter of an hour.
+# The tables and the picture of benchmarks/README.md. On a quiet machine; a quarter of an hour.
 bench-readme: $(PEERS) csrc
-	@$(PY) -m benchmarks.readme
+	@$(PY) -m benchmarks.report.readme
 
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'

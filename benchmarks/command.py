@@ -1,13 +1,14 @@
-"""Kernels, steps and rollouts against their peers and limits: a table on the terminal, JSON under benchmarks/results/.
+"""Kernels, steps and rollouts against peers and limits: a table, and JSON in benchmarks/results/.
 
-Every result is verified against fp64 before it is timed (a wrong one is listed, not timed). All candidates of a case
-are timed in one process on the same tensors, in interleaved rounds. On the CPU each case runs in two processes: under
-glibc's default allocator, and under one that keeps its pages ("fair", see benchmarks/measure.py).
+Every result is verified against fp64 before it is timed (a wrong one is listed, not timed). All
+candidates of a case are timed in one process on the same tensors, in interleaved rounds. On the CPU
+each case runs in two processes: under glibc's default allocator, and under one that keeps its pages
+("fair", see benchmarks/measure.py).
 
     grpo-fast bench --quick
-    grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2 --softmax peaked
-    grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
-    grpo-fast bench step rollout
+    grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2 --softmax
+    peaked grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast
+    torch grpo-fast bench step rollout
 """
 
 from __future__ import annotations
@@ -18,31 +19,29 @@ import itertools
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import shapes as shape_table
-from benchmarks.operations import OPERATIONS, SCRIPTS
+from benchmarks import RESULTS, ROOT
+from benchmarks.kernels import shapes as shape_table
+from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 # Options that the benchmarks with a script of their own do not take.
 KERNELS_ONLY = (
-    "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend", "providers", "allocator",
-    "verify_only",
+    "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend",
+    "providers", "allocator", "verify_only",
 )  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; the exit code is 0, 1 when something did not run or ours is wrong, 2 for a usage error."""
+    """Run the command; 0, 1 when something did not run or ours is wrong, 2 for a usage error."""
     options = parse_arguments(arguments)
     measured = [name for name in options.operations if name in OPERATIONS]
     status = 0
     if measured:
-        from benchmarks.runner import Plan
+        from benchmarks.kernels.runner import Plan
 
         try:
             plan = Plan(**plan_fields(options, measured))
@@ -61,37 +60,75 @@ def main(arguments: list[str]) -> int:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="grpo-fast bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="grpo-fast bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [*OPERATIONS, *SCRIPTS]
     parser.add_argument(
-        "operations", nargs="*", metavar="OPERATION", help=f"{', '.join(names)} (default: linear_grpo_loss)"
+        "operations",
+        nargs="*",
+        metavar="OPERATION",
+        help=f"{', '.join(names)} (default: linear_grpo_loss)",
     )
     where = parser.add_argument_group("problems")
-    where.add_argument("--quick", action="store_true", help="two small shapes; under three minutes for all operations")
-    where.add_argument("--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary")
-    where.add_argument("--model", nargs="+", metavar="NAME", help=f"heads by name: {', '.join(shape_table.MODELS)}")
-    where.add_argument("--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)")
-    where.add_argument("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help="default: fp32 (CPU), bf16 (GPU)")
-    where.add_argument("--active", nargs="+", type=float, default=[1.0], help="fraction of rows that have a gradient")
     where.add_argument(
-        "--inactive", choices=("masked", "zero-advantage", "clipped"), help="why the others have none (default: masked)"
+        "--quick",
+        action="store_true",
+        help="two small shapes; under three minutes for all operations",
+    )
+    where.add_argument(
+        "--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary"
+    )
+    where.add_argument(
+        "--model", nargs="+", metavar="NAME", help=f"heads by name: {', '.join(shape_table.MODELS)}"
+    )
+    where.add_argument(
+        "--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)"
+    )
+    where.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: fp32 (CPU), bf16 (GPU)",
+    )
+    where.add_argument(
+        "--active",
+        nargs="+",
+        type=float,
+        default=[1.0],
+        help="fraction of rows that have a gradient",
+    )
+    where.add_argument(
+        "--inactive",
+        choices=("masked", "zero-advantage", "clipped"),
+        help="why the others have none (default: masked)",
     )
     where.add_argument("--softmax", nargs="+", default=["flat"], choices=("flat", "peaked"))
     where.add_argument("--mask", nargs="+", default=["full"], choices=("full", "ragged"))
     who = parser.add_argument_group("candidates")
-    who.add_argument("--backend", nargs="+", default=[], choices=("auto", "torch", "cpu", "triton"), help="ours")
     who.add_argument(
-        "--providers", nargs="+", default=[], metavar="PART", help="those whose name contains one of these"
+        "--backend", nargs="+", default=[], choices=("auto", "torch", "cpu", "triton"), help="ours"
+    )
+    who.add_argument(
+        "--providers",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="those whose name contains one of these",
     )
     how = parser.add_argument_group("measurement")
     how.add_argument("--device", choices=("cpu", "cuda"))
-    how.add_argument("--allocator", nargs="+", choices=("default", "fair"), help="of the CPU; default: both")
+    how.add_argument(
+        "--allocator", nargs="+", choices=("default", "fair"), help="of the CPU; default: both"
+    )
     how.add_argument("--threads", type=count, help="CPU threads (default: all cores)")
     how.add_argument("--budget", type=duration, help="seconds of timing for each provider and case")
     how.add_argument("--rounds", type=count, help="at most this many rounds; at least 2 are run")
     how.add_argument("--verify-only", action="store_true", help="check the results, time nothing")
-    how.add_argument("--dry", action="store_true", help="say what would be run, and which providers cannot")
+    how.add_argument(
+        "--dry", action="store_true", help="say what would be run, and which providers cannot"
+    )
     how.add_argument("--out", help="where the JSON goes")
     options = parser.parse_args(arguments)
     options.operations = list(dict.fromkeys(options.operations)) or ["linear_grpo_loss"]
@@ -106,7 +143,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
                 operation, option = options.operations[0], name.replace("_", "-")
                 parser.error(
                     f"--{option}: expected with {', '.join(OPERATIONS)}, got {operation!r} "
-                    f"(its own options: python benchmarks/{SCRIPTS[operation].file} --help)"
+                    f"(its own options: python -m benchmarks.trainers.{operation} --help)"
                 )
     return options
 
@@ -135,8 +172,8 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
     """
     import torch
 
-    from benchmarks.problem import Variant
-    from benchmarks.providers import providers_of
+    from benchmarks.kernels.problem import Variant
+    from benchmarks.kernels.providers import providers_of
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not (torch.cuda.is_available() or options.dry):
@@ -145,16 +182,24 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
         if not 0 < fraction <= 1:
             raise ValueError(f"active: expected fractions in (0, 1], got {fraction:g}")
     if options.inactive and min(options.active) == 1:
-        raise ValueError(f"inactive: expected together with --active below 1, got {options.inactive}")
+        raise ValueError(
+            f"inactive: expected together with --active below 1, got {options.inactive}"
+        )
     if options.allocator and device == "cuda":
-        raise ValueError(f"allocator: expected none on a GPU, it is the CPU's, got {options.allocator[0]}")
+        raise ValueError(
+            f"allocator: expected none on a GPU, it is the CPU's, got {options.allocator[0]}"
+        )
     known = {p.name for name in operations for p in providers_of(name) if p.role != "limit"}
     for part in options.providers:
         if not any(part.lower() in name.lower() for name in known):
-            raise ValueError(f"providers: expected parts of {', '.join(sorted(known))}, got {part!r}")
+            raise ValueError(
+                f"providers: expected parts of {', '.join(sorted(known))}, got {part!r}"
+            )
     variants = [
         Variant(active, options.inactive or "masked", softmax, mask)
-        for active, softmax, mask in itertools.product(options.active, options.softmax, options.mask)
+        for active, softmax, mask in itertools.product(
+            options.active, options.softmax, options.mask
+        )
     ]
     quick = options.quick
     return {
@@ -175,56 +220,71 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
 
 def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.Shape]:
     if options.tokens and not options.model:
-        raise ValueError("tokens: expected together with --model (with --shapes, N is part of the shape)")
+        raise ValueError(
+            "tokens: expected together with --model (with --shapes, N is part of the shape)"
+        )
     chosen = [shape_table.shape_of(text) for text in options.shapes or []]
     if options.model:
-        chosen += shape_table.model_shapes(options.model, options.tokens or [8192 if device == "cuda" else 512])
+        chosen += shape_table.model_shapes(
+            options.model, options.tokens or [8192 if device == "cuda" else 512]
+        )
     if chosen:
         return chosen
-    return shape_table.QUICK if options.quick else shape_table.GPU if device == "cuda" else shape_table.CPU
+    return (
+        shape_table.QUICK
+        if options.quick
+        else shape_table.GPU
+        if device == "cuda"
+        else shape_table.CPU
+    )
 
 
 def described(plan: Any) -> str:
     """What a plan would run, and why some of it would not."""
-    from benchmarks.runner import DTYPES
+    from benchmarks.kernels.runner import DTYPES
 
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
     lines = [f"device {plan.device}{cpu if plan.device == 'cpu' else ''}"]
     for operation in plan.operations:
         cases = [
-            f"{','.join(map(str, s))} {d} {tuple(v)}" for d in plan.dtypes for s in plan.shapes for v in plan.variants
+            f"{','.join(map(str, s))} {d} {tuple(v)}"
+            for d in plan.dtypes
+            for s in plan.shapes
+            for v in plan.variants
         ]
         lines.append(f"{operation}: {len(cases)} cases: {'; '.join(cases)}")
         for provider in plan.candidates(operation):
             reasons = {provider.missing(plan.device, DTYPES[dtype]) for dtype in plan.dtypes}
-            lines.append(f"    {provider.name:32} {'; '.join(sorted(r for r in reasons if r)) or 'would run'}")
+            lines.append(
+                f"    {provider.name:32} {'; '.join(sorted(filter(None, reasons))) or 'would run'}"
+            )
     return "\n".join(lines)
 
 
 def measure_all(plan: Any, options: argparse.Namespace) -> int:
     from benchmarks import measure
-    from benchmarks.providers import versions
-    from benchmarks.runner import run, write
-    from benchmarks.tables import verdict
+    from benchmarks.kernels.runner import run
+    from benchmarks.report.files import write
+    from benchmarks.report.tables import verdict
 
-    started = datetime.datetime.now(datetime.UTC)
     report: dict[str, Any] = {
-        "benchmark": "grpo-fast bench",
-        "created": started.isoformat(timespec="seconds"),
-        "commit": measure.commit(),
-        "hardware": measure.hardware(plan.device),
-        "versions": {"python": platform.python_version(), **versions()},
+        **measure.header("grpo-fast bench", plan.device),
         "settings": json.loads(plan.to_json()),
         "method": {"memory": " ".join((measure.peak_memory.__doc__ or "").split())},
     }
     what = plan.operations[0] if len(plan.operations) == 1 else "operations"
-    path = Path(options.out) if options.out else default_path(what, plan.device, report["commit"], options.quick)
+    path = (
+        Path(options.out)
+        if options.out
+        else default_path(what, plan.device, report["commit"], options.quick)
+    )
     cases = run(plan, lambda found: write(path, report | {"cases": found}))
     if not plan.verify_only:
         print(verdict(cases))
     print(f"written: {os.path.relpath(path)}")
     wrong = [
-        f"{case['operation']} {case['shape']} {case['dtype']}: {name} {row['status']}: {row['reason']}"
+        f"{case['operation']} {case['shape']} {case['dtype']}: "
+        f"{name} {row['status']}: {row['reason']}"
         for case in cases
         for name, row in case["rows"].items()
         if row["role"] == "ours" and row["status"] in ("wrong", "failed")
@@ -244,34 +304,27 @@ def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
 
 
 def run_script(name: str, options: argparse.Namespace) -> int:
-    """A benchmark with a script of its own, where this checkout has it; it gets the options that its --help lists."""
-    script = ROOT / "benchmarks" / SCRIPTS[name].file
-    if not script.is_file():
-        print(f"{name}: not in this checkout (benchmarks/{script.name} is missing)")
-        return 1
-    environment = {**os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    """A benchmark with a command of its own; it gets the options that all of them take."""
     from benchmarks import measure
 
-    command = [sys.executable, str(script)]
-    usage = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, check=False)
-    if usage.returncode:
-        print(f"{name}: benchmarks/{script.name} does not start: {(usage.stderr.splitlines() or ['?'])[-1]}")
-        return 1
     gpu = options.device == "cuda"
     if options.out:
-        path = Path(options.out).with_name(f"{Path(options.out).stem}-{name}{Path(options.out).suffix}")
+        out = Path(options.out)
+        path = out.with_name(f"{out.stem}-{name}{out.suffix}")
     else:
-        path = default_path(name, "cuda" if gpu and not options.dry else "cpu", measure.commit(), options.quick)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    wanted = {"--json": str(path)}
-    wanted |= {f"--{key}": getattr(options, key) for key in ("quick", "device", "threads", "budget", "rounds")}
+        device = "cuda" if gpu and not options.dry else "cpu"
+        path = default_path(name, device, measure.commit(), options.quick)
+    command = [sys.executable, "-m", f"benchmarks.trainers.{name}", "--json", str(path)]
     if gpu:
-        command += SCRIPTS[name].gpu.split()
-    for option, value in wanted.items():
-        if value and f"{option} " in usage.stdout.replace("]", " "):
-            command += [option] if value is True else [option, str(value)]
+        command += SCRIPTS[name].split()
+    for key in ("device", "threads", "budget", "rounds"):
+        if getattr(options, key):
+            command += [f"--{key}", str(getattr(options, key))]
+    if options.quick:
+        command.append("--quick")
     if options.dry:
         print(f"{name}: would run {' '.join(command[1:])}")
         return 0
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return 1 if subprocess.run(command, env=environment, check=False).returncode else 0

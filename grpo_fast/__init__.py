@@ -9,7 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_fast.loss.api import LossOutput, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
+    from grpo_fast.loss.api import (
+        LossOutput,
+        grpo_loss,
+        linear_grpo_loss,
+        linear_logps,
+        logits_grpo_loss,
+        logits_logps,
+    )
     from grpo_fast.objective.advantages import group_advantages
     from grpo_fast.objective.config import LossConfig
 

@@ -1,4 +1,4 @@
-"""The command `grpo-fast`, also `python -m grpo_fast`: says what to install when the trainer's packages are missing."""
+"""The command `grpo-fast`, also `python -m grpo_fast`: says which package is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Runs `grpo_fast.cli`; the library itself needs only torch and triton, the command needs the extra "train".
+    """Runs `grpo_fast.cli`, which needs the extra "train"; the library needs torch and triton only.
 
     A character that the terminal's encoding lacks (→ under LC_ALL=C) is shown as ?.
     """
@@ -21,7 +21,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "grpo_fast").startswith("grpo_fast"):
             raise
-        sys.exit(f"grpo-fast: the package {error.name} is missing; pip install 'grpo-fast[train]' brings what it needs")
+        brings = "pip install 'grpo-fast[train]' brings what it needs"
+        sys.exit(f"grpo-fast: the package {error.name} is missing; {brings}")
 
 
 if __name__ == "__main__":

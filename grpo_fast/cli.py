@@ -5,11 +5,13 @@ A command imports what it needs when it runs, so that `--help` and a typing mist
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -27,142 +29,124 @@ app = typer.Typer(
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
+def _words(example: str) -> Any:
+    return typer.Argument(metavar="[KEY=VALUE]...", help=example)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"grpo-fast {_version()}")
+        from grpo_fast import __version__
+
+        typer.echo(f"grpo-fast {__version__}")
         raise typer.Exit()
 
 
+Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version)]
+
+
 @app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
-    ] = False,
-) -> None:
+def main(version: Version = False) -> None:
     """Options of `grpo-fast` itself; the work is in the commands."""
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name (sort, gsm8k-tiny, …) or a YAML file.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl"),
+        list[str] | None, _words("Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Write to this folder inside the recipe's output_dir.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Write to this folder in the output_dir.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
-    try:
-        from grpo_fast.train.config import load_recipe
-        from grpo_fast.train.folders import check_folder, run_folder
+    from grpo_fast.rewards import RewardError
+    from grpo_fast.rollout import NonFiniteLogits
+    from grpo_fast.train import loop
+    from grpo_fast.train.optimizer import NonFiniteGradient
+    from grpo_fast.train.report import run_folder
+    from grpo_fast.train.settings import load_recipe
 
+    with _told(debug, RewardError, NonFiniteGradient, NonFiniteLogits):
         config = load_recipe(recipe, expand_data(settings or []))
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
-        check_folder(config.output_dir)
-
-        from grpo_fast.rewards import RewardError, build_rewards
-        from grpo_fast.rollout import NonFiniteLogits
-        from grpo_fast.train.loop import train as run
-        from grpo_fast.train.optimizer import NonFiniteGradient
-
-        build_rewards(config.rewards)  # a misspelt reward is refused before a model is loaded
-    except ValueError as error:
-        _refuse(error, debug, USAGE_ERROR)
-    _quiet_transformers()
-    try:
-        run(config)
-    except ValueError as error:
-        _refuse(error, debug, USAGE_ERROR)
-    except (RewardError, NonFiniteGradient, NonFiniteLogits) as error:
-        _refuse(error, debug, RUN_ERROR)
+        loop.train(config)
 
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A model's folder or hub id, or the folder of a finished run.")],
+    model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 max_new_tokens=300 "
-            "out=metrics.json",
+        _words(
+            "data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 "
+            "max_new_tokens=300 out=metrics.json"
         ),
     ] = None,
     allow_code: Annotated[
-        bool,
-        typer.Option("--allow-code", help="Run code the folder names: rewards, model classes."),
+        bool, typer.Option("--allow-code", help="Run code it names: rewards, model classes.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Accuracy on held-out questions: greedy, and with samples=N also pass@k and maj@k. With standard errors."""
-    try:
-        from grpo_fast.rollout import NonFiniteLogits
-        from grpo_fast.train.eval_command import parse_settings, run_eval, table
+    """Accuracy on held-out questions: greedy; with samples=N also pass@k and maj@k."""
+    from grpo_fast.rollout import NonFiniteLogits
+    from grpo_fast.train.eval_command import parse_settings, run_eval, table
 
-        chosen = parse_settings(settings or [])
-        _quiet_transformers()
-    except ValueError as error:
-        _refuse(error, debug, USAGE_ERROR)
-    try:
-        typer.echo(table(run_eval(model, chosen, allow_code=allow_code)))
-    except ValueError as error:
-        _refuse(error, debug, USAGE_ERROR)
-    except (NonFiniteLogits, OSError) as error:
-        _refuse(error, debug, RUN_ERROR)
+    with _told(debug, NonFiniteLogits, OSError):
+        results = run_eval(model, parse_settings(settings or []), allow_code=allow_code)
+        typer.echo(table(results))
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A recipe, a hub id, a model's folder or config.json, or qwen2.5-7b, …")],
+    model: Annotated[
+        str, typer.Argument(help="A recipe, a hub id, a model's folder, qwen2.5-7b, …")
+    ],
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="gpu=141 (GB) prompt=8192 completion=512 group=16 optim.states=8bit …"
-        ),
+        list[str] | None, _words("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict what fits on a GPU: tokens per micro-batch under each option, without loading any weights."""
-    try:
-        from rich.console import Console
+    """Predict what fits on a GPU: tokens per micro-batch under each option, without weights."""
+    from rich.console import Console
 
-        from grpo_fast.train.plan import plan as predict
-        from grpo_fast.train.plan import render
+    from grpo_fast.train.planning.plan import plan as predict
+    from grpo_fast.train.planning.plan import render
 
-        console = Console()
-        for shown in render(predict(model, settings or [])):
-            console.print(shown)
-    except ValueError as error:
-        _refuse(error, debug, USAGE_ERROR)
+    with _told(debug):
+        Console().print(*render(predict(model, settings or [])), sep="")
 
 
 @app.command()
 def plot(
     runs: Annotated[list[str], typer.Argument(help="Folders of runs, or their metrics.jsonl.")],
-    out: Annotated[str, typer.Option("-o", "--out", help="The picture to write (.png, .svg, .pdf).")] = "curves.png",
+    out: Annotated[str, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = "curves.png",
     debug: Debug = False,
 ) -> None:
     """Draw the curves of one or several runs in one picture."""
-    try:
-        from grpo_fast.train.curves import plot_runs
+    from grpo_fast.train.curves import plot_runs
 
+    with _told(debug, OSError, code=USAGE_ERROR):
         folders = [os.path.expanduser(run) for run in runs]
         typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
-    except (ValueError, OSError, ImportError) as error:
-        _refuse(error, debug, USAGE_ERROR)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
 def bench(context: typer.Context) -> None:
-    """Measure kernels, rollouts and steps against their peers and limits (from a checkout; --help lists the options).
+    """Measure kernels, rollouts and steps against their peers (in a checkout; --help: options).
 
-    The benchmarks are no part of the package: they call the peers, read the commit and write into benchmarks/results/.
+    The benchmarks are no part of the package: they call the peers, read the commit and write into
+    benchmarks/results/.
     """
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "benchmarks" / "command.py").is_file():
-        error = f"bench: expected a checkout (benchmarks/ beside grpo_fast/), found an installed package in {checkout}"
+        expected = "a checkout (benchmarks/ beside grpo_fast/)"
+        error = f"bench: expected {expected}, found an installed package in {checkout}"
         _refuse(ValueError(error), None, USAGE_ERROR)
     sys.path.insert(0, str(checkout))
     from benchmarks.command import main as run_benchmarks
@@ -171,47 +155,40 @@ def bench(context: typer.Context) -> None:
 
 
 def expand_data(settings: list[str]) -> list[str]:
-    """`data=X` in the spelling of the configuration: data.path for a local file or folder, data.name for a hub id."""
+    """`data=X` as the configuration has it: data.path for a file or folder, else data.name."""
+    from grpo_fast.data import is_local
+
     expanded = []
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "data" and value and not value.startswith("{"):
-            looks_local = value.startswith((".", "/", "~")) or value.endswith(".jsonl")
-            local = looks_local or os.path.exists(value)
-            path, hub = (value, "null") if local else ("null", value)
+            path, hub = (value, "null") if is_local(value) else ("null", value)
             expanded += [f"data.path={path}", f"data.name={hub}"]
         else:
             expanded.append(setting)
     return expanded
 
 
-def _quiet_transformers() -> None:
-    """Its bars for loading and saving weights would run through ours."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+@contextlib.contextmanager
+def _told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
+    """Says in a sentence what the user can mend (ValueError) and how a run can fail, and exits."""
+    try:
+        yield
+    except ValueError as error:
+        _refuse(error, debug, USAGE_ERROR)
+    except failures as error:
+        _refuse(error, debug, code)
 
 
 def _refuse(error: Exception, debug: bool | None, code: int) -> NoReturn:
     if debug:
         traceback.print_exception(error)
-    from grpo_fast.train.report import escape_control  # a message may quote a data file or a model
+    from grpo_fast.data import escape_control  # a message may quote a data file or a model
 
     text = str(error)
     shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
-    hint = "  (--debug shows where)" if debug is False else ""  # None: a command without that option
+    hint = (
+        "  (--debug shows where)" if debug is False else ""
+    )  # None: a command without that option
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
     sys.exit(code)
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("grpo_fast")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-if __name__ == "__main__":
-    app()

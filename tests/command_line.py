@@ -1,4 +1,6 @@
-"""For tests of the command line: a tiny recipe, and calls of the commands here or in a process of their own."""
+"""For tests of the command line: a tiny recipe, and calls of the commands here or in a process of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 output_dir: OUT
 steps: 2
-model: {tokenizer: symbols, config: {model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-  num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}}
+model: {tokenizer: symbols, config: {model_type: llama, hidden_size: 16, intermediate_size: 32,
+  num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2,
+  max_position_embeddings: 64
+  }}
 data: {task: sort, digits: 3, n_test: 8}
 rewards: [{name: sort_positions}]
 rollout: {group_size: 2, prompts_per_step: 2, max_new_tokens: 4}
@@ -44,7 +48,9 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
     return True
 
 
-def in_a_process(*words: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def in_a_process(
+    *words: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
     """`python -m grpo_fast …` as a user calls it."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,

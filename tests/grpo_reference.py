@@ -1,4 +1,6 @@
-"""GRPO on a transformers model as a tutorial writes it, in plain torch over all logits: what ours must equal."""
+"""GRPO on a transformers model as a tutorial writes it, in plain torch over all logits: what ours
+must equal.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from torch import Tensor
 def token_logps(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, mask), each (B, L-1)."""
     targets = batch["labels"][:, 1:]
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits[:, :-1].float()
+    logits = (
+        model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+        .logits[:, :-1]
+        .float()
+    )
     logp_all = logits.log_softmax(-1)
     logps = logp_all.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return logps, -(logp_all.exp() * logp_all).sum(-1), targets != -100
@@ -23,10 +29,13 @@ def group_advantages(rewards: Tensor, group_size: int, eps: float = 1e-4) -> Ten
 
 
 def grpo(
-    model: Any, batch: dict[str, Tensor], advantages: Tensor, old: Tensor | None, ref: Tensor | None, *,
-    epsilon: float = 0.2, beta: float = 0.0, by_token: bool = False, num_items: float | None = None,
+    model: Any, batch: dict[str, Tensor], advantages: Tensor, old: Tensor | None,
+    ref: Tensor | None, *, epsilon: float = 0.2, beta: float = 0.0, by_token: bool = False,
+    num_items: float | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """(loss, logps, metrics); the mean over completions of the mean over tokens, or over all tokens."""
+    """(loss, logps, metrics); the mean over completions of the mean over tokens, or over all
+    tokens.
+    """
     logps, entropy, mask = token_logps(model, batch)
     ratio = torch.exp(logps - (logps.detach() if old is None else old))
     a = advantages[:, None].expand_as(ratio)
@@ -47,11 +56,15 @@ def grpo(
     return loss, logps.detach(), {name: value.detach() for name, value in metrics.items()}
 
 
-def rows(count: int = 8, length: int = 14, vocabulary: int = 61, seed: int = 0) -> dict[str, Tensor]:
+def rows(
+    count: int = 8, length: int = 14, vocabulary: int = 61, seed: int = 0
+) -> dict[str, Tensor]:
     """A batch with prompts and completions of unequal length, padded on the right, and rewards."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, vocabulary, (count, length), generator=random)
-    real = torch.arange(length) < torch.randint(length - 4, length + 1, (count, 1), generator=random)
+    real = torch.arange(length) < torch.randint(
+        length - 4, length + 1, (count, 1), generator=random
+    )
     prompt = torch.arange(length) < torch.randint(2, 6, (count, 1), generator=random)
     return {
         "input_ids": ids,

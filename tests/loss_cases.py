@@ -1,9 +1,10 @@
-"""Small batches with every difficulty in them, and one way to call the three loss functions in both layouts.
+"""Small batches with every difficulty in them, and one way to call the three loss functions in both
+layouts.
 
-A case is built padded: completions of different lengths, one of them empty, one with a hole in its mask (a tool call),
-advantages of both signs and one exact zero, log ratios on both sides of every clip bound but never near one, so that
-fp32 rounding cannot change a decision. Masked slots hold ordinary numbers here; `poisoned` in
-test_contract_poison.py puts NaN, inf and bad ids there.
+A case is built padded: completions of different lengths, one of them empty, one with a hole in its
+mask (a tool call), advantages of both signs and one exact zero, log ratios on both sides of every
+clip bound but never near one, so that fp32 rounding cannot change a decision. Masked slots hold
+ordinary numbers here; `poisoned` in test_contract_poison.py puts NaN, inf and bad ids there.
 """
 
 from __future__ import annotations
@@ -20,32 +21,50 @@ import grpo_fast
 from tests import oracle_inputs, oracles
 
 LOSSES = tuple(oracles.ORACLES)
-AGGREGATIONS = ("sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum")
-SEQUENCE_LOSSES = tuple(
-    x for x in LOSSES if x not in ("gspo_token", "gmpo", "vespo", "dppo_tv", "dppo_kl", "kimi", "dro")
+AGGREGATIONS = (
+    "sequence_mean",
+    "token_mean_local",
+    "fixed_length",
+    "token_mean_global",
+    "sequence_sum",
 )
-LOSS_LEVELS = tuple((x, "token") for x in LOSSES if x != "gspo") + tuple((x, "sequence") for x in SEQUENCE_LOSSES)
+SEQUENCE_LOSSES = tuple(
+    x
+    for x in LOSSES
+    if x not in ("gspo_token", "gmpo", "vespo", "dppo_tv", "dppo_kl", "kimi", "dro")
+)
+LOSS_LEVELS = tuple((x, "token") for x in LOSSES if x != "gspo") + tuple(
+    (x, "sequence") for x in SEQUENCE_LOSSES
+)
 LAYOUTS = ("padded", "packed")
 FUNCTIONS = ("logps", "logits", "linear")
 
 
 class Fused(str):
-    """A backend's name; conftest.py then takes its kernels that start from hidden, however small the head."""
+    """A backend's name; conftest.py then takes its kernels that start from hidden, however small
+    the head.
+    """
 
 
 def row_backends() -> list:
-    """ "torch" always; "cpu" (csrc) where it builds, a visible skip with the reason where it does not."""
+    """ "torch" always; "cpu" (csrc) where it builds, a visible skip with the reason where it does
+    not.
+    """
     from grpo_fast.kernels import route as backends
 
     reason = backends.unavailable("cpu", "cpu")
     mark = [pytest.mark.skip(reason=f"backend cpu: {reason}")] if reason else []
-    cpu = [pytest.param(Fused("cpu"), id="cpu-fused", marks=mark), pytest.param("cpu", id="cpu", marks=mark)]
+    cpu = [
+        pytest.param(Fused("cpu"), id="cpu-fused", marks=mark),
+        pytest.param("cpu", id="cpu", marks=mark),
+    ]
     return [pytest.param("torch", id="torch"), *cpu]
 
 
 BACKENDS = row_backends()
 
-# Log ratios far from log(0.8), log(1.28), log(1.5), log(3) and from 0; both signs, inside and outside the clip range.
+# Log ratios far from log(0.8), log(1.28), log(1.5), log(3) and from 0; both signs, inside and
+# outside the clip range.
 LOG_RATIOS = (-1.1, -0.45, -0.12, 0.07, 0.16, 0.55, 0.85, 1.35)
 REF_DIFFERENCES = (-0.7, -0.3, 0.05, 0.25, 0.6)
 SAMPLING_DIFFERENCES = (-0.5, -0.1, 0.2, 0.4, 1.4)  # log 3 = 1.0986 is the default cap
@@ -73,13 +92,17 @@ class Case:
         return self.but(options={**self.options, **options})
 
     @property
-    def logits(self) -> Tensor:  # (B, L, V), in the dtype of hidden: what the logits function is given
+    def logits(
+        self,
+    ) -> Tensor:  # (B, L, V), in the dtype of hidden: what the logits function is given
         raw = self.hidden.double() @ self.weight.double().T
         raw = raw if self.bias is None else raw + self.bias.double()
         return raw.to(self.hidden.dtype)
 
 
-def options_for(loss_type: str, level: str = "token", aggregation: str | None = None, **more: Any) -> dict[str, Any]:
+def options_for(
+    loss_type: str, level: str = "token", aggregation: str | None = None, **more: Any
+) -> dict[str, Any]:
     """Options under which every branch of the loss is reached on a `make_case` batch."""
     options: dict[str, Any] = {"loss_type": loss_type, "epsilon_low": 0.2, "epsilon_high": 0.28}
     if loss_type == "cispo":
@@ -102,7 +125,9 @@ def options_for(loss_type: str, level: str = "token", aggregation: str | None = 
 def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[int, ...]) -> Tensor:
     """One of the choices per element, moved by at most 0.02."""
     index = torch.randint(len(choices), shape, generator=generator)
-    return torch.tensor(choices, dtype=torch.float64)[index] + 0.02 * torch.rand(shape, generator=generator)
+    return torch.tensor(choices, dtype=torch.float64)[index] + 0.02 * torch.rand(
+        shape, generator=generator
+    )
 
 
 def default_mask() -> Tensor:
@@ -114,10 +139,13 @@ def default_mask() -> Tensor:
 
 
 def make_case(
-    seed: int = 0, *, H: int = 8, V: int = 23, mask: Tensor | None = None, dtype=torch.float32, bias: bool = True,
-    per_token_advantages: bool = False, sampling: bool = False, scale: float = 1.0, **options: Any,
+    seed: int = 0, *, H: int = 8, V: int = 23, mask: Tensor | None = None, dtype=torch.float32,
+    bias: bool = True, per_token_advantages: bool = False, sampling: bool = False,
+    scale: float = 1.0, **options: Any,
 ) -> Case:  # fmt: skip
-    """A padded batch whose old, ref and sampling logps are placed relative to the fp64 logps of the same inputs."""
+    """A padded batch whose old, ref and sampling logps are placed relative to the fp64 logps of the
+    same inputs.
+    """
     g = torch.Generator().manual_seed(seed)
     mask = default_mask() if mask is None else mask
     B, L = mask.shape
@@ -138,12 +166,14 @@ def make_case(
     if per_token_advantages:
         advantages = advantages[:, None] + torch.randn(B, L, generator=g)
     return Case(
-        hidden=hidden, weight=weight, bias=b, ids=ids, mask=mask, advantages=advantages.float(), old=old.float(),
-        ref=ref.float(), sampling=sampler.float() if sampling else None, options=dict(options),
+        hidden=hidden, weight=weight, bias=b, ids=ids, mask=mask, advantages=advantages.float(),
+        old=old.float(), ref=ref.float(), sampling=sampler.float() if sampling else None,
+        options=dict(options),
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------ layouts
+# ----------------------------------------------------------
+# layouts
 def spans(mask: Tensor) -> list[int]:
     """Rows of each completion in the packed layout: up to its last active token, holes included."""
     positions = torch.arange(1, mask.shape[1] + 1)
@@ -172,20 +202,26 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-# ------------------------------------------------------------------------------------------------------- calling
+# ----------------------------------------------------------
+# calling
 @dataclass
 class Result:
     loss: Tensor
     metrics: dict[str, Tensor]
     logps: Tensor  # (B, L), zeros where packed had no row
     entropy: Tensor | None
-    grads: dict[str, Tensor]  # "logps" | "logits" | "hidden", "weight", "bias", in the padded layout
+    grads: dict[
+        str, Tensor
+    ]  # "logps" | "logits" | "hidden", "weight", "bias", in the padded layout
     raw: Any  # the LossOutput itself
 
 
 def arguments(case: Case, layout: str) -> dict[str, Any]:
     """The keywords shared by the three functions, in the layout asked for."""
-    keywords: dict[str, Any] = {"num_items_in_batch": case.num_items, "num_completions_in_batch": case.num_completions}
+    keywords: dict[str, Any] = {
+        "num_items_in_batch": case.num_items,
+        "num_completions_in_batch": case.num_completions,
+    }
     lengths = spans(case.mask)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
     keywords["completion_mask"] = lay(case.mask)
@@ -201,10 +237,12 @@ def arguments(case: Case, layout: str) -> dict[str, Any]:
 
 
 def run(
-    function: str, case: Case, *, layout: str = "padded", backend: str = "torch", upstream: float | None = 1.0,
-    config: Any = None, **more: Any,
+    function: str, case: Case, *, layout: str = "padded", backend: str = "torch",
+    upstream: float | None = 1.0, config: Any = None, **more: Any,
 ) -> Result:  # fmt: skip
-    """Call one public loss function on a case, run backward, and return everything in the padded layout."""
+    """Call one public loss function on a case, run backward, and return everything in the padded
+    layout.
+    """
     config = config or grpo_fast.LossConfig(**case.options)
     keywords = {**arguments(case, layout), **more}
     advantages = keywords.pop("advantages")
@@ -230,13 +268,17 @@ def run(
         )
     elif function == "logits":
         leaves["logits"] = lay(case.logits).detach().clone().requires_grad_()
-        out = grpo_fast.logits_grpo_loss(leaves["logits"], ids, advantages, config, backend=backend, **keywords)
+        out = grpo_fast.logits_grpo_loss(
+            leaves["logits"], ids, advantages, config, backend=backend, **keywords
+        )
     else:
         logps, entropy = reference_logps(case)
         leaves["logps"] = lay(logps).detach().clone().requires_grad_()
         if config.entropy_coef != 0 or config.top_entropy_quantile < 1 or config.compute_entropy:
             leaves["entropy"] = lay(entropy).detach().clone().requires_grad_()
-        out = grpo_fast.grpo_loss(leaves["logps"], advantages, config, entropy=leaves.get("entropy"), **keywords)
+        out = grpo_fast.grpo_loss(
+            leaves["logps"], advantages, config, entropy=leaves.get("entropy"), **keywords
+        )
     grads: dict[str, Tensor] = {}
     if upstream is not None:
         (out.loss * upstream).backward()
@@ -248,7 +290,9 @@ def run(
 
 
 def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """fp32 logps and entropy (B, L) of the case's rows, from the oracle: the inputs of `grpo_loss`."""
+    """fp32 logps and entropy (B, L) of the case's rows, from the oracle: the inputs of
+    `grpo_loss`.
+    """
     o = oracles.resolve(case.options)
     B, L, V = case.logits.shape
     raw = case.hidden.double() @ case.weight.double().T
@@ -256,7 +300,9 @@ def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
     if isinstance(rule["temperature"], Tensor):
         rule["temperature"] = rule["temperature"].reshape(-1)
-    lp, H = oracle_inputs.logps_and_entropy(raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), **rule)
+    lp, H = oracle_inputs.logps_and_entropy(
+        raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), **rule
+    )
     return lp.reshape(B, L).float(), H.reshape(B, L).float()
 
 
@@ -264,8 +310,8 @@ def truth(function: str, case: Case):
     """The oracle's answer for the same call: `.loss`, `.<name>_grad`, `.losses`, …"""
     options = {k: v for k, v in case.options.items()}
     keywords = dict(
-        mask=case.mask, old=case.old, ref=case.ref, sampling=case.sampling, num_items=case.num_items,
-        num_completions=case.num_completions,
+        mask=case.mask, old=case.old, ref=case.ref, sampling=case.sampling,
+        num_items=case.num_items, num_completions=case.num_completions,
     )  # fmt: skip
     temperature = options.get("temperature")
     if isinstance(temperature, Tensor):
@@ -275,13 +321,18 @@ def truth(function: str, case: Case):
             case.hidden, case.weight, case.ids, case.advantages, options, bias=case.bias, **keywords
         )
     if function == "logits":
-        return oracle_inputs.oracle_from_logits(case.logits, case.ids, case.advantages, options, **keywords)
+        return oracle_inputs.oracle_from_logits(
+            case.logits, case.ids, case.advantages, options, **keywords
+        )
     keywords.pop("temperature", None)
     logps, entropy = reference_logps(case)
-    return oracle_inputs.oracle_from_logps(logps, case.advantages, options, entropy=entropy, **keywords)
+    return oracle_inputs.oracle_from_logps(
+        logps, case.advantages, options, entropy=entropy, **keywords
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- judging
+# ----------------------------------------------------------
+# judging
 def relative_l2(value: Tensor, true: Tensor) -> float:
     """‖value − true‖ / ‖true‖ in fp64 (the absolute norm when the truth is 0)."""
     error = (value.double() - true.double()).norm().item()
@@ -289,10 +340,14 @@ def relative_l2(value: Tensor, true: Tensor) -> float:
     return error / size if size > 0 else error
 
 
-def assert_same(function: str, case: Case, result: Result, *, loss_tol: float, grad_tol: float) -> None:
+def assert_same(
+    function: str, case: Case, result: Result, *, loss_tol: float, grad_tol: float
+) -> None:
     """Loss and every gradient against the oracle; masked rows of the gradient exactly 0."""
     expected = truth(function, case)
-    scale = max(1.0, sum(x.abs().sum().item() for x in expected.losses) / max(1, int(case.mask.sum())))
+    scale = max(
+        1.0, sum(x.abs().sum().item() for x in expected.losses) / max(1, int(case.mask.sum()))
+    )
     assert abs(result.loss.item() - expected.loss.item()) <= loss_tol * scale, (
         result.loss.item(),
         expected.loss.item(),

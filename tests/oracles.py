@@ -1,14 +1,17 @@
-"""The truth the tests compare with: fp64, torch autograd, the papers' notation, one completion at a time.
+"""The truth the tests compare with: fp64, torch autograd, the papers' notation, one completion at a
+time.
 
-Nothing here is imported from grpo_fast, and nothing here is fast. Every objective is a function of ONE completion
-(its active tokens only, a 1-D tensor per quantity), so that padding, packing, masks, broadcasting, chunking and
-in-place tricks, where the package can go wrong, do not exist on this side. Gradients come from autograd with
-explicit `.detach()` where a paper writes a stop-gradient. `oracle_inputs` makes completions of padded tensors.
+Nothing here is imported from grpo_fast, and nothing here is fast. Every objective is a function of
+ONE completion (its active tokens only, a 1-D tensor per quantity), so that padding, packing, masks,
+broadcasting, chunking and in-place tricks, where the package can go wrong, do not exist on this
+side. Gradients come from autograd with explicit `.detach()` where a paper writes a stop-gradient.
+`oracle_inputs` makes completions of padded tensors.
 
-Sources: the formulas of OBJECTIVES (DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, INTELLECT-2,
-PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO 2507.18071, Kimi k1.5) and,
-where those point to it, TRL 1.16 `GRPOTrainer` (read, not imported): `_compute_loss` (order of the extras, KL times
-ratio), `get_gamma_weights` (VESPO), `get_off_policy_mask`, `get_high_entropy_mask`; verl `core_algos` for DPPO.
+Sources: the formulas of OBJECTIVES (DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
+INTELLECT-2, PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO
+2507.18071, Kimi k1.5) and, where those point to it, TRL 1.16 `GRPOTrainer` (read, not imported):
+`_compute_loss` (order of the extras, KL times ratio), `get_gamma_weights` (VESPO),
+`get_off_policy_mask`, `get_high_entropy_mask`; verl `core_algos` for DPPO.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-LOG_RATIO_MAX = 20.0  # ratios are exp(min(lr, 20)); the slope of the guarded branch is kept, so it still restores
+# ratios are exp(min(lr, 20)); the slope of the guarded branch is kept, so it still restores
+LOG_RATIO_MAX = 20.0
 
 DEFAULTS: dict[str, Any] = {
-    "loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": None, "delta": None, "beta": 0.0, "kl_estimator": "k3",
-    "kl_times_ratio": False, "temperature": 1.0, "softcap": None, "logit_scale": 1.0,
-    "importance_sampling_level": "token", "aggregation": None, "max_completion_length": None, "entropy_coef": 0.0,
-    "top_entropy_quantile": 1.0, "off_policy_threshold": None, "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05, "cispo_bound": "raw", "dual_clip_c": 3.0, "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "sampling_correction": "token_truncate",
+    "loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": None, "delta": None, "beta": 0.0,
+    "kl_estimator": "k3", "kl_times_ratio": False, "temperature": 1.0, "softcap": None,
+    "logit_scale": 1.0, "importance_sampling_level": "token", "aggregation": None,
+    "max_completion_length": None, "entropy_coef": 0.0, "top_entropy_quantile": 1.0,
+    "off_policy_threshold": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+    "cispo_bound": "raw", "dual_clip_c": 3.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "sampling_correction": "token_truncate",
     "sampling_ratio_cap": 3.0,
 }  # fmt: skip
 
@@ -36,7 +41,17 @@ AGGREGATED_BY = {  # default normaliser → the losses that have it
     "sequence_mean": ("grpo", "sapo", "gspo", "gspo_token", "dual_clip", "gmpo"),
     "token_mean_local": ("bnpo",),
     "fixed_length": ("dr_grpo",),
-    "token_mean_global": ("dapo", "cispo", "vespo", "reinforce", "unclipped", "dppo_tv", "dppo_kl", "kimi", "dro"),
+    "token_mean_global": (
+        "dapo",
+        "cispo",
+        "vespo",
+        "reinforce",
+        "unclipped",
+        "dppo_tv",
+        "dppo_kl",
+        "kimi",
+        "dro",
+    ),
     "sequence_sum": ("luspo",),
 }
 DEFAULT_AGGREGATION = {loss: name for name, losses in AGGREGATED_BY.items() for loss in losses}
@@ -67,17 +82,21 @@ def resolve(options: dict[str, Any]) -> SimpleNamespace:
     return o
 
 
-# ---------------------------------------------------------------------------------------------------- log ratios
+# ----------------------------------------------------------
+# log ratios
 def guarded(log_ratio: Tensor) -> Tensor:
     """min(lr, 20) in value, slope 1 everywhere."""
-    return torch.where(log_ratio > LOG_RATIO_MAX, LOG_RATIO_MAX + (log_ratio - log_ratio.detach()), log_ratio)
+    return torch.where(
+        log_ratio > LOG_RATIO_MAX, LOG_RATIO_MAX + (log_ratio - log_ratio.detach()), log_ratio
+    )
 
 
 def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
     """lr of OBJECTIVES at the level asked for, repeated to (n,)."""
     lr = c.logp - c.old
     if o.importance_sampling_level == "sequence":
-        lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))  # Σ lr·m / max(Σ m, 1), gradient through the mean
+        # Σ lr·m / max(Σ m, 1), gradient through the mean.
+        lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))
     return lr
 
 
@@ -85,7 +104,8 @@ def ratio(c: Completion, o: SimpleNamespace) -> Tensor:
     return torch.exp(guarded(log_ratio(c, o)))
 
 
-# ---------------------------------------------------------------------------------------------------- objectives
+# ----------------------------------------------------------
+# objectives
 def ppo_clip(r: Tensor, A: Tensor, o: SimpleNamespace, *, delta: float | None = None) -> Tensor:
     r1 = r if delta is None else torch.clamp(r, max=delta)
     r2 = torch.clamp(r, 1 - o.epsilon_low, 1 + o.epsilon_high)
@@ -120,7 +140,11 @@ def cispo(c, o):
 
 def sapo(c, o):
     r, A = ratio(c, o), c.advantage
-    tau = torch.where(A > 0, torch.full_like(A, o.sapo_temperature_pos), torch.full_like(A, o.sapo_temperature_neg))
+    tau = torch.where(
+        A > 0,
+        torch.full_like(A, o.sapo_temperature_pos),
+        torch.full_like(A, o.sapo_temperature_neg),
+    )
     return -A * torch.sigmoid(tau * (r - 1)) * 4 / tau
 
 
@@ -133,12 +157,20 @@ def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
         w = w + torch.clamp(log_is, lower, 20.0).sum()
     w = torch.clamp(w, lower, 20.0)
     positive = c.advantage >= 0
-    k = torch.where(positive, torch.as_tensor(o.vespo_k_pos).double(), torch.as_tensor(o.vespo_k_neg).double())
+    k = torch.where(
+        positive, torch.as_tensor(o.vespo_k_pos).double(), torch.as_tensor(o.vespo_k_neg).double()
+    )
     lam = torch.where(
-        positive, torch.as_tensor(o.vespo_lambda_pos).double(), torch.as_tensor(o.vespo_lambda_neg).double()
+        positive,
+        torch.as_tensor(o.vespo_lambda_pos).double(),
+        torch.as_tensor(o.vespo_lambda_neg).double(),
     )
     lam = lam.clamp(min=1e-4)
-    return torch.exp(lam + k * w - lam * torch.exp(w)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).detach()
+    return (
+        torch.exp(lam + k * w - lam * torch.exp(w))
+        .nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        .detach()
+    )
 
 
 def vespo(c, o):
@@ -147,7 +179,9 @@ def vespo(c, o):
 
 def gmpo(c, o):
     lr, A = c.logp - c.old, c.advantage
-    clipped = torch.where(A >= 0, torch.clamp(lr, max=o.epsilon_high), torch.clamp(lr, min=-o.epsilon_low))
+    clipped = torch.where(
+        A >= 0, torch.clamp(lr, max=o.epsilon_high), torch.clamp(lr, min=-o.epsilon_low)
+    )
     mean = clipped.sum() / max(len(lr), 1)
     return -A * torch.exp(guarded(mean))
 
@@ -170,7 +204,8 @@ def dppo_kl(c, o):
     divergence = binary_kl(q, p)
     keep = torch.where(
         c.advantage > 0,
-        (divergence <= o.epsilon_high) | (p <= q),  # a step back towards the old policy is never masked
+        (divergence <= o.epsilon_high)
+        | (p <= q),  # a step back towards the old policy is never masked
         (divergence <= o.epsilon_low) | (p >= q),
     )
     return -c.advantage * r * c.logp * keep
@@ -187,15 +222,19 @@ def kimi(c, o):
 
 
 ORACLES = {
-    "reinforce": reinforce, "unclipped": unclipped, "grpo": grpo, "bnpo": grpo, "dr_grpo": grpo, "dapo": grpo,
-    "luspo": grpo, "dual_clip": dual_clip, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "gspo": grpo,
-    "gspo_token": gspo_token, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "kimi": kimi, "dro": kimi,
+    "reinforce": reinforce, "unclipped": unclipped, "grpo": grpo, "bnpo": grpo, "dr_grpo": grpo,
+    "dapo": grpo, "luspo": grpo, "dual_clip": dual_clip, "cispo": cispo, "sapo": sapo,
+    "vespo": vespo, "gmpo": gmpo, "gspo": grpo, "gspo_token": gspo_token, "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl, "kimi": kimi, "dro": kimi,
 }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------- KL
+# ----------------------------------------------------------
+# KL
 def k3_value(d: Tensor) -> Tensor:
-    """e^d − d − 1, continued by its tangent above d = 20; `expm1` so that fp64 keeps its digits for small d."""
+    """e^d − d − 1, continued by its tangent above d = 20; `expm1` so that fp64 keeps its digits for
+    small d.
+    """
     top = torch.clamp(d, max=20.0)
     series = d**2 / 2 + d**3 / 6 + d**4 / 24 + d**5 / 120 + d**6 / 720
     exact = torch.expm1(top) - top + math.expm1(20.0) * (d - top)
@@ -216,9 +255,12 @@ KL_ORACLES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------ extras
+# ----------------------------------------------------------
+# extras
 def log_sampling_correction(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """log of the train/inference ratio after truncation or masking: (n,) at token level, (1,) at sequence level."""
+    """log of the train/inference ratio after truncation or masking: (n,) at token level, (1,) at
+    sequence level.
+    """
     if c.sampling is None or o.sampling_correction is None:
         return None
     log_is = (c.old - c.sampling).detach()
@@ -231,13 +273,18 @@ def log_sampling_correction(c: Completion, o: SimpleNamespace) -> Tensor | None:
 
 
 def off_policy_keep(c: Completion, o: SimpleNamespace) -> Tensor:
-    behaviour = c.old if c.sampling is None else c.sampling  # TRL: the sampler's logps when there are any
+    # TRL: the sampler's logps when there are any.
+    behaviour = c.old if c.sampling is None else c.sampling
     drift = (behaviour - c.logp.detach()).sum() / max(len(c.logp), 1)
     return (c.advantage >= 0) | (drift <= o.off_policy_threshold)
 
 
-def completion_loss(c: Completion, o: SimpleNamespace, entropy_floor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Per-token loss (n,) with the extras in the documented order, and the per-token KL (n,) for the metric."""
+def completion_loss(
+    c: Completion, o: SimpleNamespace, entropy_floor: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Per-token loss (n,) with the extras in the documented order, and the per-token KL (n,) for
+    the metric.
+    """
     loss = ORACLES[o.loss_type](c, o)
     if o.off_policy_threshold is not None:
         loss = loss * off_policy_keep(c, o)
@@ -255,7 +302,9 @@ def completion_loss(c: Completion, o: SimpleNamespace, entropy_floor: Tensor | N
     return loss, kl
 
 
-def token_weights(lengths: list[int], o: SimpleNamespace, num_items, num_completions) -> list[float]:
+def token_weights(
+    lengths: list[int], o: SimpleNamespace, num_items, num_completions
+) -> list[float]:
     """w_t of the tokens of each completion."""
     B = max(len(lengths), 1) if num_completions is None else float(num_completions)
     tokens = float(sum(lengths))
@@ -294,13 +343,19 @@ def batch_loss(
     policy_loss = loss
     if o.entropy_coef != 0:
         loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items)
-    return SimpleNamespace(loss=loss, policy_loss=policy_loss, losses=losses, kls=kls, entropy_floor=floor, options=o)
+    return SimpleNamespace(
+        loss=loss, policy_loss=policy_loss, losses=losses, kls=kls, entropy_floor=floor, options=o
+    )
 
 
 def entropy_bonus(completions: list[Completion], floor: Tensor | None, num_items) -> Tensor:
     total, count = torch.zeros((), dtype=torch.float64), 0
     for c in completions:
-        keep = torch.ones_like(c.entropy, dtype=torch.bool) if floor is None else c.entropy.detach() >= floor
+        keep = (
+            torch.ones_like(c.entropy, dtype=torch.bool)
+            if floor is None
+            else c.entropy.detach() >= floor
+        )
         total = total + c.entropy[keep].sum()
         count += int(keep.sum())
     return total / (max(count, 1) if num_items is None else float(num_items))

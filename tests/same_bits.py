@@ -1,14 +1,15 @@
 """`python -m tests.same_bits`: what the public functions return on a fixed set of cases, as hashes.
 
-A change that claims to change no number is compared with hashes stored before it. They hold for one kind of CPU and
-one torch (`fingerprint`). On another machine, store them first in a checkout of the commit before the change:
+A change that claims to change no number is compared with hashes stored before it. They hold for one
+kind of CPU and one torch (`fingerprint`). On another machine, store them first in a checkout of the
+commit before the change:
 
-    python -m tests.same_bits --store FILE          write this machine's hashes (other machines' stay)
-    python -m tests.same_bits --against FILE        compare; status 1 and the cases' names where one differs
-    --engine host|triton                            torch and C++ kernels, or Triton's (needs TRITON_INTERPRET=1)
+    python -m tests.same_bits --store FILE     write this machine's hashes (other machines' stay)
+    python -m tests.same_bits --against FILE   compare; status 1 and the names of what differs
+    --engine host|triton    torch and C++ kernels, or Triton's (needs TRITON_INTERPRET=1)
 
-Each case is a call of a public function and its backward pass; the hash covers loss, logps, entropy,
-metrics and gradients.
+Each case is a call of a public function and its backward pass; the hash covers loss, logps,
+entropy, metrics and gradients.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from triton_tools import interpreter  # noqa: F401  (its repairs)
+    from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
 import grpo_fast
 from tests.loss_cases import LOSS_LEVELS, Case, default_mask, make_case, options_for, run
 
-STORE = Path(__file__).resolve().parent / "data" / "same_bits.json"
+STORE = Path(__file__).resolve().parent / "same_bits.json"
 CPU_WORDS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
 ENGINES = {"host": ("torch", "cpu"), "triton": ("triton",)}
 Cases = Iterator[tuple[str, Callable[[], dict[str, Tensor | None]]]]
 
 
 def fingerprint() -> str:
-    """What the bits depend on beside the code: torch, and the CPU by which MKL chooses its blocks."""
+    """What the bits depend on beside the code: torch, and the CPU by which MKL chooses its
+    blocks.
+    """
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     facts = dict(line.replace("\t", "").split(": ", 1) for line in reversed(lines) if ": " in line)
     flags = " ".join(word for word in CPU_WORDS if word in facts.get("flags", "").split())
@@ -77,17 +79,28 @@ def small_cases(backend: str) -> Cases:
         options = options_for(loss_type, level, compute_entropy=True, **with_kl(loss_type))
         case = make_case(3, sampling=True, **options)
         for layout in ("padded", "packed"):
-            for function in ("linear", "logits", "logps") if backend == "torch" else ("linear", "logits"):
+            for function in (
+                ("linear", "logits", "logps") if backend == "torch" else ("linear", "logits")
+            ):
                 name = f"{backend} {function} {layout} {loss_type} {level}"
-                yield name, lambda f=function, c=case, y=layout: outcome(run(f, c, layout=y, backend=backend))
+                yield (
+                    name,
+                    lambda f=function, c=case, y=layout: outcome(
+                        run(f, c, layout=y, backend=backend)
+                    ),
+                )
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
     """About 250 active rows of a vocabulary for which the kernels start from hidden."""
-    return make_case(5, H=24, V=2500, mask=default_mask().repeat(13, 1), dtype=dtype, sampling=True, **options)
+    return make_case(
+        5, H=24, V=2500, mask=default_mask().repeat(13, 1), dtype=dtype, sampling=True, **options
+    )
 
 
-def large_cases(backend: str, losses: tuple[tuple[str, str], ...], dtypes: tuple[torch.dtype, ...]) -> Cases:
+def large_cases(
+    backend: str, losses: tuple[tuple[str, str], ...], dtypes: tuple[torch.dtype, ...]
+) -> Cases:
     for dtype in dtypes:
         for loss_type, level in losses:
             case = large_case(dtype, **options_for(loss_type, level, **with_kl(loss_type)))
@@ -108,7 +121,10 @@ def option_cases(backend: str) -> Cases:
     for label, options in variants.items():
         case = make_case(4, sampling=True, **options_for("grpo", **options))
         for function in ("linear", "logits"):
-            yield f"{backend} {function} {label}", lambda f=function, c=case: outcome(run(f, c, backend=backend))
+            yield (
+                f"{backend} {function} {label}",
+                lambda f=function, c=case: outcome(run(f, c, backend=backend)),
+            )
     case = make_case(4, **options_for("dapo"))
     by_row = 0.6 + torch.rand(5, 7, generator=torch.Generator().manual_seed(1))
     for function in ("linear", "logits"):
@@ -120,13 +136,22 @@ def option_cases(backend: str) -> Cases:
     yield f"{backend} upstream", lambda: outcome(run("linear", case, backend=backend, upstream=0.3))
     narrow = make_case(4, dtype=torch.bfloat16, **options_for("dapo"))
     yield f"{backend} bfloat16", lambda: outcome(run("linear", narrow, backend=backend))
-    yield f"{backend} filtered", lambda: outcome(run("linear", case, backend=backend, grad_filter=0.05))
+    yield (
+        f"{backend} filtered",
+        lambda: outcome(run("linear", case, backend=backend, grad_filter=0.05)),
+    )
     yield f"{backend} repeated rows", lambda: repeated_rows(case, backend)
     for dtype in (torch.float32, torch.bfloat16):
         name = f"{backend} logps {str(dtype)[6:]}"
-        yield f"{name} small", lambda d=dtype: logps(make_case(6, dtype=d, **options_for("grpo")), backend)
+        yield (
+            f"{name} small",
+            lambda d=dtype: logps(make_case(6, dtype=d, **options_for("grpo")), backend),
+        )
         if backend != "triton":
-            yield f"{name} large", lambda d=dtype: logps(large_case(d, **options_for("grpo")), backend)
+            yield (
+                f"{name} large",
+                lambda d=dtype: logps(large_case(d, **options_for("grpo")), backend),
+            )
 
 
 def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
@@ -135,8 +160,8 @@ def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
     weight = case.weight.clone().requires_grad_()
     rows = torch.tensor([0, 0, 1, 4, 2, 2, 2, 3, 0, 4, 1])
     out = grpo_fast.linear_grpo_loss(
-        hidden, weight, torch.arange(11), torch.tensor([1.0, -0.5]), grpo_fast.LossConfig(), hidden_rows=rows,
-        cu_seqlens=torch.tensor([0, 4, 11], dtype=torch.int32), backend=backend,
+        hidden, weight, torch.arange(11), torch.tensor([1.0, -0.5]), grpo_fast.LossConfig(),
+        hidden_rows=rows, cu_seqlens=torch.tensor([0, 4, 11], dtype=torch.int32), backend=backend,
     )  # fmt: skip
     out.loss.backward()
     return {"loss": out.loss, "logps": out.logps, "hidden": hidden.grad, "weight": weight.grad}
@@ -146,12 +171,21 @@ def logps(case: Case, backend: str) -> dict[str, Tensor | None]:
     """linear_logps with gradients of logps and entropy, and without any."""
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     ids = torch.where(case.mask, case.ids, -100)
-    lp, h = grpo_fast.linear_logps(hidden, weight, ids, return_entropy=True, temperature=0.9, backend=backend)
+    lp, h = grpo_fast.linear_logps(
+        hidden, weight, ids, return_entropy=True, temperature=0.9, backend=backend
+    )
     (lp.sum() + 0.1 * h.sum()).backward()
     with torch.no_grad():
         alone = grpo_fast.linear_logps(hidden, weight, ids, softcap=8.0, backend=backend)
         given = grpo_fast.logits_logps(case.logits, ids, backend=backend)
-    return {"lp": lp, "h": h, "hidden": hidden.grad, "weight": weight.grad, "alone": alone, "given": given}
+    return {
+        "lp": lp,
+        "h": h,
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+        "alone": alone,
+        "given": given,
+    }
 
 
 def cases(engine: str) -> Cases:
@@ -163,10 +197,17 @@ def cases(engine: str) -> Cases:
             yield from large_cases(backend, some, (torch.bfloat16, torch.float16))
         else:
             for loss_type, level in some:
-                case = make_case(3, sampling=True, **options_for(loss_type, level, compute_entropy=True))
+                case = make_case(
+                    3, sampling=True, **options_for(loss_type, level, compute_entropy=True)
+                )
                 for function in ("linear", "logits"):
                     name = f"{backend} {function} {loss_type}"
-                    yield name, lambda f=function, c=case: outcome(run(f, c, layout="packed", backend="triton"))
+                    yield (
+                        name,
+                        lambda f=function, c=case: outcome(
+                            run(f, c, layout="packed", backend="triton")
+                        ),
+                    )
         yield from option_cases(backend)
 
 
@@ -180,17 +221,29 @@ def main(arguments: list[str] | None = None) -> int:
     found = {name: hashed(call()) for name, call in cases(options.engine)}
     here = f"{options.engine}: {fingerprint()}"
     if options.store is not None:
-        stored = json.loads(options.store.read_text(encoding="utf-8")) if options.store.is_file() else {}
+        stored = (
+            json.loads(options.store.read_text(encoding="utf-8")) if options.store.is_file() else {}
+        )
         stored[here] = found
-        options.store.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        options.store.write_text(
+            json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
         print(f"stored {len(found)} cases for {here}")
         return 0
     stored = json.loads(options.against.read_text(encoding="utf-8"))
     if here not in stored:
         print(f"no stored bits for {here}")
         return 3
-    changed = sorted(name for name in found.keys() | stored[here].keys() if found.get(name) != stored[here].get(name))
-    print(f"{len(found) - len(changed)} of {len(found)} cases have the stored bits", *changed, sep="\n")
+    changed = sorted(
+        name
+        for name in found.keys() | stored[here].keys()
+        if found.get(name) != stored[here].get(name)
+    )
+    print(
+        f"{len(found) - len(changed)} of {len(found)} cases have the stored bits",
+        *changed,
+        sep="\n",
+    )
     return 1 if changed else 0
 
 

@@ -28,13 +28,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
         "query_pre_attn_scalar": 16,
     },
-    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},  # head divided by 4
+    "granite": {
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+    },  # head divided by 4
     "cohere": {"logit_scale": 0.25},  # head times 0.25, interleaved RoPE, parallel block
 }
-TEXTS = ["What is 12 + 30? The answer is 42.\n#### 42", "Janet has 3 apples and buys 4 more.\n#### 7"] * 10
+TEXTS = [
+    "What is 12 + 30? The answer is 42.\n#### 42",
+    "Janet has 3 apples and buys 4 more.\n#### 7",
+] * 10
 
 
-def tiny_model(family: str = "qwen2", *, vocab_size: int = 61, seed: int = 0, **changes: Any) -> Any:
+def tiny_model(
+    family: str = "qwen2", *, vocab_size: int = 61, seed: int = 0, **changes: Any
+) -> Any:
     """A random transformers causal LM of this family, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,13 +51,17 @@ def tiny_model(family: str = "qwen2", *, vocab_size: int = 61, seed: int = 0, **
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
-    for parameter in model.parameters():  # the default start is so small that wrong attention would hardly show
+    for (
+        parameter
+    ) in model.parameters():  # the default start is so small that wrong attention would hardly show
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
 
 
-def tiny_folder(path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, seed: int = 0) -> str:
+def tiny_folder(
+    path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, seed: int = 0
+) -> str:
     """A tiny model with a BPE tokenizer, saved in transformers format."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 

@@ -1,12 +1,14 @@
-"""Packed rows for transformers models: every prompt once, each completion seeing its prompt and itself.
+"""Packed rows for transformers models: every prompt once, each completion seeing its prompt and
+itself.
 
-Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen lines.
+Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen
+lines.
 """
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.layout import PackedLayout
-from grpo_fast.attention.packed import (
+from grpo_fast.attention.model import (
     NAME,
     check_supported,
     disable_dropout,

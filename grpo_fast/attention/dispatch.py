@@ -1,17 +1,19 @@
-"""Which kernel computes the attention of packed rows: probed, tested and logged once for each kind of input.
+"""Which kernel computes the attention of packed rows: probed, tested and logged once for each kind
+of input.
 
-| kernel      | when                                                                 | window | softcap |
-|-------------|----------------------------------------------------------------------|--------|---------|
-| fa4         | CUDA from sm90, 16 bit, D ≤ 128, distribution `flash-attn-4`         | yes    | no      |
-| fa3         | CUDA sm90, 16 bit, module `flash_attn_interface`                     | yes    | yes     |
-| fa2         | CUDA from sm80, 16 bit, distribution `flash-attn` ≥ 2.8              | yes    | yes     |
-| flash_aten  | CUDA from sm80, 16 bit: FlashAttention 2 inside torch                | yes    | no      |
-| flex        | other CUDA: flex_attention, compiled                                 | yes    | yes     |
-| flash_cpu   | CPU: torch's FlashAttention for CPUs, similar lengths in one call    | no     | no      |
-| explicit    | any device: explicit scores in chunks of queries                     | yes    | yes     |
+| kernel     | when                                                         | window | softcap |
+|------------|--------------------------------------------------------------|--------|---------|
+| fa4        | CUDA from sm90, 16 bit, D ≤ 128, distribution `flash-attn-4` | yes    | no      |
+| fa3        | CUDA sm90, 16 bit, module `flash_attn_interface`             | yes    | yes     |
+| fa2        | CUDA from sm80, 16 bit, distribution `flash-attn` ≥ 2.8      | yes    | yes     |
+| flash_aten | CUDA from sm80, 16 bit: FlashAttention 2 inside torch        | yes    | no      |
+| flex       | other CUDA: flex_attention, compiled                         | yes    | yes     |
+| flash_cpu  | CPU: torch's FlashAttention, similar lengths in one call     | no     | no      |
+| explicit   | any device: explicit scores in chunks of queries             | yes    | yes     |
 
-The first whose conditions hold and whose output and gradients agree with the dense reference on a tiny packed row is
-taken; one that fails is passed over with a line in the log. 16 bit kernels need a head size divisible by 8, up to 256.
+The first whose conditions hold and whose output and gradients agree with the dense reference on a
+tiny packed row is taken; one that fails is passed over with a line in the log. 16 bit kernels need
+a head size divisible by 8, up to 256.
 """
 
 from __future__ import annotations
@@ -38,8 +40,14 @@ log = logging.getLogger(__name__)
 # (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, rule) → (T, H, D), differentiable.
 Attention = Callable[..., Tensor]
 
-# Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times its rounding.
-SELF_TEST_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times
+# its rounding.
+SELF_TEST_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
 
 
 class Kind(NamedTuple):
@@ -52,7 +60,11 @@ class Kind(NamedTuple):
     has_softcap: bool = False
 
     def __str__(self) -> str:
-        extras = (name for name, has in (("window", self.has_window), ("softcap", self.has_softcap)) if has)
+        extras = (
+            name
+            for name, has in (("window", self.has_window), ("softcap", self.has_softcap))
+            if has
+        )
         dtype = str(self.dtype).removeprefix("torch.")
         return ", ".join([f"{self.device} {dtype}", f"head_dim {self.head_dim}", *extras])
 
@@ -81,9 +93,11 @@ def packed_rows_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # (T, H, D)
-    """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself, completions on their shared prompt, too.
+    """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself, completions on their
+    shared prompt, too.
 
-    `window`: the most keys that a query sees, its own included. Raises RuntimeError for a double backward.
+    `window`: the most keys that a query sees, its own included. Raises RuntimeError for a double
+        backward.
     """
     # A window that no query reaches is no window; the plain kernels are faster.
     window = window if window and window < layout.longest_context else None
@@ -96,17 +110,35 @@ def choose(kind: Kind) -> Provider:
     """The first provider that can and that passes its self-test."""
     for provider in candidates(kind):
         try:
-            # In a thread of its own: the first call may come from a checkpointed layer, whose hooks on saved tensors
-            # (they belong to the thread) would run the layer again in the middle of the test.
+            # In a thread of its own: the first call may come from a checkpointed layer, whose hooks
+            # on saved tensors (they belong to the thread) would run the layer again in the middle
+            # of the test.
             with ThreadPoolExecutor(1) as thread:
                 error = thread.submit(self_test, provider.attend, kind).result()
-        except Exception as problem:  # a foreign kernel may fail in any way; there is always another one
-            log.warning("attention kernel %s failed on %s: %s; trying the next", provider.name, kind, problem)
+        except (
+            Exception
+        ) as problem:  # a foreign kernel may fail in any way; there is always another one
+            log.warning(
+                "attention kernel %s failed on %s: %s; trying the next",
+                provider.name,
+                kind,
+                problem,
+            )
             continue
         if error <= SELF_TEST_TOLERANCE[kind.dtype]:
-            log.info("packed attention on %s: %s (%.1g from the dense reference)", kind, provider.name, error)
+            log.info(
+                "packed attention on %s: %s (%.1g from the dense reference)",
+                kind,
+                provider.name,
+                error,
+            )
             return provider
-        log.warning("attention kernel %s is wrong on %s: %.2g from the reference; next", provider.name, kind, error)
+        log.warning(
+            "attention kernel %s is wrong on %s: %.2g from the reference; next",
+            provider.name,
+            kind,
+            error,
+        )
     raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
 
 
@@ -118,13 +150,16 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 @torch.inference_mode(False)
 @torch.enable_grad()
 def self_test(attention: Attention, kind: Kind) -> float:
-    """Largest relative L2 error of output and gradients against the dense reference on a row of 41 tokens.
+    """Largest relative L2 error of output and gradients against the dense reference on a row of 41
+    tokens.
 
-    Two prompts, one shared by ragged completions down to a single token, and a plain segment; two query heads for each
-    key head.
+    Two prompts, one shared by ragged completions down to a single token, and a plain segment; two
+    query heads for each key head.
     """
     lengths, sharing = (9, 4, 5, 1, 3, 2, 7, 10), (3, 2)
-    rule = Rule(kind.head_dim**-0.5, 4 if kind.has_window else None, 3.0 if kind.has_softcap else None)
+    rule = Rule(
+        kind.head_dim**-0.5, 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
+    )
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
@@ -137,7 +172,9 @@ def self_test(attention: Attention, kind: Kind) -> float:
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
         out = function(*leaves, PackedLayout.of(lengths, device, sharing=sharing), rule)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])
-    return max(float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(*results, strict=True))
+    return max(
+        float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(*results, strict=True)
+    )
 
 
 def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | None:
@@ -159,7 +196,9 @@ def _compute_capability() -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
-    """FA2 and FA4 both ship a module `flash_attn`; the names of their distributions tell them apart."""
+    """FA2 and FA4 both ship a module `flash_attn`; the names of their distributions tell them
+    apart.
+    """
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:
@@ -180,7 +219,9 @@ def _no_fa3(kind: Kind) -> str | None:
 
 
 def _no_fa2(kind: Kind) -> str | None:
-    return _flash_cuda(kind, 80) if _has_distribution("flash-attn") else "flash-attn is not installed"
+    return (
+        _flash_cuda(kind, 80) if _has_distribution("flash-attn") else "flash-attn is not installed"
+    )
 
 
 def _no_flash_aten(kind: Kind) -> str | None:
@@ -193,7 +234,9 @@ def _no_flash_cpu(kind: Kind) -> str | None:
     return "has neither window nor softcap" if kind.has_window or kind.has_softcap else None
 
 
-def _partial(name: str, why_not: Callable[[Kind], str | None], forward: Callable, backward: Callable) -> Provider:
+def _partial(
+    name: str, why_not: Callable[[Kind], str | None], forward: Callable, backward: Callable
+) -> Provider:
     return Provider(name, why_not, partial(attend, kernel=Kernel(name, forward, backward)))
 
 

@@ -1,6 +1,8 @@
-"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits (a softcap, fp32, odd head sizes).
+"""torch's flex_attention for packed rows: CUDA without a FlashAttention that fits (a softcap, fp32,
+odd head sizes).
 
-The mask of blocks is computed from the layout on the host: `create_block_mask` would evaluate T² entries.
+The mask of blocks is computed from the layout on the host: `create_block_mask` would evaluate T²
+entries.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule) ->
     """(T, H, D), (T, H_kv, D) twice → (T, H, D); differentiable."""
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", rule.window), lambda: _block_mask(layout, rule.window))
-    # Compiled for the tensors' sake: without a compiler flex_attention stores all T² scores, which a CPU test may.
+    # Compiled for the tensors' sake: without a compiler flex_attention stores all T² scores, which
+    # a CPU test may.
     function = _compiled() if q.is_cuda else _function()
     out = function(
         q4, k4, v4, score_mod=_score_mod(rule.softcap), block_mask=mask, scale=rule.scale,
@@ -55,7 +58,9 @@ def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
 
 
 def _block_mask(layout: PackedLayout, window: int | None) -> Any:
-    """The BlockMask of a layout: which blocks of keys hold a visible key, which need no mask, and the mask itself."""
+    """The BlockMask of a layout: which blocks of keys hold a visible key, which need no mask, and
+    the mask itself.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     segment, prompt, position = layout.mask_rows
@@ -68,18 +73,28 @@ def _block_mask(layout: PackedLayout, window: int | None) -> Any:
     some, full = block_map(layout, window)
     partial_blocks, full_blocks = (_indices(x, position.device) for x in (some & ~full, full))
     return BlockMask.from_kv_blocks(
-        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(layout.total, layout.total)
+        *partial_blocks,
+        *full_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(layout.total, layout.total),
     )
 
 
 def _indices(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool → numbers (1, 1, Q) and indices (1, 1, Q, K) of the blocks of keys, the listed ones first; int32."""
+    """(Q, K) bool → numbers (1, 1, Q) and indices (1, 1, Q, K) of the blocks of keys, the listed
+    ones first; int32.
+    """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(device)
+    return blocks.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(
+        device
+    )
 
 
 def block_map(layout: PackedLayout, window: int | None) -> tuple[Tensor, Tensor]:
-    """(Q, K) bool on the host, twice: blocks where some query sees some key; where every query sees every key."""
+    """(Q, K) bool on the host, twice: blocks where some query sees some key; where every query sees
+    every key.
+    """
     number = -(-layout.total // BLOCK)
     some, full = (torch.zeros(number, number, dtype=torch.bool) for _ in range(2))
     starts, reach = layout.starts, window or layout.total + 1
@@ -87,7 +102,15 @@ def block_map(layout: PackedLayout, window: int | None) -> tuple[Tensor, Tensor]
         for block in range(first // BLOCK, -(-end // BLOCK)):
             top, bottom = max(first, block * BLOCK), min(end, (block + 1) * BLOCK)
             alone = bottom - top == BLOCK
-            _mark(some[block], full[block], max(first, top - reach + 1), bottom, max(first, bottom - reach), top, alone)
+            _mark(
+                some[block],
+                full[block],
+                max(first, top - reach + 1),
+                bottom,
+                max(first, bottom - reach),
+                top,
+                alone,
+            )
             if prompt >= 0:  # as if the completion stood right behind its prompt
                 begin, stop = starts[prompt], starts[prompt + 1]
                 low, high = (max(begin, row + stop - first - reach) for row in (top + 1, bottom))
@@ -95,8 +118,12 @@ def block_map(layout: PackedLayout, window: int | None) -> tuple[Tensor, Tensor]
     return some, full
 
 
-def _mark(some: Tensor, full: Tensor, low: int, high: int, full_low: int, full_high: int, alone: bool) -> None:
-    """Mark blocks that touch keys [low, high) and, for queries of one segment, those inside [full_low, full_high)."""
+def _mark(
+    some: Tensor, full: Tensor, low: int, high: int, full_low: int, full_high: int, alone: bool
+) -> None:
+    """Mark blocks that touch keys [low, high) and, for queries of one segment, those inside
+    [full_low, full_high).
+    """
     if low < high:
         some[low // BLOCK : -(-high // BLOCK)] = True
     if alone and full_low < full_high:

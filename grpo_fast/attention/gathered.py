@@ -1,4 +1,6 @@
-"""Keys copied behind a shared prompt: every completion gets the last rows of its prompt in front of its own rows."""
+"""Keys copied behind a shared prompt: every completion gets the last rows of its prompt in front of
+its own rows.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ class Gathered:
     rows: Tensor  # (Tk,) int64: the row of T behind each key
     own: Tensor  # (T,) int64: where each row's own key stands among the Tk
     copied: Tensor  # (C,) int64: the rows of T that were copied for completions
-    copies: Tensor  # (C, most) int64: where their copies stand among the Tk; Tk where there is none left
+    # (C, most) int64: where their copies stand among the Tk; Tk where there is none left
+    copies: Tensor
 
     @classmethod
-    def of(cls, starts: Sequence[int], prompt_of: Sequence[int], tail: int, device: torch.device) -> Gathered:
+    def of(
+        cls, starts: Sequence[int], prompt_of: Sequence[int], tail: int, device: torch.device
+    ) -> Gathered:
         """Gather the last `tail` rows of the prompt (or all, if it has fewer) for every completion.
 
         Args:
@@ -46,10 +51,14 @@ class Gathered:
             place += keys[-1]
         copied, places = _places(copies, ranges, tail, place)
         spans = Spans.of([end - start for start, end in ranges], keys, device, causal=True)
-        return cls(spans, *(x.to(device) for x in (torch.cat(rows), torch.cat(own), copied, places)))
+        return cls(
+            spans, *(x.to(device) for x in (torch.cat(rows), torch.cat(own), copied, places))
+        )
 
     def put_back(self, grad: Tensor) -> Tensor:
-        """(Tk, …) gradients of the copies → (T, …), summed in a fixed order (index_add_ on a GPU has none)."""
+        """(Tk, …) gradients of the copies → (T, …), summed in a fixed order (index_add_ on a GPU
+        has none).
+        """
         out = grad.index_select(0, self.own)
         if self.copied.numel():
             padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
@@ -62,7 +71,7 @@ class Gathered:
 def _places(
     copies: dict[int, list[int]], ranges: Sequence[tuple[int, int]], tail: int, nowhere: int
 ) -> tuple[Tensor, Tensor]:
-    """The rows that were copied, and a table of where their copies stand, filled up with `nowhere`."""
+    """The rows that were copied, and a table of where their copies stand, else `nowhere`."""
     most = max(map(len, copies.values()), default=0)
     rows, tables = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, most, dtype=torch.int64)]
     for prompt, firsts in copies.items():

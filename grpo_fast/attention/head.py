@@ -1,4 +1,6 @@
-"""The head of a transformers causal LM: what turns the hidden states of packed rows into log-probabilities."""
+"""The head of a transformers causal LM: what turns the hidden states of packed rows into
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,18 @@ import torch
 from torch import Tensor, nn
 
 # How far logps may stand from the model's own, by the dtype they are computed in (nats).
-CHECK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+CHECK_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.15,
+    torch.float16: 0.05,
+}
 
 
 class Head(NamedTuple):
-    """logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap), without the tanh when softcap is None."""
+    """logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap), without the tanh when
+    softcap is None.
+    """
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
@@ -26,7 +35,8 @@ class Head(NamedTuple):
 
 
 def check_tolerance(dtype: torch.dtype) -> float:
-    """Nats beyond which a self-check says that the model has a rule we do not know; for logits, times their size.
+    """Nats beyond which a self-check says that the model has a rule we do not know; for logits,
+    times their size.
 
     A dtype without a number of its own (a quantized head) has that of bf16.
     """
@@ -36,8 +46,9 @@ def check_tolerance(dtype: torch.dtype) -> float:
 def head_of(lm: Any) -> Head:
     """Read the head of a transformers causal LM.
 
-    Known rules: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite,
-    divides), `lm_head_multiplier` (Falcon-H1, multiplies). A model with any other has to be found by comparing logits.
+    Known rules: `final_logit_softcapping` (Gemma), `logit_scale` (Cohere, multiplies),
+    `logits_scaling` (Granite, divides), `lm_head_multiplier` (Falcon-H1, multiplies). A model with
+    any other has to be found by comparing logits.
 
     Raises ValueError for a head that is no plain linear layer: with a LoRA adapter on it, or in an
     FSDP2 group of its own, whose hooks do not fire for a weight that is read from outside.
@@ -49,7 +60,11 @@ def head_of(lm: Any) -> Head:
             "(with LoRA: leave it out of target_modules; with FSDP2: leave it to the root's group)"
         )
     scale = 1.0
-    for name, inverse in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):
+    for name, inverse in (
+        ("logit_scale", False),
+        ("lm_head_multiplier", False),
+        ("logits_scaling", True),
+    ):
         value = getattr(lm.config, name, None)
         if value is not None:
             scale = scale / float(value) if inverse else scale * float(value)

@@ -13,8 +13,10 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: for the log.
-        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, rule) → output (Tq, H, D), lse (H, Tq) in fp32 or better.
-        backward: (grad, q, k, v, out, lse, spans, rule) → dq, dk, dv; out and lse may be merged with other keys' ones.
+        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, rule) → output (Tq, H, D), lse (H, Tq) in
+            fp32 or better.
+        backward: (grad, q, k, v, out, lse, spans, rule) → dq, dk, dv; out and lse may be merged
+            with other keys' ones.
     """
 
     name: str

@@ -1,8 +1,10 @@
-"""torch's CPU FlashAttention over spans: one call for each block of spans of similar length, fp32, fp64 and bf16.
+"""torch's CPU FlashAttention over spans: one call for each block of spans of similar length, fp32,
+fp64 and bf16.
 
-`_scaled_dot_product_flash_attention_for_cpu` takes (N, H, L, D) and skips the keys above the diagonal. Where every
-query sees every key (completions on their prompt), the query heads that share a key head are laid one after the other
-as more queries of that head: no copy of the keys, and longer matrix products.
+`_scaled_dot_product_flash_attention_for_cpu` takes (N, H, L, D) and skips the keys above the
+diagonal. Where every query sees every key (completions on their prompt), the query heads that share
+a key head are laid one after the other as more queries of that head: no copy of the keys, and
+longer matrix products.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ _ops = torch.ops.aten
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
     """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq) in fp32 or better."""
     if spans.causal and spans.queries != spans.keys:
-        raise ValueError("spans: expected as many keys as queries in a causal span, this kernel aligns them at the top")
+        raise ValueError(
+            "spans: expected as many keys as queries in a causal span, this kernel aligns them at "
+            "the top"
+        )
     out, lse = torch.empty_like(q), None
     for block in spans.blocks:
         part, part_lse = _ops._scaled_dot_product_flash_attention_for_cpu(
@@ -32,7 +37,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Spans, rule: Rule
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    rule: Rule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` may be merged with those of other keys."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -40,7 +52,10 @@ def backward(
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v, spans.causal)
         fold = groups if not spans.causal else 1
-        gs, os = _fold(block.queries.stack_zero_padded(grad), fold), _fold(block.queries.stack(out), fold)
+        gs, os = (
+            _fold(block.queries.stack_zero_padded(grad), fold),
+            _fold(block.queries.stack(out), fold),
+        )
         ls = _fold(block.queries.stack(lse.t())[..., None], fold)[..., 0]
         grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
             gs, qs, ks, vs, os, ls, 0.0, spans.causal, scale=rule.scale
@@ -54,8 +69,12 @@ def backward(
     return dq, dk, dv
 
 
-def _stack(block: Block, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal: q as (N, H, L, D), k and v repeated to H heads. Else: q as (N, H_kv, L·H/H_kv, D), k and v unchanged."""
+def _stack(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal: q as (N, H, L, D), k and v repeated to H heads. Else: q as (N, H_kv, L·H/H_kv, D), k
+    and v unchanged.
+    """
     groups = q.shape[1] // k.shape[1]
     qs, ks, vs = block.queries.stack(q), block.keys.stack(k), block.keys.stack(v)
     if causal and groups > 1:
@@ -68,7 +87,11 @@ def _fold(x: Tensor, groups: int) -> Tensor:
     n, length, heads, dim = x.shape
     if groups == 1:
         return x.transpose(1, 2)
-    return x.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4).reshape(n, heads // groups, length * groups, dim)
+    return (
+        x.unflatten(2, (-1, groups))
+        .permute(0, 2, 1, 3, 4)
+        .reshape(n, heads // groups, length * groups, dim)
+    )
 
 
 def _unfold(x: Tensor, block: Block, q: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
-"""FlashAttention on CUDA over spans: torch's built-in kernels and the three generations of the package, one interface.
+"""FlashAttention on CUDA over spans: torch's built-in kernels and the three generations of the
+package, one interface.
 
-All take q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits with D a multiple of 8 up to 256, int32 offsets of the spans,
-and give the output with lse (H, Tq) in fp32. Each is called by the function that its own autograd class calls, so that
-the backward pass can be given a merged output and lse. The signatures are those of torch 2.11–2.13, flash-attn 2.8,
-flash_attn_interface (FA3) and flash_attn.cute (FA4); one that differs fails the self-test of `dispatch`, which goes on
-to the next.
+All take q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits with D a multiple of 8 up to 256, int32
+offsets of the spans, and give the output with lse (H, Tq) in fp32. Each is called by the function
+that its own autograd class calls, so that the backward pass can be given a merged output and lse.
+The signatures are those of torch 2.11–2.13, flash-attn 2.8, flash_attn_interface (FA3) and
+flash_attn.cute (FA4); one that differs fails the self-test of `dispatch`, which goes on to the
+next.
 
-The backward pass is deterministic where `torch.use_deterministic_algorithms(True)` asks for it, and uses atomics on dq
-otherwise, which is faster.
+The backward pass is deterministic where `torch.use_deterministic_algorithms(True)` asks for it, and
+uses atomics on dq otherwise, which is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Bounds on the lengths of queries and keys; a single query would put FlashAttention 2 on its decoding path."""
+    """Bounds on the lengths of queries and keys; a single query would put FlashAttention 2 on its
+    decoding path.
+    """
     return max(2, spans.max_q), spans.max_k
 
 
@@ -36,69 +40,99 @@ def window_of(spans: Spans, rule: Rule) -> tuple[int, int]:
     return (-1 if rule.window is None else rule.window - 1), 0
 
 
-# ------------------------------------------------------------------------------------------------- torch's built-in FA2
+# -------------------------------------------------------------------------------------------------
+# torch's built-in FA2
 def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
     left, right = window_of(spans, rule)
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal, False, scale=rule.scale,
-        window_size_left=left, window_size_right=right,
+        q, k, v, spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal, False,
+        scale=rule.scale, window_size_left=left, window_size_right=right,
     )[:2]  # fmt: skip
 
 
 def aten_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Spans, rule: Rule
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    rule: Rule,
 ) -> _Gradients:
     left, right = window_of(spans, rule)
-    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the random numbers of dropout: never read
+    # Of the random numbers of dropout: never read.
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal,
-        state, state[:0], scale=rule.scale, window_size_left=left, window_size_right=right,
+        grad, q, k, v, out, lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
+        spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,
+        window_size_right=right,
     )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------- package flash-attn
+# --------------------------------------------------------------------------------------------------
+# package flash-attn
 def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
     left, right = window_of(spans, rule)
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
         q, k, v, spans.cu_q, spans.cu_k, *longest(spans), dropout_p=0.0, softmax_scale=rule.scale,
-        causal=spans.causal, window_size_left=left, window_size_right=right, softcap=rule.softcap or 0.0,
+        causal=spans.causal, window_size_left=left, window_size_right=right,
+        softcap=rule.softcap or 0.0,
     )[:2]  # fmt: skip
 
 
 def fa2_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Spans, rule: Rule
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    rule: Rule,
 ) -> _Gradients:
     left, right = window_of(spans, rule)
     dq, dk, dv = _like(q, k, v)
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, q, k, v, out, lse.contiguous(), dq, dk, dv, spans.cu_q, spans.cu_k, *longest(spans),
-        dropout_p=0.0, softmax_scale=rule.scale, causal=spans.causal, window_size_left=left, window_size_right=right,
-        softcap=rule.softcap or 0.0, alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
+        dropout_p=0.0, softmax_scale=rule.scale, causal=spans.causal, window_size_left=left,
+        window_size_right=right, softcap=rule.softcap or 0.0, alibi_slopes=None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return dq, dk, dv
 
 
-# -------------------------------------------------------------------------------------------- flash_attn_interface, FA3
+# --------------------------------------------------------------------------------------------
+# flash_attn_interface, FA3
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
-        q, k, v, softmax_scale=rule.scale, causal=spans.causal, softcap=rule.softcap or 0.0, **_places(spans),
-        **_window(spans, rule),
+        q, k, v, softmax_scale=rule.scale, causal=spans.causal, softcap=rule.softcap or 0.0,
+        **_places(spans), **_window(spans, rule),
     )[:2]  # fmt: skip
 
 
 def fa3_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Spans, rule: Rule
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    rule: Rule,
 ) -> _Gradients:
     dq, dk, dv = _like(q, k, v)
     import_module("flash_attn_interface")._flash_attn_backward(
-        grad, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=rule.scale, is_causal=spans.causal,
-        softcap=rule.softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(), **_places(spans),
+        grad, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=rule.scale,
+        is_causal=spans.causal, softcap=rule.softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(), **_places(spans),
         **_window(spans, rule),
     )  # fmt: skip
     return dq, dk, dv
 
 
-# ------------------------------------------------------------------------------------------------- flash_attn.cute, FA4
+# -------------------------------------------------------------------------------------------------
+# flash_attn.cute, FA4
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, softmax_scale=rule.scale, causal=spans.causal, return_lse=True, **_places(spans),
@@ -107,7 +141,14 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _R
 
 
 def fa4_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Spans, rule: Rule
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    rule: Rule,
 ) -> _Gradients:
     return import_module("flash_attn.cute.interface")._flash_attn_bwd(
         q, k, v, out, grad, lse.contiguous(), softmax_scale=rule.scale, causal=spans.causal,
@@ -127,10 +168,15 @@ def _places(spans: Spans) -> dict[str, Any]:
 
 
 def _window(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, int | None]:
-    """The window as keywords; FA4 says None for "all" and derives the right side of a causal one itself."""
+    """The window as keywords; FA4 says None for "all" and derives the right side of a causal one
+    itself.
+    """
     left, right = window_of(spans, rule)
     if none:
-        return {"window_size_left": None if left < 0 else left, "window_size_right": 0 if left >= 0 else None}
+        return {
+            "window_size_left": None if left < 0 else left,
+            "window_size_right": 0 if left >= 0 else None,
+        }
     return {"window_size_left": left, "window_size_right": right}
 
 

@@ -1,7 +1,8 @@
-"""Attention with explicit scores, a chunk of queries at a time, in plain torch: any device, window and softcap.
+"""Attention with explicit scores, a chunk of queries at a time, in plain torch: any device, window
+and softcap.
 
-Of a chunk only the keys that it can see are multiplied, so a sliding window costs (window + chunk) keys per query, and
-memory is bounded by `CHUNK_SCORES`. Products are taken in fp32 or better.
+Of a chunk only the keys that it can see are multiplied, so a sliding window costs (window + chunk)
+keys per query, and memory is bounded by `CHUNK_SCORES`. Products are taken in fp32 or better.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Result = TypeVar("Result")
 
 # Scores of one chunk (N·H·queries·keys); 4M are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
-# A chunk no shorter than this, whatever the heads and keys: matrix products of fewer rows run slowly.
+# A chunk no shorter than this, whatever the heads and keys: matrix products of fewer rows run
+# slowly.
 LEAST_QUERIES = 16
 
 
@@ -63,7 +65,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
 
 @without_autocast
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Spans, rule: Rule
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    rule: Rule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` may be merged with those of other keys."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -76,7 +85,10 @@ def backward(
         dqs = qs.new_empty(qs.shape, dtype=lse.dtype)
         dks, dvs = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (ks, vs))
         for chunk in _chunks(block, spans.causal, rule.window, qs.shape[1], q.device):
-            at, seen = (slice(None), slice(None), chunk.queries), (slice(None), slice(None), chunk.keys)
+            at, seen = (
+                (slice(None), slice(None), chunk.queries),
+                (slice(None), slice(None), chunk.keys),
+            )
             scores, slope = _scores(qs, ks, chunk, rule)
             weights = scores.sub_(ls[at][..., None]).exp_()
             dvs[seen] += weights.mT @ gs[at]
@@ -98,7 +110,9 @@ def _stack(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return block.queries.stack(q).transpose(1, 2), ks, vs
 
 
-def _chunks(block: Block, causal: bool, window: int | None, heads: int, device: torch.device) -> Iterator[Chunk]:
+def _chunks(
+    block: Block, causal: bool, window: int | None, heads: int, device: torch.device
+) -> Iterator[Chunk]:
     """Cut the queries of a block so that the scores of a chunk stay under CHUNK_SCORES."""
     queries, keys = block.queries.length, block.keys.length
     before = keys - queries  # keys that stand before the first query, when causal
@@ -112,8 +126,14 @@ def _chunks(block: Block, causal: bool, window: int | None, heads: int, device: 
             continue
         first = 0 if window is None else max(0, before + start - window + 1)
         last = before + stop
-        distance = torch.arange(start, stop, device=device)[:, None] + before - torch.arange(first, last, device=device)
-        yield Chunk(slice(start, stop), slice(first, last), (distance >= 0) & (distance < (window or keys)))
+        distance = (
+            torch.arange(start, stop, device=device)[:, None]
+            + before
+            - torch.arange(first, last, device=device)
+        )
+        yield Chunk(
+            slice(start, stop), slice(first, last), (distance >= 0) & (distance < (window or keys))
+        )
 
 
 def _scores(q: Tensor, k: Tensor, chunk: Chunk, rule: Rule) -> tuple[Tensor, Tensor | None]:

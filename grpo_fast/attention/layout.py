@@ -1,14 +1,16 @@
-"""Where each sequence stands in a packed row: computed once per micro-batch on the host, read by every layer.
+"""Where each sequence stands in a packed row: computed once per micro-batch on the host, read by
+every layer.
 
 A row of T tokens is cut into S segments, each attending causally to itself:
 
     [P1 .. Pn][c11 .. c1G][c21 .. c2G] ..  [s1][s2] ..
      prompts   their completions            plain segments
 
-The first `len(sharing)` segments are prompts that several completions share; the completions follow, prompt after
-prompt, and attend to their prompt as well as to themselves, at positions that go on where the prompt ends. What remains
-are plain segments. `sharing=()` is the plain packed layout. Prompts stand first, so that the prompts' keys and the
-completions' queries are views of the row.
+The first `len(sharing)` segments are prompts that several completions share; the completions
+follow, prompt after prompt, and attend to their prompt as well as to themselves, at positions that
+go on where the prompt ends. What remains are plain segments. `sharing=()` is the plain packed
+layout. Prompts stand first, so that the prompts' keys and the completions' queries are views of the
+row.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Segments of one packed row of T tokens. Travels to the attention function as `model(..., packed_layout=...)`."""
+    """Segments of one packed row of T tokens. Travels to the attention function as `model(...,
+    packed_layout=...)`.
+    """
 
     cu_seqlens: Tensor  # (S+1,) int32, contiguous, on the model's device
     lengths: tuple[int, ...]  # the same on the host: no layer has to wait for the device
@@ -38,22 +42,33 @@ class PackedLayout:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device | str = "cpu", *, sharing: Sequence[int] = ()
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        sharing: Sequence[int] = (),
     ) -> PackedLayout:
-        """The layout of segments of these lengths, one after the other; the first len(sharing) are shared prompts.
+        """The layout of segments of these lengths, one after the other; the first len(sharing) are
+        shared prompts.
 
-        Raises ValueError for an empty segment (FlashAttention gives it lse = +inf) and for a `sharing` that counts no
-        completion for a prompt or more completions than there are segments.
+        Raises ValueError for an empty segment (FlashAttention gives it lse = +inf) and for a
+        `sharing` that counts no completion for a prompt or more completions than there are
+        segments.
         """
         if not lengths or min(lengths) < 1:
-            raise ValueError(f"lengths: expected at least one segment and none empty, came {list(lengths)[:8]}")
+            raise ValueError(
+                f"lengths: expected at least one segment and none empty, came {list(lengths)[:8]}"
+            )
         if sharing and (min(sharing) < 1 or len(sharing) + sum(sharing) > len(lengths)):
             raise ValueError(
-                f"sharing: expected at least 1 completion for each prompt and prompts + completions ≤ {len(lengths)} "
+                "sharing: expected at least 1 completion for each prompt and prompts + "
+                f"completions ≤ {len(lengths)} "
                 f"segments, came {list(sharing)[:8]}"
             )
         ends = [0, *accumulate(lengths)]
-        return cls(torch.tensor(ends, dtype=torch.int32, device=device), tuple(lengths), tuple(sharing))
+        return cls(
+            torch.tensor(ends, dtype=torch.int32, device=device), tuple(lengths), tuple(sharing)
+        )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -72,7 +87,7 @@ class PackedLayout:
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """For each segment the tokens of the shared prompt before it: |P| for a completion, else 0."""
+        """Tokens of the shared prompt before each segment: |P| of a completion, else 0."""
         return tuple(0 if prompt < 0 else self.lengths[prompt] for prompt in self.prompt_of)
 
     @cached_property
@@ -84,7 +99,9 @@ class PackedLayout:
     def position_ids(self) -> Tensor:
         """(1, T) int64: from 0 in every segment, from |P| in a completion."""
         pairs = zip(self.lengths, self.prefixes, strict=True)
-        return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(self.cu_seqlens.device)
+        return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(
+            self.cu_seqlens.device
+        )
 
     @cached_property
     def prompt_of(self) -> tuple[int, ...]:
@@ -95,9 +112,11 @@ class PackedLayout:
 
     @cached_property
     def mask_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row its segment, the segment of its shared prompt (or −1) and its position: (T,) int64 each.
+        """Of each row its segment, the segment of its shared prompt (or −1) and its position: (T,)
+        int64 each.
 
-        A row sees another if the other's segment is its own or its prompt's and the other's position is not after its.
+        A row sees another if the other's segment is its own or its prompt's and the other's
+        position is not after its.
         """
         device = self.cu_seqlens.device
         counts = torch.tensor(self.lengths, device=device)
@@ -130,7 +149,9 @@ class PackedLayout:
         return Spans.of(queries, self.lengths[:prompts], self.cu_seqlens.device, causal=False)
 
     def gathered(self, window: int | None) -> Gathered:
-        """Keys with a copy of each completion's prompt, or of the part of it that a sliding window reaches."""
+        """Keys with a copy of each completion's prompt, or of the part of it that a sliding window
+        reaches.
+        """
         tail = max(self.lengths) if window is None else window - 1
         return self.cached(
             ("gathered", tail),

@@ -1,4 +1,6 @@
-"""From groups of completions to packed rows: which groups share a pack, and where every token stands in it."""
+"""From groups of completions to packed rows: which groups share a pack, and where every token
+stands in it.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,17 @@ Group = tuple[Ids, Sequence[Ids]]
 
 @dataclass(frozen=True)
 class PackedGroups:
-    """B completions in one row: the trunk sees T tokens, the head R predictions, one for each completion token.
+    """B completions in one row: the trunk sees T tokens, the head R predictions, one for each
+    completion token.
 
-    The last token of a completion predicts nothing, so the trunk does not see it. R rows are in the caller's order of
-    completions; the order within T is the layout's.
+    The last token of a completion predicts nothing, so the trunk does not see it. R rows are in the
+    caller's order of completions; the order within T is the layout's.
     """
 
     input_ids: Tensor  # (1, T) int64
     layout: PackedLayout
-    predicting: Tensor  # (R,) int64: row of T that predicts each completion token (a shared prompt's last row: G times)
+    # (R,) int64: row of T that predicts each completion token (a shared prompt's last row: G times)
+    predicting: Tensor
     target_ids: Tensor  # (R,) int64: the completion tokens
     cu_seqlens: Tensor  # (B+1,) int32: completions in R
     lengths: tuple[int, ...]  # of the B completions, on the host
@@ -45,10 +49,13 @@ class PackedGroups:
         }
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """(R, …) values of completion tokens → B views (length of the completion, …), in the caller's order."""
+        """(R, …) values of completion tokens → B views (length of the completion, …), in the
+        caller's order.
+        """
         if values.shape[0] != sum(self.lengths):
             raise ValueError(
-                f"values: expected one row for each of {sum(self.lengths)} tokens, came {tuple(values.shape)}"
+                f"values: expected one row for each of {sum(self.lengths)} tokens, came "
+                f"{tuple(values.shape)}"
             )
         return values.split(self.lengths)
 
@@ -58,15 +65,18 @@ class PackedGroups:
         return [views[a:b] for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def pack_groups(groups: Sequence[Group], *, shared: bool = True, device: torch.device | str = "cpu") -> PackedGroups:
+def pack_groups(
+    groups: Sequence[Group], *, shared: bool = True, device: torch.device | str = "cpu"
+) -> PackedGroups:
     """Pack groups into one row, each prompt once (`shared`) or once per completion.
 
-    A prompt with fewer than two completions of more than one token has nothing to share: it becomes a plain segment.
+    A prompt with fewer than two completions of more than one token has nothing to share: it becomes
+    a plain segment.
 
     Args:
         groups: (prompt_ids, [completion_ids, …]) each; at least one completion, no sequence empty.
-        shared: False gives the plain packed layout with the same outputs (a segment: prompt + completion without its
-            last token).
+        shared: False gives the plain packed layout with the same outputs (a segment: prompt +
+            completion without its last token).
         device: of the tensors that come out.
 
     Raises:
@@ -96,7 +106,9 @@ def pack_groups(groups: Sequence[Group], *, shared: bool = True, device: torch.d
 def _lay_out(
     units: Sequence[Group], device: torch.device | str
 ) -> tuple[list[Tensor], PackedLayout, list[list[tuple[int, int]]]]:
-    """Segments of the row, their layout, and for each completion (row of the prompt's last token, first trunk row)."""
+    """Segments of the row, their layout, and for each completion (row of the prompt's last token,
+    first trunk row).
+    """
     going_on = [[i for i, c in enumerate(completions) if len(c) > 1] for _, completions in units]
     sharing = [unit for unit, more in enumerate(going_on) if len(more) > 1]
     plain = [unit for unit, more in enumerate(going_on) if len(more) <= 1]
@@ -141,16 +153,22 @@ class Share(NamedTuple):
 
 
 def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True) -> int:
-    """Tokens of a group of these lengths in a packed row: P + Σ(C−1) shared, Σ(P + C − 1) otherwise."""
+    """Tokens of a group of these lengths in a packed row: P + Σ(C−1) shared, Σ(P + C − 1)
+    otherwise.
+    """
     return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
 
 
-def plan_packs(lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True) -> list[list[Share]]:
-    """Distribute groups over packs of at most `budget` trunk tokens: best fit, largest first, deterministic.
+def plan_packs(
+    lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True
+) -> list[list[Share]]:
+    """Distribute groups over packs of at most `budget` trunk tokens: best fit, largest first,
+    deterministic.
 
-    A group stays whole unless it alone exceeds the budget; then its completions go to as few packs as best fit finds,
-    each with a copy of the prompt. A completion that with its prompt exceeds the budget gets a pack of its own. Without
-    sharing a split costs nothing, so every completion is placed by itself.
+    A group stays whole unless it alone exceeds the budget; then its completions go to as few packs
+    as best fit finds, each with a copy of the prompt. A completion that with its prompt exceeds the
+    budget gets a pack of its own. Without sharing a split costs nothing, so every completion is
+    placed by itself.
 
     Args:
         lengths: (tokens of the prompt, [tokens of each completion, …]) of each group.
@@ -192,7 +210,9 @@ def _parts(prompt: int, completions: Sequence[int], budget: int) -> list[list[in
 
 
 def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of items, largest first into the fullest bin that still holds it; what exceeds the capacity stands alone."""
+    """Bins of items, largest first into the fullest bin that still holds it; what exceeds the
+    capacity stands alone.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -208,19 +228,26 @@ def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _check_groups(groups: Sequence[Group]) -> None:
-    """Refuse, naming the group: no groups, a group without completions, an empty prompt or completion."""
+    """Refuse, naming the group: no groups, a group without completions, an empty prompt or
+    completion.
+    """
     if not len(groups):
-        raise ValueError("groups: expected at least one (prompt_ids, [completion_ids, …]), came none")
+        raise ValueError(
+            "groups: expected at least one (prompt_ids, [completion_ids, …]), came none"
+        )
     for number, (prompt, completions) in enumerate(groups):
         _check_lengths(number, len(prompt), [len(c) for c in completions])
 
 
 def _check_lengths(group: int, prompt: int, completions: Sequence[int]) -> None:
     if prompt < 1:
-        raise ValueError(f"groups[{group}]: expected a prompt of at least one token, came an empty one")
+        raise ValueError(
+            f"groups[{group}]: expected a prompt of at least one token, came an empty one"
+        )
     if not len(completions) or min(completions) < 1:
         raise ValueError(
-            f"groups[{group}]: expected at least one completion and none empty, came lengths {list(completions)[:8]}"
+            f"groups[{group}]: expected at least one completion and none empty, came lengths "
+            f"{list(completions)[:8]}"
         )
 
 

@@ -1,4 +1,6 @@
-"""Dense attention of a packed row, straight from the definition: what every kernel is compared with. Memory is T²."""
+"""Dense attention of a packed row, straight from the definition: what every kernel is compared
+with. Memory is T².
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,20 @@
-"""Attention of a packed row: each segment causally on itself, completions on their shared prompt as well.
+"""Attention of a packed row: each segment causally on itself, completions on their shared prompt as
+well.
 
 Without sharing this is one varlen call. With it there are two, merged by their log-sum-exps:
 
-    (o₁, l₁) = every segment on itself, causal          (o₂, l₂) = q[completions] on k[prompts], v[prompts], not causal
+    (o₁, l₁) = every segment on itself, causal
+    (o₂, l₂) = q[completions] on k[prompts], v[prompts], not causal
     l = logaddexp(l₁, l₂)        o = o₁·exp(l₁ − l) + o₂·exp(l₂ − l)
 
-The backward pass runs both partial backwards with the *merged* (o, l): then P = exp(S − l) and D = rowsum(dO∘O) are
-those of the whole softmax, and the sums of both parts are the exact gradients. No gradient goes through the
-log-sum-exps: FlashAttention drops it, so merging differentiated outputs would give wrong dq and dk without a word.
+The backward pass runs both partial backwards with the *merged* (o, l): then P = exp(S − l) and D =
+rowsum(dO∘O) are those of the whole softmax, and the sums of both parts are the exact gradients. No
+gradient goes through the log-sum-exps: FlashAttention drops it, so merging differentiated outputs
+would give wrong dq and dk without a word.
 
-A sliding window moves with each completion, which one call on the prompt cannot express. Then every completion gets a
-copy of the prompt's last window−1 keys in front of its own (`gathered`), and one causal call does it all.
+A sliding window moves with each completion, which one call on the prompt cannot express. Then every
+completion gets a copy of the prompt's last window−1 keys in front of its own (`gathered`), and one
+causal call does it all.
 """
 
 from __future__ import annotations
@@ -24,16 +28,25 @@ from grpo_fast.attention.kernel import Kernel
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.spans import Rule
 
-# Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice their memory.
+# Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice
+# their memory.
 MERGE_NUMBERS = 2**25
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, *, kernel: Kernel, gather: bool | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    rule: Rule,
+    *,
+    kernel: Kernel,
+    gather: bool | None = None,
 ) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
 
-    `gather`: copy the prompts' keys instead of merging two calls; None does so where a window needs it.
+    `gather`: copy the prompts' keys instead of merging two calls; None does so where a window needs
+        it.
     """
     if gather is None:
         gather = bool(layout.sharing) and rule.window is not None
@@ -45,7 +58,14 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule, kernel: Kernel, gather: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PackedLayout,
+        rule: Rule,
+        kernel: Kernel,
+        gather: bool,
     ) -> Tensor:
         function = _forward_gathered if gather else _forward
         out, lse = function(q, k, v, layout, rule, kernel)
@@ -56,7 +76,9 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("grpo_fast: packed attention has no double backward (create_graph=True)")
+            raise RuntimeError(
+                "grpo_fast: packed attention has no double backward (create_graph=True)"
+            )
         *call, gather = ctx.call
         function = _backward_gathered if gather else _backward
         return (*function(grad.contiguous(), *ctx.saved_tensors, *call), None, None, None, None)
@@ -74,13 +96,15 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout, rule: Rule,
-    kernel: Kernel,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout,
+    rule: Rule, kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, layout.on_itself, rule)
     if layout.sharing:
         rows, n = layout.completion_rows, layout.prompt_rows
-        parts = kernel.backward(grad[rows], q[rows], k[:n], v[:n], out[rows], lse[:, rows], layout.on_prompts, rule)
+        parts = kernel.backward(
+            grad[rows], q[rows], k[:n], v[:n], out[rows], lse[:, rows], layout.on_prompts, rule
+        )
         for whole, part in zip((dq[rows], dk[:n], dv[:n]), parts, strict=True):
             whole += part
     return dq, dk, dv
@@ -104,8 +128,8 @@ def _forward_gathered(
 
 
 def _backward_gathered(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout, rule: Rule,
-    kernel: Kernel,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PackedLayout,
+    rule: Rule, kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gathered = layout.gathered(rule.window)
     keys, values = (x.index_select(0, gathered.rows) for x in (k, v))

@@ -11,13 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Spans at least this long relative to the longest of their block share one padded attention call. Padding costs
-# attention work only (quadratic, small next to the MLPs); a call per span costs Python and OpenMP start-up.
+# Spans at least this long relative to the longest of their block share one padded attention call.
+# Padding costs attention work only (quadratic, small next to the MLPs); a call per span costs
+# Python and OpenMP start-up.
 BLOCK_FILL = 0.75
 
 
 class Rule(NamedTuple):
-    """softmax(mask(softcap(scale·q·kᵀ))): `window` keys per query at most, None for all; softcap(s) = c·tanh(s/c)."""
+    """softmax(mask(softcap(scale·q·kᵀ))): `window` keys per query at most, None for all; softcap(s)
+    = c·tanh(s/c).
+    """
 
     scale: float
     window: int | None = None
@@ -28,8 +31,9 @@ class Rule(NamedTuple):
 class Spans:
     """N spans of queries, one after the other, and the spans of keys that each attends to.
 
-    With `causal` the last query sees all keys of its span, the one before it all but one, and so on (aligned at the
-    bottom right, as FlashAttention does); without, every query sees all keys of its span.
+    With `causal` the last query sees all keys of its span, the one before it all but one, and so on
+    (aligned at the bottom right, as FlashAttention does); without, every query sees all keys of its
+    span.
     """
 
     cu_q: Tensor  # (N+1,) int32, contiguous, on the device
@@ -40,10 +44,18 @@ class Spans:
 
     @classmethod
     def of(
-        cls, queries: Sequence[int], keys: Sequence[int], device: torch.device | str = "cpu", *, causal: bool
+        cls,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        causal: bool,
     ) -> Spans:
         """Spans of these lengths, none of them empty."""
-        cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in (queries, keys))
+        cu_q, cu_k = (
+            torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device)
+            for x in (queries, keys)
+        )
         return cls(cu_q, cu_k, tuple(queries), tuple(keys), causal)
 
     @property
@@ -56,19 +68,29 @@ class Spans:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Spans of similar shape stacked, longest first, for kernels that take equal lengths (CPUs)."""
+        """Spans of similar shape stacked, longest first, for kernels that take equal lengths
+        (CPUs).
+        """
         first_q, first_k = ([0, *accumulate(x)] for x in (self.queries, self.keys))
         stacks: list[list[int]] = []
-        for span in sorted(range(len(self.queries)), key=lambda s: (self.queries[s] - self.keys[s], -self.queries[s])):
+        for span in sorted(
+            range(len(self.queries)),
+            key=lambda s: (self.queries[s] - self.keys[s], -self.queries[s]),
+        ):
             if not stacks or not self._fits(span, stacks[-1][0]):
                 stacks.append([])
             stacks[-1].append(span)
         return [self._block(sorted(stack), first_q, first_k) for stack in stacks]
 
     def _fits(self, span: int, longest: int) -> bool:
-        """Padding stands at the end of both queries and keys, where only causal order keeps it out of sight."""
+        """Padding stands at the end of both queries and keys, where only causal order keeps it out
+        of sight.
+        """
         if not self.causal:
-            return (self.queries[span], self.keys[span]) == (self.queries[longest], self.keys[longest])
+            return (self.queries[span], self.keys[span]) == (
+                self.queries[longest],
+                self.keys[longest],
+            )
         offsets = {self.keys[s] - self.queries[s] for s in (span, longest)}
         return len(offsets) == 1 and self.queries[span] >= BLOCK_FILL * self.queries[longest]
 
@@ -94,7 +116,9 @@ class Rows:
     count: int  # N
     length: int  # L
     run: slice | None  # the rows, where they are one run without padding: views instead of copies
-    gather: Tensor | None = None  # (N*L,) int64: row of each slot; a padding slot repeats the last row of its run
+    gather: Tensor | None = (
+        None  # (N*L,) int64: row of each slot; a padding slot repeats the last row of its run
+    )
     slots: Tensor | None = None  # (rows,) int64: the slots that are not padding
     rows: Tensor | None = None  # (rows,) int64: the row of each of `slots`
 
@@ -109,7 +133,9 @@ class Rows:
         offset = torch.arange(longest)[None]
         gather = (first + torch.minimum(offset, length - 1)).reshape(-1)
         slots = (offset < length).reshape(-1).nonzero()[:, 0]
-        return cls(len(runs), longest, None, gather.to(device), slots.to(device), gather[slots].to(device))
+        return cls(
+            len(runs), longest, None, gather.to(device), slots.to(device), gather[slots].to(device)
+        )
 
     def stack(self, x: Tensor) -> Tensor:
         """(T, …) → (N, L, …); padding repeats a row."""
@@ -121,7 +147,9 @@ class Rows:
         if self.run is not None:
             return self.stack(x)
         out = x.new_zeros(self.count * self.length, *x.shape[1:])
-        return out.index_copy_(0, self.slots, x.index_select(0, self.rows)).unflatten(0, (self.count, self.length))
+        return out.index_copy_(0, self.slots, x.index_select(0, self.rows)).unflatten(
+            0, (self.count, self.length)
+        )
 
     def put_(self, x: Tensor, block: Tensor) -> None:
         """Write the block's real rows (N, L, …) into x (T, …)."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-Prompt = str | list[dict[str, str]]  # plain text, or chat messages for the tokenizer's chat template
+Prompt = (
+    str | list[dict[str, str]]
+)  # plain text, or chat messages for the tokenizer's chat template
 
 
 class Example(NamedTuple):
-    """One question: `prompt` for the policy, `answer` for the rewards, `solution` (gold text) for a warm start."""
+    """One question."""
 
-    prompt: Prompt
-    answer: str
-    solution: str | None
+    prompt: Prompt  # for the policy
+    answer: str  # for the rewards
+    solution: str | None  # gold text, for a warm start
 
 
 class DatasetError(ValueError):

@@ -1,7 +1,7 @@
 """Tasks that need no download: sort a few symbols, add two numbers.
 
-Each is an indexable sequence: example i of the training split is a function of (seed, i) alone, so a run can resume
-anywhere. The held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
+Each is an indexable sequence: example i of the training split is a function of (seed, i) alone. The
+held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
 split redraws whatever falls among them.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, overload
+from collections.abc import Sequence
+from typing import Any, ClassVar, overload
 
 from grpo_fast.data.example import DatasetError, Example
 
@@ -29,8 +29,8 @@ class GeneratedTask(Sequence[Example]):
         space = self.space_size()
         if 2 * n_test > space:
             raise DatasetError(
-                f"data.n_test: expected at most half of the {space} different prompts of this task, got {n_test}; "
-                "make the prompts longer or the test split smaller"
+                f"data.n_test: expected at most half of the {space} different prompts of this "
+                f"task, got {n_test}; make the prompts longer or the test split smaller"
             )
         self.split, self.seed = split, seed
         self.held_out = self._draw_held_out(n_test)
@@ -66,9 +66,7 @@ class GeneratedTask(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"index: expected one of {len(self)} examples, got {index}")
+        position = range(len(self))[index]
         if self.split == "test":
             return self.render(self.held_out[position])
         rng = random.Random(f"{self.seed}/{position}")
@@ -76,9 +74,6 @@ class GeneratedTask(Sequence[Example]):
         while content in self._held_out_set:
             content = self.draw(rng)
         return self.render(content)
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[i] for i in range(len(self)))
 
 
 class SortTask(GeneratedTask):
@@ -89,15 +84,15 @@ class SortTask(GeneratedTask):
 
     options = ("digits", "symbols")
 
-    def __init__(
-        self, *, split: str, seed: int, digits: int = 5, symbols: int = 10, n_train: int = 1 << 16, n_test: int = 256
-    ) -> None:
+    def __init__(self, *, digits: int = 5, symbols: int = 10, **split: Any) -> None:
         if digits < 1:
             raise DatasetError(f"data.digits: expected at least 1 symbol in a prompt, got {digits}")
         if symbols < 2:
-            raise DatasetError(f"data.symbols: expected at least 2 different symbols, got {symbols}")
+            raise DatasetError(
+                f"data.symbols: expected at least 2 different symbols, got {symbols}"
+            )
         self.digits, self.symbols = digits, symbols
-        super().__init__(split=split, seed=seed, n_train=n_train, n_test=n_test)
+        super().__init__(**split)
 
     @staticmethod
     def vocabulary(*, digits: int = 5, symbols: int = 10) -> list[str]:
@@ -116,15 +111,15 @@ class SortTask(GeneratedTask):
 
 
 class ArithmeticTask(GeneratedTask):
-    """Addition of two numbers of up to `digits` digits: `1 7 + 5 =` → `2 2`, one token for each digit."""
+    """Addition of two numbers of up to `digits` digits: `1 7 + 5 =` → `2 2`, a token per digit."""
 
     options = ("digits",)
 
-    def __init__(self, *, split: str, seed: int, digits: int = 2, n_train: int = 1 << 16, n_test: int = 256) -> None:
+    def __init__(self, *, digits: int = 2, **split: Any) -> None:
         if digits < 1:
             raise DatasetError(f"data.digits: expected at least 1 digit in a number, got {digits}")
         self.digits = digits
-        super().__init__(split=split, seed=seed, n_train=n_train, n_test=n_test)
+        super().__init__(**split)
 
     @staticmethod
     def vocabulary(*, digits: int = 2) -> list[str]:
@@ -140,4 +135,5 @@ class ArithmeticTask(GeneratedTask):
     def render(self, content: tuple[int, ...]) -> Example:
         left, right = content
         answer = " ".join(str(left + right))
-        return Example(prompt=f"{' '.join(str(left))} + {' '.join(str(right))} =", answer=answer, solution=answer)
+        prompt = f"{' '.join(str(left))} + {' '.join(str(right))} ="
+        return Example(prompt=prompt, answer=answer, solution=answer)

@@ -1,10 +1,11 @@
-"""The loss of a transformers causal LM on a batch as SFT knows it: input_ids, attention_mask, labels (-100: no token).
+"""The loss of a transformers causal LM on a batch as SFT knows it: input_ids, attention_mask,
+labels (-100: no token).
 
-For trainers that call a model themselves (Lightning, transformers' `Trainer`, a loop). The model is called through its
-own forward, so that the hooks of a wrapper (DDP, FSDP2, autocast, adapters) fire; it computes one row of
-logits, and the rest comes from its last hidden states. A head in an FSDP2 group of its own is
-refused: its hooks would see that row only. Labels are not shifted: labels[t] is input_ids[t] where
-it counts.
+For trainers that call a model themselves (Lightning, transformers' `Trainer`, a loop). The model is
+called through its own forward, so that the hooks of a wrapper (DDP, FSDP2, autocast, adapters)
+fire; it computes one row of logits, and the rest comes from its last hidden states. A head in an
+FSDP2 group of its own is refused: its hooks would see that row only. Labels are not shifted:
+labels[t] is input_ids[t] where it counts.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def last_hidden(model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1) -> Any:
+def last_hidden(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
+) -> Any:
     return model(
-        input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, logits_to_keep=logits_to_keep,
-        use_cache=False,
+        input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
+        logits_to_keep=logits_to_keep, use_cache=False,
     )  # fmt: skip
 
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Raise a ValueError for a model whose logits are not its head's rule on its last hidden states."""
+    """Raise a ValueError for a model whose logits are not its head's rule on its last hidden
+    states.
+    """
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
@@ -49,7 +54,8 @@ def check_head(model: Any) -> None:
     tolerance = check_tolerance(head.weight.dtype) * max(1.0, float(logits.abs().max()))
     if not difference <= tolerance:
         raise ValueError(
-            f"model: expected logits from its last hidden states and linear head, got a difference of {difference:.2g}"
+            "model: expected logits from its last hidden states and linear head, got a "
+            f"difference of {difference:.2g}"
         )
 
 
@@ -67,7 +73,8 @@ def policy_loss(
 
     Args:
         batch: input_ids, attention_mask and labels, all (B, L).
-        old_logps, ref_logps: as an earlier call or `policy_logps` returned them: [:, t] belongs to labels[:, t + 1].
+        old_logps, ref_logps: as an earlier call or `policy_logps` returned them: [:, t] belongs to
+            labels[:, t + 1].
         counts: num_items_in_batch, num_completions_in_batch.
     """
     head, targets = head_of(unwrapped(model)), batch["labels"][:, 1:]
@@ -89,11 +96,14 @@ def policy_loss(
 
 @torch.no_grad()
 def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
-    """(B, L-1) fp32 log-probabilities of labels[:, 1:], 0 where there is none; temperature may be (B, L-1), too."""
+    """(B, L-1) fp32 log-probabilities of labels[:, 1:], 0 where there is none; temperature may be
+    (B, L-1), too.
+    """
     head = head_of(unwrapped(model))
     hidden = last_hidden(model, batch["input_ids"], batch.get("attention_mask")).hidden_states[-1]
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(
             hidden[:, :-1], head.weight.to(hidden.dtype), batch["labels"][:, 1:],
-            bias=None if head.bias is None else head.bias.to(hidden.dtype), temperature=temperature, **head.rule,
+            bias=None if head.bias is None else head.bias.to(hidden.dtype), temperature=temperature,
+            **head.rule,
         )  # fmt: skip

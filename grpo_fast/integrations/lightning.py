@@ -1,10 +1,12 @@
 """A LightningModule that trains a causal LM with GRPO.
 
-    module = GRPOModule(model, LossConfig(loss_type="grpo"), group_size=8, inner_iterations=2, rollout=rollout)
-    lightning.Trainer(max_steps=100).fit(module, prompts)      # Lightning counts updates: 50 batches here
+    config = LossConfig(loss_type="grpo")
+    module = GRPOModule(model, config, group_size=8, inner_iterations=2, rollout=rollout)
+    lightning.Trainer(max_steps=100).fit(module, prompts)  # it counts updates: 50 batches here
 
-One training step: completions and rewards of a batch of prompts (`rollout`), group advantages, then μ updates on them.
-The old log-probabilities are those that the first update computes anyway: they cost no forward pass of their own.
+One training step: completions and rewards of a batch of prompts (`rollout`), group advantages, then
+μ updates on them. The old log-probabilities are those that the first update computes anyway: they
+cost no forward pass of their own.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class GRPOModule(LightningModule):
         config: the loss; with `beta != 0` it needs `reference`.
         group_size: G; the completions of a batch lie group by group.
         inner_iterations: μ, the updates on one batch of completions.
-        rollout: a batch of the data loader → input_ids, attention_mask, labels (B, L), rewards (B,); labels are -100
-            where no completion token stands. None: the data loader gives them.
+        rollout: a batch of the data loader → input_ids, attention_mask, labels (B, L), rewards
+            (B,); labels are -100 where no completion token stands. None: the data loader gives
+            them.
         reference: the frozen model of the KL term.
         advantages: a mode of `group_advantages`.
         learning_rate, max_grad_norm: of AdamW, and of the clipping of the gradient (0: none).
@@ -50,13 +53,18 @@ class GRPOModule(LightningModule):
         learning_rate: float = 1e-6,
         max_grad_norm: float = 1.0,
     ) -> None:
-        """Raises ValueError for options that exclude each other, or a model whose head we do not know."""
+        """Raises ValueError for options that exclude each other, or a model whose head we do not
+        know.
+        """
         super().__init__()
         if inner_iterations < 1:
             raise ValueError(f"inner_iterations: expected a number >= 1, got {inner_iterations!r}")
         if config.uses_reference != (reference is not None):
             expected = "a model" if config.uses_reference else "None"
-            raise ValueError(f"reference: beta = {config.beta} expects {expected}, got {type(reference).__name__}")
+            raise ValueError(
+                f"reference: beta = {config.beta} expects {expected}, got "
+                f"{type(reference).__name__}"
+            )
         check_head(model)
         self.automatic_optimization = False
         self.model, self.config, self.rollout, self.mode = model, config, rollout, advantages
@@ -68,25 +76,37 @@ class GRPOModule(LightningModule):
         """Refuse what the step cannot honour: a sharded head, and gradients scaled for fp16."""
         strategy, precision = type(self.trainer.strategy).__name__, str(self.trainer.precision)
         if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
-            raise ValueError(f"strategy: expected one that keeps the head whole (auto, ddp), got {strategy}")
+            raise ValueError(
+                f"strategy: expected one that keeps the head whole (auto, ddp), got {strategy}"
+            )
         if precision.startswith("16"):
-            raise ValueError(f"precision: expected 32-true, bf16-true or bf16-mixed, got {precision}")
+            raise ValueError(
+                f"precision: expected 32-true, bf16-true or bf16-mixed, got {precision}"
+            )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """μ updates on one batch of completions; logs the means of their metrics, returns the last loss, detached."""
+        """μ updates on one batch of completions; logs the means of their metrics, returns the last
+        loss, detached.
+        """
         if self.rollout is not None:
             with torch.no_grad():
                 batch = self.rollout(batch)
         rewards = batch["rewards"].float()
         advantages = group_advantages(rewards, self.mode, group_size=self.group_size)
-        ref_logps = None if self.reference is None else policy_logps(self.reference, batch, self.config.temperature)
+        ref_logps = (
+            None
+            if self.reference is None
+            else policy_logps(self.reference, batch, self.config.temperature)
+        )
         optimizer, old_logps, seen = self.optimizers(), None, []
         for _ in range(self.inner_iterations):
-            output = policy_loss(self.model, batch, advantages, self.config, old_logps=old_logps, ref_logps=ref_logps)
+            output = policy_loss(
+                self.model, batch, advantages, self.config, old_logps=old_logps, ref_logps=ref_logps
+            )
             optimizer.zero_grad()
             self.manual_backward(output.loss)
             norm = self._clip_gradient()
@@ -95,11 +115,16 @@ class GRPOModule(LightningModule):
             seen.append({"loss": output.loss.detach(), "grad_norm": norm, **output.metrics})
         metrics = {name: torch.stack([update[name] for update in seen]).mean() for name in seen[0]}
         groups = rewards.view(-1, self.group_size)
-        metrics |= {"reward": rewards.mean(), "reward_std": groups.std(1, correction=int(self.group_size > 1)).mean()}
+        metrics |= {
+            "reward": rewards.mean(),
+            "reward_std": groups.std(1, correction=int(self.group_size > 1)).mean(),
+        }
         self.log_dict(metrics)
         return output.loss.detach()
 
     def _clip_gradient(self) -> Tensor:
         """The norm of the gradient before it was clipped."""
         limit = self.max_grad_norm or float("inf")
-        return nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], limit)
+        return nn.utils.clip_grad_norm_(
+            [p for p in self.model.parameters() if p.grad is not None], limit
+        )

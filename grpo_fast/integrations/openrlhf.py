@@ -1,9 +1,11 @@
-"""OpenRLHF's `PolicyLoss` (openrlhf >= 0.11) on our kernels: the same constructor, call and returned tuple.
+"""OpenRLHF's `PolicyLoss` (openrlhf >= 0.11) on our kernels: the same constructor, call and
+returned tuple.
 
     trainer.actor_loss_fn = PolicyLoss.like(trainer.actor_loss_fn)
 
-or in the place of `from openrlhf.models import PolicyLoss`. Differences that are meant: what is masked is inert,
-whatever it holds; and a batch without an active token gives loss 0 with zero gradients, not NaN.
+or in the place of `from openrlhf.models import PolicyLoss`. Differences that are meant: what is
+masked is inert, whatever it holds; and a batch without an active token gives loss 0 with zero
+gradients, not NaN.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from grpo_fast import LossConfig, grpo_loss
 
 # Where the importance ratio is taken.
 POLICY_LOSS_TYPES = {"ppo": "token", "gspo": "sequence"}
-IS_LEVELS, IS_MODES, IS_GATINGS = ("off", "token", "seq"), ("mask", "clip"), ("ratio", "binary_kl", "tv")
+IS_LEVELS, IS_MODES, IS_GATINGS = (
+    ("off", "token", "seq"),
+    ("mask", "clip"),
+    ("ratio", "binary_kl", "tv"),
+)
 OPTIONS = (
-    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type", "is_correction_level",
-    "is_correction_mode", "is_correction_gating", "is_correction_threshold",
+    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
+    "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
 )  # fmt: skip
 
 # (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
@@ -28,12 +34,14 @@ Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PolicyLoss(nn.Module):
-    """OpenRLHF's policy loss: PPO with an optional dual clip, or GSPO; with the train/rollout mismatch correction.
+    """OpenRLHF's policy loss: PPO with an optional dual clip, or GSPO; with the train/rollout
+    mismatch correction.
 
     Args: those of OpenRLHF's class, with its defaults.
 
     Raises:
-        ValueError: an option out of its range, or two that exclude each other; the message names it.
+        ValueError: an option out of its range, or two that exclude each other; the message names
+            it.
     """
 
     def __init__(
@@ -49,22 +57,32 @@ class PolicyLoss(nn.Module):
         is_correction_threshold: Any = (0.5, 5.0),
     ) -> None:
         super().__init__()
-        self.clip_eps_low, self.clip_eps_high, self.dual_clip = clip_eps_low, clip_eps_high, dual_clip
+        self.clip_eps_low, self.clip_eps_high, self.dual_clip = (
+            clip_eps_low,
+            clip_eps_high,
+            dual_clip,
+        )
         self.policy_loss_type = policy_loss_type
         self.by_sequence = POLICY_LOSS_TYPES.get(policy_loss_type) == "sequence"
         self.token_level_loss = token_level_loss and not self.by_sequence
         self.is_correction_level, self.is_correction_mode = is_correction_level, is_correction_mode
-        self.is_correction_gating, self.is_correction_threshold = is_correction_gating, is_correction_threshold
+        self.is_correction_gating, self.is_correction_threshold = (
+            is_correction_gating,
+            is_correction_threshold,
+        )
         self._check()
         self.config = self._config()
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """The same options as an OpenRLHF `PolicyLoss`; ValueError where it has one that we do not know."""
+        """The same options as an OpenRLHF `PolicyLoss`; ValueError where it has one that we do not
+        know.
+        """
         state = {name for name in vars(theirs) if not name.startswith("_") and name != "training"}
         if state != set(OPTIONS):
             raise ValueError(
-                f"PolicyLoss: expected the options of openrlhf 0.11, {sorted(OPTIONS)}, got {sorted(state)}"
+                f"PolicyLoss: expected the options of openrlhf 0.11, {sorted(OPTIONS)}, got "
+                f"{sorted(state)}"
             )
         return cls(**{name: getattr(theirs, name) for name in OPTIONS})
 
@@ -76,30 +94,48 @@ class PolicyLoss(nn.Module):
             ("is_correction_gating", IS_GATINGS),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected one of {list(choices)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name}: expected one of {list(choices)}, got {getattr(self, name)!r}"
+                )
         for name in ("clip_eps_low", "clip_eps_high"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: expected a number >= 0, got {getattr(self, name)!r}")
         by_ratio = self.is_correction_gating == "ratio"
-        if self.is_correction_mode == "clip" and (self.is_correction_level == "seq" or not by_ratio):
+        if self.is_correction_mode == "clip" and (
+            self.is_correction_level == "seq" or not by_ratio
+        ):
             raise ValueError(
-                'is_correction_mode: "clip" expects is_correction_level "token" and is_correction_gating "ratio", '
+                'is_correction_mode: "clip" expects is_correction_level "token" and '
+                'is_correction_gating "ratio", '
                 f"got {self.is_correction_level!r} and {self.is_correction_gating!r}"
             )
         if len(self.is_correction_threshold) != 2:
-            raise ValueError(f"is_correction_threshold: expected (low, high), got {self.is_correction_threshold!r}")
-        if not by_ratio and self.is_correction_level != "off" and self.is_correction_threshold[0] > 0:
             raise ValueError(
-                f"is_correction_threshold: is_correction_gating {self.is_correction_gating!r} expects an upper bound "
+                "is_correction_threshold: expected (low, high), got "
+                f"{self.is_correction_threshold!r}"
+            )
+        if (
+            not by_ratio
+            and self.is_correction_level != "off"
+            and self.is_correction_threshold[0] > 0
+        ):
+            raise ValueError(
+                f"is_correction_threshold: is_correction_gating {self.is_correction_gating!r} "
+                "expects an upper bound "
                 f"only, (0, high), got {self.is_correction_threshold!r}"
             )
 
     def _config(self) -> LossConfig:
-        clip: dict[str, Any] = {"epsilon_low": self.clip_eps_low, "epsilon_high": self.clip_eps_high}
+        clip: dict[str, Any] = {
+            "epsilon_low": self.clip_eps_low,
+            "epsilon_high": self.clip_eps_high,
+        }
         loss_type = "dapo" if self.dual_clip is None else "dual_clip"
         if self.dual_clip is not None:
             if not self.dual_clip > 1:
-                raise ValueError(f"dual_clip: expected None or a number > 1, got {self.dual_clip!r}")
+                raise ValueError(
+                    f"dual_clip: expected None or a number > 1, got {self.dual_clip!r}"
+                )
             clip["dual_clip_c"] = float(self.dual_clip)
         return LossConfig(
             loss_type=loss_type,
@@ -119,21 +155,26 @@ class PolicyLoss(nn.Module):
         batch_num_tokens: float | Tensor | None = None,
         global_batch_size: float | Tensor | None = None,
     ) -> Returned:
-        """(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), 0-d; the last two are None without a correction.
+        """(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), 0-d; the last two are None without
+        a correction.
 
-        `batch_num_tokens` and `global_batch_size` are the counts of the whole batch, all ranks; without the one that
-        the reduction needs, this call's own count is taken (and `dp_size` is not used), as OpenRLHF does.
+        `batch_num_tokens` and `global_batch_size` are the counts of the whole batch, all ranks;
+        without the one that the reduction needs, this call's own count is taken (and `dp_size` is
+        not used), as OpenRLHF does.
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         keep = mask.bool()
         corrected = self.is_correction_level != "off"
         if corrected and rollout_log_probs is None:
             raise ValueError(
-                f"rollout_log_probs: is_correction_level {self.is_correction_level!r} expects (B, L), got None"
+                f"rollout_log_probs: is_correction_level {self.is_correction_level!r} expects (B, "
+                "L), got None"
             )
         behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
         if corrected and self.by_sequence:
-            behaviour = rollout_log_probs  # the sequence's ratio is then taken to the rollout's policy
+            behaviour = (
+                rollout_log_probs  # the sequence's ratio is then taken to the rollout's policy
+            )
         elif corrected:
             with torch.no_grad():
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
@@ -149,11 +190,19 @@ class PolicyLoss(nn.Module):
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
 
     def _totals(
-        self, keep: Tensor, dp_size: int, tokens: float | Tensor | None, completions: float | Tensor | None
+        self,
+        keep: Tensor,
+        dp_size: int,
+        tokens: float | Tensor | None,
+        completions: float | Tensor | None,
     ) -> dict[str, Any]:
         """What the loss divides by."""
         if self.token_level_loss:
-            return {"num_items_in_batch": keep.sum().clamp(min=1) if tokens is None else tokens / dp_size}
+            return {
+                "num_items_in_batch": keep.sum().clamp(min=1)
+                if tokens is None
+                else tokens / dp_size
+            }
         own = keep.any(-1).sum().clamp(min=1)  # a completion without a token does not count
         return {"num_completions_in_batch": own if completions is None else completions / dp_size}
 
@@ -165,8 +214,12 @@ class PolicyLoss(nn.Module):
         high, low = ratio > 1 + self.clip_eps_high, ratio < 1 - self.clip_eps_low
         return ((advantages > 0) & high) | ((advantages < 0) & low)
 
-    def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L) weight of each token's loss, and the fraction of units (tokens, or sequences) outside the band."""
+    def _correction(
+        self, old_log_probs: Tensor, rollout_log_probs: Tensor, keep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(B, L) weight of each token's loss, and the fraction of units (tokens, or sequences)
+        outside the band.
+        """
         low, high = self.is_correction_threshold
         per_sequence = self.is_correction_level == "seq"
         log_ratio = old_log_probs - rollout_log_probs
@@ -185,7 +238,9 @@ class PolicyLoss(nn.Module):
         return coefficient, (~inside).float().mean() if per_sequence else _mean(~inside, keep)
 
     def _statistic(self, old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-        """(B, L) what the gate reads of each token: the log ratio, or a divergence between the two policies."""
+        """(B, L) what the gate reads of each token: the log ratio, or a divergence between the two
+        policies.
+        """
         if self.is_correction_gating == "ratio":
             return old_log_probs - rollout_log_probs
         p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (rollout_log_probs, old_log_probs))

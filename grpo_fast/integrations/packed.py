@@ -1,9 +1,10 @@
-"""Packed rows for a transformers model that goes on taking everything else: padded batches, generation with a cache.
+"""Packed rows for a transformers model that goes on taking everything else: padded batches,
+generation with a cache.
 
-A trainer's model serves many callers (generation, callbacks, evaluation), so its attention is not exchanged: it is
-replaced once by a function that computes packed rows where a layout comes with the call, and hands every other call to
-the attention the model had. Gradient checkpointing recomputes a layer with the keywords of its first run, so it takes
-the same branch.
+A trainer's model serves many callers (generation, callbacks, evaluation), so its attention is not
+exchanged: it is replaced once by a function that computes packed rows where a layout comes with the
+call, and hands every other call to the attention the model had. Gradient checkpointing recomputes a
+layer with the keywords of its first run, so it takes the same branch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def take_packed_rows(model: Any) -> str:
 
 @contextmanager
 def own_attention(model: Any, name: str) -> Iterator[None]:
-    """The attention the model had, for code that goes by its name (generation: paged, flash, static caches)."""
+    """The attention the model had, for code that goes by its name (generation: paged, flash, static
+    caches).
+    """
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -62,7 +65,12 @@ def _register_over(original: str) -> str:
     packed_attention = ALL_ATTENTION_FUNCTIONS[register()]
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if options.get("packed_layout") is not None:
             return packed_attention(module, query, key, value, None, **options)
@@ -82,12 +90,16 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch (B, P+K), prompts on the left and completions on the right, as one row without padding.
+    """A padded batch (B, P+K), prompts on the left and completions on the right, as one row without
+    padding.
 
-    R counts the scored completion tokens. Completions stand in the order `order`, those with one prompt together.
+    R counts the scored completion tokens. Completions stand in the order `order`, those with one
+    prompt together.
     """
 
-    inputs: dict[str, Any]  # keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout
+    inputs: dict[
+        str, Any
+    ]  # keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout
     predicting: Tensor  # (R,) packed row whose hidden state predicts each scored token
     target_ids: Tensor  # (R,)
     cu_seqlens: Tensor  # (B+1,) int32: the scored tokens of each completion
@@ -97,7 +109,9 @@ class Pack:
 
     def padded(self, x: Tensor) -> Tensor:
         """(R,) → (B, K), zeros where nothing is scored."""
-        return x.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.slots, x).view(self.shape)
+        return (
+            x.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.slots, x).view(self.shape)
+        )
 
     def packed(self, x: Tensor | None) -> Tensor | None:
         """(B, K) → (R,), or (B,) → (B,) in the order of the completions."""
@@ -135,8 +149,11 @@ def pack_padded(
     packed = pack_groups(lists or [(token, [token])], device=device)
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
-    # The unused completions stand last: their tokens are no part of the packed row, and count as empty.
-    slots = torch.arange(rows * length).view(rows, length)[order][completions[order]][: packed.target_ids.shape[0]]
+    # The unused completions stand last: their tokens are no part of the packed row, and count as
+    # empty.
+    slots = torch.arange(rows * length).view(rows, length)[order][completions[order]][
+        : packed.target_ids.shape[0]
+    ]
     kept = wanted.flatten()[slots].nonzero()[:, 0]
     counts = torch.cat([torch.zeros(1, dtype=torch.int64), wanted[order].sum(1).cumsum(0)]).int()
     everything = kept.shape[0] == packed.target_ids.shape[0]

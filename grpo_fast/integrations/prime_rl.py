@@ -5,9 +5,10 @@
     import_path = "grpo_fast.integrations.prime_rl.policy_loss"
     kwargs = { loss_type = "grpo", epsilon_low = 0.2, epsilon_high = 0.28 }
 
-The loss is a sum over the tokens of the sequence: prime-rl divides it by the tokens of the whole batch. With
-`aggregation = "sequence_mean"` it is their mean, as prime-rl's own sequence-level losses have it. Written against the
-documented dataclasses (trainer_logprobs, inference_logprobs, teacher_logprobs, advantages, loss_mask → loss, metrics).
+The loss is a sum over the tokens of the sequence: prime-rl divides it by the tokens of the whole
+batch. With `aggregation = "sequence_mean"` it is their mean, as prime-rl's own sequence-level
+losses have it. Written against the documented dataclasses (trainer_logprobs, inference_logprobs,
+teacher_logprobs, advantages, loss_mask → loss, metrics).
 """
 
 from __future__ import annotations
@@ -21,15 +22,27 @@ from torch import Tensor
 from grpo_fast import LossConfig, grpo_loss
 
 AGGREGATIONS = ("token_mean_global", "sequence_mean")  # the sum and the mean over the sequence
-PER_CALL = ("entropy_coef", "top_entropy_quantile", "temperature", "softcap", "logit_scale", "compute_entropy")
+PER_CALL = (
+    "entropy_coef",
+    "top_entropy_quantile",
+    "temperature",
+    "softcap",
+    "logit_scale",
+    "compute_entropy",
+)
 
 
 @functools.lru_cache(maxsize=32)
 def loss_config(**options: Any) -> LossConfig:
-    """The `LossConfig` of prime-rl's `kwargs`; ValueError for an option that a loss of one sequence cannot honour."""
+    """The `LossConfig` of prime-rl's `kwargs`; ValueError for an option that a loss of one sequence
+    cannot honour.
+    """
     for name in PER_CALL:
         if name in options:
-            raise ValueError(f"{name}: prime-rl gives its custom loss log-probabilities only, got {options[name]!r}")
+            raise ValueError(
+                f"{name}: prime-rl gives its custom loss log-probabilities only, got "
+                f"{options[name]!r}"
+            )
     aggregation = options.pop("aggregation", AGGREGATIONS[0])
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation: expected one of {list(AGGREGATIONS)}, got {aggregation!r}")
@@ -43,8 +56,9 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     """The loss of one sequence.
 
     Args:
-        inputs: prime-rl's `LossInputs`, tensors (T,). `inference_logprobs` are the old logps, `teacher_logprobs` the
-            reference of the KL term; they must come exactly when beta is not 0.
+        inputs: prime-rl's `LossInputs`, tensors (T,). `inference_logprobs` are the old logps,
+            `teacher_logprobs` the reference of the KL term; they must come exactly when beta is not
+            0.
         options: fields of `LossConfig`.
 
     Returns:
@@ -54,15 +68,17 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     teacher = getattr(inputs, "teacher_logprobs", None)
     if (teacher is not None) != config.uses_reference:
         expected = "the teacher's logps" if config.uses_reference else "None"
-        raise ValueError(f"teacher_logprobs: beta = {config.beta} expects {expected}, got {_kind(teacher)}")
+        raise ValueError(
+            f"teacher_logprobs: beta = {config.beta} expects {expected}, got {_kind(teacher)}"
+        )
 
     def row(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[None]
 
     output = grpo_loss(
-        inputs.trainer_logprobs[None], inputs.advantages[None], config, completion_mask=row(inputs.loss_mask),
-        old_logps=row(inputs.inference_logprobs), ref_logps=row(teacher), num_items_in_batch=1.0,
-        num_completions_in_batch=1.0,
+        inputs.trainer_logprobs[None], inputs.advantages[None], config,
+        completion_mask=row(inputs.loss_mask), old_logps=row(inputs.inference_logprobs),
+        ref_logps=row(teacher), num_items_in_batch=1.0, num_completions_in_batch=1.0,
     )  # fmt: skip
     return _outputs_of(inputs)(loss=output.loss, metrics=dict(output.metrics))
 
@@ -71,7 +87,10 @@ def _outputs_of(inputs: Any) -> Any:
     """The `LossOutputs` that stands beside this `LossInputs`."""
     home = sys.modules[type(inputs).__module__]
     if not hasattr(home, "LossOutputs"):
-        raise ValueError(f"inputs: expected prime-rl's LossInputs, got {type(inputs).__qualname__} of {home.__name__}")
+        raise ValueError(
+            f"inputs: expected prime-rl's LossInputs, got {type(inputs).__qualname__} of "
+            f"{home.__name__}"
+        )
     return home.LossOutputs
 
 

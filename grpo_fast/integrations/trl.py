@@ -1,14 +1,17 @@
-"""`FastGRPOTrainer`: TRL's GRPOTrainer with a packed forward pass and a single-pass loss, and nothing else changed.
+"""`FastGRPOTrainer`: TRL's GRPOTrainer with a packed forward pass and a single-pass loss, and
+nothing else changed.
 
     from grpo_fast.integrations.trl import FastGRPOTrainer as GRPOTrainer
 
-Three pieces of TRL's trainer are replaced, the rest (generation, rewards, advantages, metrics, logging, checkpoints) is
-TRL's own code:
+Three pieces of TRL's trainer are replaced, the rest (generation, rewards, advantages, metrics,
+logging, checkpoints) is TRL's own code:
 
-- The padded forward becomes a packed one: no padding, completions that share a prompt compute it once, and the head
-  sees the completion tokens only. It runs inside the wrapped module's forward, so DDP and FSDP hooks fire.
-- Where the gradient of a token follows from that token alone, loss and gradient come from one pass over the logits.
-  TRL's `_compute_loss` then runs on the finished logps for its metrics, without gradient.
+- The padded forward becomes a packed one: no padding, completions that share a prompt compute it
+  once, and the head sees the completion tokens only. It runs inside the wrapped module's forward,
+  so DDP and FSDP hooks fire.
+- Where the gradient of a token follows from that token alone, loss and gradient come from one pass
+  over the logits. TRL's `_compute_loss` then runs on the finished logps for its metrics, without
+  gradient.
 - Elsewhere `linear_logps` gives TRL's own objective differentiable logps and entropies.
 
 `trainer.fast_path` says which of these the last micro-batch took, and what decided otherwise.
@@ -18,36 +21,31 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast import linear_grpo_loss, linear_logps
 from grpo_fast.attention import check_tolerance
-from grpo_fast.integrations.fast_head import reshard, run_inside
-from grpo_fast.integrations.packed import Pack, own_attention, pack_padded, packing, take_packed_rows
+from grpo_fast.integrations.fast_head import reshard
+from grpo_fast.integrations.packed import own_attention, pack_padded, take_packed_rows
+from grpo_fast.integrations.trl_forward import PackedCall, let_run_inside, packed_forward
+from grpo_fast.integrations.trl_fused import base_model, fused_head
 from grpo_fast.integrations.trl_groups import regroup, window_of
-from grpo_fast.integrations.trl_head import FusedHead, base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl_options import SinglePass, forward_reason, probe, single_pass, single_pass_reason
+from grpo_fast.integrations.trl_head import use_fast_head
+from grpo_fast.integrations.trl_options import (
+    forward_reason,
+    probe,
+    single_pass,
+    single_pass_reason,
+)
 
 log = logging.getLogger(__name__)
 
 # Why a single micro-batch goes another way.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
-
-
-@dataclass(frozen=True)
-class PackedCall:
-    """What the model's forward is asked for: logps or, with `loss`, loss and gradient."""
-
-    pack: Pack
-    head: FusedHead  # the rules of logits that TRL read from the policy's config
-    entropy: bool
-    loss: SinglePass | None = None
 
 
 class FastGRPOTrainer(GRPOTrainer):
@@ -62,7 +60,9 @@ class FastGRPOTrainer(GRPOTrainer):
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._given: tuple[Tensor, Tensor] | None = None  # finished logps and entropies, for TRL's metrics
+        self._given: tuple[Tensor, Tensor] | None = (
+            None  # finished logps and entropies, for TRL's metrics
+        )
         self._probed = False
         self._group_window: int | None = None
         self.fast_path = {"forward": "packed", "loss": "single pass"}
@@ -80,10 +80,12 @@ class FastGRPOTrainer(GRPOTrainer):
 
     @property
     def keep_groups(self) -> bool:
-        """Whether completions of one prompt change places within an optimizer step so that they can share it.
+        """Whether completions of one prompt change places within an optimizer step so that they can
+        share it.
 
-        Off by default: gradients stay the same, but the metrics of a step, which TRL averages over its micro-batches,
-        come from other micro-batches than TRL's. Setting it raises ValueError where the gradient would change.
+        Off by default: gradients stay the same, but the metrics of a step, which TRL averages over
+        its micro-batches, come from other micro-batches than TRL's. Setting it raises ValueError
+        where the gradient would change.
         """
         return self._group_window is not None
 
@@ -95,12 +97,15 @@ class FastGRPOTrainer(GRPOTrainer):
         """From now on the objective is TRL's."""
         self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
 
-    # ---------------------------------------------------------------------------------------------- set-up
+    # ----------------------------------------------------------------------------------------------
+    # set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
-        """Let policy and reference take packed rows; the reason why not, when they compute something else then."""
+        """Let policy and reference take packed rows; the reason why not, when they compute
+        something else then.
+        """
         self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
-        _run_inside(lm)
+        let_run_inside(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         reason = None if sharded else self._self_check(lm)
         if reason is not None:
@@ -108,18 +113,22 @@ class FastGRPOTrainer(GRPOTrainer):
         elif self.ref_model is not None:
             reference = base_model(self.accelerator.unwrap_model(self.ref_model))
             take_packed_rows(reference)
-            _run_inside(reference)
+            let_run_inside(reference)
         return reason
 
     @torch.no_grad()
     def _self_check(self, lm: Any) -> str | None:
-        """Compare the packed forward with TRL's own on two short sequences; the reason when they differ.
+        """Compare the packed forward with TRL's own on two short sequences; the reason when they
+        differ.
 
-        Finds what no table can know: attention sinks, positions that are not RoPE's, a head with an unknown rule.
+        Finds what no table can know: attention sinks, positions that are not RoPE's, a head with an
+        unknown rule.
         """
         device = lm.get_output_embeddings().weight.device
         vocabulary = lm.get_output_embeddings().weight.shape[0]
-        ids = (torch.arange(12, device=device) * 7 + torch.tensor([[3], [3]], device=device)) % vocabulary
+        ids = (
+            torch.arange(12, device=device) * 7 + torch.tensor([[3], [3]], device=device)
+        ) % vocabulary
         ids[1, 7:] = (ids[1, 7:] + 5) % vocabulary
         real = torch.ones_like(ids)
         real[:, :2] = real[1, 10:] = 0
@@ -140,32 +149,47 @@ class FastGRPOTrainer(GRPOTrainer):
         if self.accelerator.mixed_precision in ("bf16", "fp16"):
             dtype = torch.bfloat16
         if not difference <= check_tolerance(dtype):
-            return f"model_type {lm.config.model_type}: packed logps differ from TRL's by {difference:.2g} nats"
+            kind = lm.config.model_type
+            return f"model_type {kind}: packed logps differ from TRL's by {difference:.2g} nats"
         return None
 
-    # ---------------------------------------------------------------------------------------------- forward
+    # ----------------------------------------------------------------------------------------------
+    # forward
 
     def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
-        run, ids = functools.partial(_packed_forward, call=call), call.pack.inputs["input_ids"]
+        run, ids = functools.partial(packed_forward, call=call), call.pack.inputs["input_ids"]
         with self.accelerator.autocast():
             return model(input_ids=ids, run=run)  # the ids are for hooks that look at them
 
     def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        **kwargs,
     ):
         """TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
         if self._given is not None:
             return *self._given, None
         theirs = functools.partial(super()._get_per_token_logps_and_entropies, model)
         if not self._packs:
-            return theirs(input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs)
+            return theirs(
+                input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+            )
         logps, entropies = [], []
         for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
             rows = slice(start, start + (batch_size or input_ids.shape[0]))
-            pack = pack_padded(input_ids[rows], attention_mask[rows], attention_mask[rows, -logits_to_keep:])
+            pack = pack_padded(
+                input_ids[rows], attention_mask[rows], attention_mask[rows, -logits_to_keep:]
+            )
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
-                return theirs(input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs)
+                return theirs(
+                    input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+                )
             result = self._run(model, PackedCall(pack, self._head, compute_entropy))
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
@@ -173,7 +197,9 @@ class FastGRPOTrainer(GRPOTrainer):
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def _prepare_inputs(self, generation_batch):
-        """TRL's micro-batch; with `keep_groups` the rows of a new generation batch change places first."""
+        """TRL's micro-batch; with `keep_groups` the rows of a new generation batch change places
+        first.
+        """
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._group_window is None or not self.model.training or self._buffered_inputs is before:
@@ -185,20 +211,27 @@ class FastGRPOTrainer(GRPOTrainer):
         """TRL's, with the attention the model came with."""
         if not self._packs:
             return super()._generate_single_turn(*args, **kwargs)
-        with own_attention(base_model(self.accelerator.unwrap_model(self.model)), self._own_attention):
+        with own_attention(
+            base_model(self.accelerator.unwrap_model(self.model)), self._own_attention
+        ):
             return super()._generate_single_turn(*args, **kwargs)
 
-    # ---------------------------------------------------------------------------------------------- loss
+    # ----------------------------------------------------------------------------------------------
+    # loss
 
     def _compute_loss(self, model, inputs):
-        """TRL's loss of one micro-batch, and its metrics; the gradient comes from the single pass where it may."""
+        """TRL's loss of one micro-batch, and its metrics; the gradient comes from the single pass
+        where it may.
+        """
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
             return super()._compute_loss(model, inputs)
         if not self._probed:
             self._probed = True
             difference = probe(self, self._their_loss)
             if difference is not None:
-                log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", difference)
+                log.warning(
+                    "FastGRPOTrainer: %s; TRL's own objective is used on our logps", difference
+                )
                 self._their_objective(difference)
                 return super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"]
@@ -226,45 +259,3 @@ class FastGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(self.model, inputs)
         finally:
             self._given = None
-
-
-def _run_inside(lm: Any) -> None:
-    """Let this model and its head run ours inside their forwards: the hooks of both fire once."""
-    before = lm.forward.__func__
-    run_inside(lm)
-    # `use_fast_head` looks for it there.
-    lm.forward.__func__.trl_fused = getattr(before, "trl_fused", before)
-    run_inside(lm.get_output_embeddings())
-
-
-def _packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
-    """The trunk on one packed row, then the head."""
-    with packing():
-        trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
-    head = lm.get_output_embeddings()
-    return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
-
-
-def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
-    hidden, weight, bias = call.head.operands(layer, hidden)
-    with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
-        if call.loss is None:
-            return _logps(hidden, weight, bias, call)
-        return _loss(hidden, weight, bias, call.loss, call.pack)
-
-
-def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: PackedCall) -> dict[str, Tensor]:
-    result = linear_logps(
-        hidden, weight, call.pack.target_ids, hidden_rows=call.pack.predicting, bias=bias, return_entropy=call.entropy,
-        **call.head.rule,
-    )  # fmt: skip
-    return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
-
-
-def _loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, pack: Pack) -> dict[str, Tensor]:
-    out = linear_grpo_loss(
-        hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config, hidden_rows=pack.predicting,
-        bias=bias, cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
-        ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items,
-    )  # fmt: skip
-    return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

@@ -1,8 +1,10 @@
-"""`FastGRPOTrainer.keep_groups`: completions of one prompt in one micro-batch, so that they can share it.
+"""`FastGRPOTrainer.keep_groups`: completions of one prompt in one micro-batch, so that they can
+share it.
 
-TRL shuffles a generation batch before it cuts it into micro-batches. With gradient accumulation the completions of a
-prompt then meet by chance only. Within one optimizer step the order adds nothing: sums over the step stay the same
-whichever micro-batch a completion is in, for every normaliser but those that are local to a micro-batch.
+TRL shuffles a generation batch before it cuts it into micro-batches. With gradient accumulation the
+completions of a prompt then meet by chance only. Within one optimizer step the order adds nothing:
+sums over the step stay the same whichever micro-batch a completion is in, for every normaliser but
+those that are local to a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ def window_of(trainer: Any) -> int:
     Raises ValueError, naming the option, where that would change the gradient.
     """
     local = {
-        "loss_type='bnpo' divides by the tokens of the micro-batch": NORMALISERS.get(trainer.loss_type) == "tokens",
+        "loss_type='bnpo' divides by the tokens of the micro-batch": NORMALISERS.get(
+            trainer.loss_type
+        )
+        == "tokens",
         "entropy_coef is a mean over the micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is of the micro-batch": trainer.top_entropy_quantile < 1,
         "the forward pass is TRL's": not trainer._packs,
@@ -31,17 +36,23 @@ def window_of(trainer: Any) -> int:
     for reason, holds in local.items():
         if holds:
             raise ValueError(f"keep_groups: {reason}")
-    steps, accumulation = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
+    steps, accumulation = (
+        trainer.args.steps_per_generation,
+        trainer.args.gradient_accumulation_steps,
+    )
     if max(steps, accumulation) % min(steps, accumulation):
         raise ValueError(
-            f"keep_groups: expected steps_per_generation ({steps}) and gradient_accumulation_steps ({accumulation}) "
+            f"keep_groups: expected steps_per_generation ({steps}) and "
+            f"gradient_accumulation_steps ({accumulation}) "
             "to divide one another"
         )
     return min(steps, accumulation)
 
 
 def regroup(batches: list[Batch], window: int) -> list[Batch]:
-    """The same rows in micro-batches of the same sizes, those of one prompt together within each window."""
+    """The same rows in micro-batches of the same sizes, those of one prompt together within each
+    window.
+    """
     regrouped: list[Batch] = []
     for start in range(0, len(batches), window):
         part = batches[start : start + window]

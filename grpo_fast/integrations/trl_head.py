@@ -1,32 +1,33 @@
-"""TRL's fused LM head on our kernels: for any TRL trainer that uses it (GRPO, RLOO, SFT, DPO, KTO), without a subclass.
+"""TRL's fused LM head on our kernels: for any TRL trainer that uses it (GRPO, RLOO, SFT, DPO, KTO),
+without a subclass.
 
     handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
     trainer.train()
     handle.undo()
 
-TRL (>= 1.16) gives one model object a `forward` of its own (`trl.trainer.utils.add_fused_lm_head`), a closure that ends
-in `_ChunkedLogProbFunction.apply`. Here the same closure runs over a copy of its module's globals
-in which three names differ: that function; the test for compaction (TRL scores every position,
-padding included, where there is no Triton); and the class of the weights that TRL gathers itself,
-which leaves their gradient unreduced (ours runs inside the head's own forward). Nothing that
-another model or trainer reads is touched.
+TRL's fused forward (trl_fused.py) is a closure that ends in `_ChunkedLogProbFunction.apply`. Here
+the same closure runs over a copy of its module's globals in which three names differ: that
+function; the test for compaction (TRL scores every position, padding included, where there is no
+Triton); and the class of the weights that TRL gathers itself, which leaves their gradient unreduced
+(ours runs inside the head's own forward).
+Nothing that another model or trainer reads is touched.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast import linear_logps
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, run_inside
+from grpo_fast.integrations.trl_fused import base_model, fused_function, require_fused, trl_version
 
 log = logging.getLogger(__name__)
 
@@ -45,35 +46,15 @@ CERTAINLY_FIRST = 0.501
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-class FusedHead(NamedTuple):
-    """What TRL's fused forward knows of the head: z = softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature."""
-
-    backbone: str  # attribute of the model that gives hidden states
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-    cast_to_fp32: bool
-
-    @property
-    def rule(self) -> dict[str, Any]:
-        """As keywords of `linear_logps` and of `LossConfig`."""
-        return {"temperature": self.temperature, "softcap": self.softcap, "logit_scale": self.logit_scale}
-
-    def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else that of hidden."""
-        dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
-        bias = None if layer.bias is None else layer.bias.to(dtype)
-        return hidden.to(dtype), layer.weight.to(dtype), bias
-
-
 def use_fast_head(trainer_or_model: Any) -> FastHead:
-    """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or of this model.
+    """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or
+    of this model.
 
-    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`, those that the trainer asks
-    for; gradients reach hidden, weight and bias. Ours runs inside the head's own forward, so that
-    FSDP2 gathers its weight and reduces the gradient, whichever group the head is in. A head
-    sharded by ZeRO-3 (whose backward gathers the weight again) or by tensor parallelism stays with
-    TRL's own function, which is logged.
+    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`, those that
+    the trainer asks for; gradients reach hidden, weight and bias. Ours runs inside the head's own
+    forward, so that FSDP2 gathers its weight and reduces the gradient, whichever group the head is
+    in. A head sharded by ZeRO-3 (whose backward gathers the weight again) or by tensor parallelism
+    stays with TRL's own function, which is logged.
 
     Raises ValueError when there is no fused head of TRL's on the model, or when the trainer is one
     of TRL's whose loss does not call it.
@@ -86,33 +67,22 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
         return handle
     for name in ("model", "ref_model"):
         model = getattr(trainer_or_model, name, None)
-        if model is not None and (name == "model" or _fused_function(base_model(accelerator.unwrap_model(model)))):
+        if model is not None and (
+            name == "model" or fused_function(base_model(accelerator.unwrap_model(model)))
+        ):
             _swap(base_model(accelerator.unwrap_model(model)), handle, accelerator.autocast)
     return handle
 
 
-def base_model(model: Any) -> Any:
-    """The transformers model inside a peft model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def fused_head(model: Any) -> FusedHead:
-    """The head that `add_fused_lm_head` gave this model. ValueError when it has none, or one we do not know."""
-    known = inspect.getclosurevars(_require_fused(model)).nonlocals
-    try:
-        return FusedHead(
-            known["backbone_attr"], float(known["temperature"]), known["final_logit_softcapping"],
-            float(known["logit_scale"]), bool(known["cast_lm_head_to_fp32"]),
-        )  # fmt: skip
-    except KeyError as missing:
-        raise ValueError(f"trl {_trl_version()}: expected {missing} in the fused LM head, as in trl 1.16") from None
-
-
-def _swap(model: Any, handle: FastHead, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-    theirs, before = _require_fused(model), model.forward
+def _swap(
+    model: Any, handle: FastHead, autocast: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    theirs, before = require_fused(model), model.forward
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
     if missing:
-        raise ValueError(f"trl {_trl_version()}: expected {sorted(missing)} in the fused LM head, as in trl 1.16")
+        raise ValueError(
+            f"trl {trl_version()}: expected {sorted(missing)} in the fused LM head, as in trl 1.16"
+        )
     ours = _over(theirs, model)
     run_inside(model.get_output_embeddings())
     # A prepared model carries accelerate's autocast around TRL's forward; ours then needs the same.
@@ -166,26 +136,6 @@ def _warn_partitioned(by: str) -> None:
     log.warning("use_fast_head: the head is sharded by %s; TRL's own function computes it", by)
 
 
-def _fused_function(model: Any) -> types.FunctionType | None:
-    """TRL's closure on this model, also where accelerate or `use_fast_head` wrapped it; None when there is none."""
-    for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
-        function = getattr(forward, "__func__", forward)
-        function = getattr(function, "trl_fused", function)
-        if getattr(function, "__name__", "") and "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {}):
-            return function
-    return None
-
-
-def _require_fused(model: Any) -> types.FunctionType:
-    function = _fused_function(model)
-    if function is None:
-        raise ValueError(
-            f"model: expected one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16), "
-            f"came {type(model).__name__} with trl {_trl_version()}"
-        )
-    return function
-
-
 def _require_served(trainer: Any) -> None:
     """Refuse a trainer of TRL's that inherits a fused head and computes its loss without it."""
     theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
@@ -194,12 +144,6 @@ def _require_served(trainer: Any) -> None:
             f"trainer: expected one whose loss calls TRL's fused LM head ({', '.join(SERVED)}, or "
             f"derived from one), came {type(trainer).__name__}, whose loss would not change"
         )
-
-
-def _trl_version() -> str:
-    import trl
-
-    return trl.__version__
 
 
 class FastLogProbs:
@@ -217,11 +161,15 @@ class FastLogProbs:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> Outputs:
-        """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,); None where not asked for."""
-        if hidden.shape[0] == 0:  # nothing is scored: a row without a target keeps weight and trunk in the graph
+        """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,); None where not
+        asked for.
+        """
+        # Nothing is scored: a row without a target keeps weight and trunk in the graph.
+        if hidden.shape[0] == 0:
             nothing = FastLogProbs.apply(
-                torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])]), weight, bias, targets.new_full((1,), -100),
-                temperature, chunk_size, final_logit_softcapping, logit_scale, outputs,
+                torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])]), weight, bias,
+                targets.new_full((1,), -100), temperature, chunk_size, final_logit_softcapping,
+                logit_scale, outputs,
             )  # fmt: skip
             return tuple(None if x is None else x[:0] for x in nothing)  # type: ignore[return-value]
         dtype = compute_dtype(hidden)
@@ -231,11 +179,18 @@ class FastLogProbs:
             "softcap": final_logit_softcapping,
             "logit_scale": logit_scale,
         }
-        with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
-            result = linear_logps(h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule)
+        # The operands have their dtype; sums stay fp32.
+        with torch.autocast(hidden.device.type, enabled=False):
+            result = linear_logps(
+                h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule
+            )
             logps, entropy = result if isinstance(result, tuple) else (result, None)
             extras = row_statistics(h, w, b, targets, logps, outputs, **rule)
-        return logps, entropy, *(extras.get(name) for name in ("log_sum_sq_probs", "mean_logits", "is_top1"))
+        return (
+            logps,
+            entropy,
+            *(extras.get(name) for name in ("log_sum_sq_probs", "mean_logits", "is_top1")),
+        )
 
 
 @torch.no_grad()
@@ -253,14 +208,21 @@ def row_statistics(
 ) -> dict[str, Tensor]:
     """The metrics of TRL's head that have no gradient, each from as little work as it takes.
 
-    The mean logit is linear in the logits, so without a softcap it is one product with the mean row of W. Σp² is the
-    ratio of two partition functions: log Σp² = 2·logp(T) - logp(T/2). Whether the target is the first maximum needs
-    the logits, but only of the rows whose probability, between 1/V and a half, leaves it open.
+    The mean logit is linear in the logits, so without a softcap it is one product with the mean row
+    of W. Σp² is the ratio of two partition functions: log Σp² = 2·logp(T) - logp(T/2). Whether the
+    target is the first maximum needs the logits, but only of the rows whose probability, between
+    1/V and a half, leaves it open.
     """
     found: dict[str, Tensor] = {}
-    rule: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+    rule: dict[str, Any] = {
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
     if "log_sum_sq_probs" in wanted:
-        colder = linear_logps(hidden, weight, targets, bias=bias, **{**rule, "temperature": temperature / 2})
+        colder = linear_logps(
+            hidden, weight, targets, bias=bias, **{**rule, "temperature": temperature / 2}
+        )
         found["log_sum_sq_probs"] = 2 * logps.detach() - colder
     if "mean_logits" in wanted and softcap is None:
         mean_row = weight.mean(0, dtype=torch.float32)
@@ -271,7 +233,11 @@ def row_statistics(
     means = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     needs_means = "mean_logits" in wanted and softcap is not None
     rows = torch.arange(hidden.shape[0], device=hidden.device) if needs_means else open_rows
-    for block in rows.split(max(BLOCK_ELEMENTS // weight.shape[0], 1)) if needs_means or "is_top1" in wanted else ():
+    for block in (
+        rows.split(max(BLOCK_ELEMENTS // weight.shape[0], 1))
+        if needs_means or "is_top1" in wanted
+        else ()
+    ):
         logits = torch.nn.functional.linear(hidden[block], weight, bias).float() * logit_scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)

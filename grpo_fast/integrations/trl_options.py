@@ -1,7 +1,9 @@
-"""TRL's GRPO options: which calls take the fast path, what the loss config of a single pass is, and a proof of both.
+"""TRL's GRPO options: which calls take the fast path, what the loss config of a single pass is, and
+a proof of both.
 
-Nothing is dropped silently. An option is computed by the fast path, or the trainer says by name which part of the work
-stays with TRL's own code, which honours it (`forward_reason`, `single_pass_reason`).
+Nothing is dropped silently. An option is computed by the fast path, or the trainer says by name
+which part of the work stays with TRL's own code, which honours it (`forward_reason`,
+`single_pass_reason`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.attention import check_supported
 
-# What TRL divides each loss type by: completions or tokens of the micro-batch, and then the accumulation steps; or the
-# tokens of the generation batch.
+# What TRL divides each loss type by: completions or tokens of the micro-batch, and then the
+# accumulation steps; or the tokens of the generation batch.
 NORMALISERS = {
     "grpo": "completions",
     "sapo": "completions",
@@ -27,7 +29,8 @@ NORMALISERS = {
     "cispo": "items",
     "vespo": "items",
 }
-# The options that TRL reads for one of these losses only; the others read delta. It ignores them elsewhere.
+# The options that TRL reads for one of these losses only; the others read delta. It ignores them
+# elsewhere.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
     "cispo": (),
@@ -38,7 +41,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: Any, lm: Any) -> str | None:
-    """Why the forward pass stays TRL's own padded one, naming the option; None when it is packed."""
+    """Why the forward stays TRL's own padded one, naming the option; None when it is packed."""
     args, accelerator = trainer.args, trainer.accelerator
     head = lm.get_output_embeddings()
     peft_configs = getattr(trainer.model, "peft_config", {}).values()
@@ -46,12 +49,15 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
     parallel = getattr(accelerator, "parallelism_config", None)
     known = {
         "processing_class: images need TRL's own inputs": trainer._is_vlm,
-        "router_aux_loss_coef: the load-balancing loss counts padded tokens": trainer.aux_loss_enabled,
+        "router_aux_loss_coef: its loss counts padded tokens": trainer.aux_loss_enabled,
         "deepspeed: ZeRO-3 shards the head": plugin is not None and plugin.zero_stage == 3,
         "torch_compile: the packed forward is not compiled": args.torch_compile,
         "neftune_noise_alpha: noise is scaled by a row's length": bool(args.neftune_noise_alpha),
         "tp_size: tensor parallelism shards the head": (getattr(lm, "tp_size", None) or 1) > 1,
-        "device_map: the model is split across devices": len(set(getattr(lm, "hf_device_map", {"": 0}).values())) > 1,
+        "device_map: the model is split across devices": len(
+            set(getattr(lm, "hf_device_map", {"": 0}).values())
+        )
+        > 1,
         "peft: prompt learning changes the inputs": any(c.is_prompt_learning for c in peft_configs),
         f"lm_head: {type(head).__name__} is no plain linear layer": not _is_plain_linear(head),
         "parallelism_config: context or sequence parallelism": parallel is not None
@@ -100,7 +106,9 @@ class SinglePass(NamedTuple):
 
 
 def single_pass_reason(trainer: Any) -> str | None:
-    """Why the objective stays TRL's own on our logps; None when loss and gradient come from one pass."""
+    """Why the objective stays TRL's own on our logps; None when loss and gradient come from one
+    pass.
+    """
     if trainer.aux_loss_enabled:
         return "router_aux_loss_coef"
     try:
@@ -108,12 +116,15 @@ def single_pass_reason(trainer: Any) -> str | None:
     except ValueError as error:
         return f"loss_type {trainer.loss_type!r}: {error}"
     if not config.is_token_local:
-        return f"loss_type {trainer.loss_type!r} with these options needs whole completions before its gradient"
+        needs = "needs whole completions before its gradient"
+        return f"loss_type {trainer.loss_type!r} with these options {needs}"
     return None
 
 
 def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
-    """The config that equals TRL's attributes and arguments, `head` (temperature, softcap, logit_scale) beside them."""
+    """The config that equals TRL's attributes and arguments, `head` (temperature, softcap,
+    logit_scale) beside them.
+    """
     if NORMALISERS.get(trainer.loss_type) is None:
         raise ValueError(f"expected one of {list(NORMALISERS)}")
     args = trainer.args
@@ -140,9 +151,12 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Every token-level objective is positively homogeneous in the advantage, so a weight >= 0 moves into it.
+        # Every token-level objective is positively homogeneous in the advantage, so a weight >= 0
+        # moves into it.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-        advantages = (advantages * inputs["importance_sampling_ratio"]).expand(inputs["completion_ids"].shape)
+        advantages = (advantages * inputs["importance_sampling_ratio"]).expand(
+            inputs["completion_ids"].shape
+        )
     num_items, divisor = None, accumulation
     coefficient = applied_entropy_coef(trainer)
     if NORMALISERS[trainer.loss_type] == "items":
@@ -153,22 +167,30 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = loss_config(trainer, coefficient, **head)
     old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
-    return SinglePass(config, advantages, old, ref if trainer.beta != 0 else None, num_items, divisor)
+    return SinglePass(
+        config, advantages, old, ref if trainer.beta != 0 else None, num_items, divisor
+    )
 
 
 def applied_entropy_coef(trainer: Any) -> float:
-    """The weight of the entropy bonus in this micro-batch: TRL's controller decides at the end of a step."""
+    """The weight of the entropy bonus in this micro-batch: TRL's controller decides at the end of a
+    step.
+    """
     if not trainer._entropy_bonus_enabled:
         return 0.0
-    gated = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+    gated = (
+        trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+    )
     return 0.0 if gated else trainer.entropy_coef
 
 
 def probe(trainer: Any, theirs: Any) -> str | None:
-    """Compare our objective with the installed TRL's on made-up tokens: loss, dL/dlogp and dL/dentropy.
+    """Compare our objective with the installed TRL's on made-up tokens: loss, dL/dlogp and
+    dL/dentropy.
 
-    Ratios lie on both sides of every bound, advantages have both signs, one completion is empty and one has a tool's
-    tokens: an option that a release of TRL changes, or that a subclass adds, shows here before the first step.
+    Ratios lie on both sides of every bound, advantages have both signs, one completion is empty and
+    one has a tool's tokens: an option that a release of TRL changes, or that a subclass adds, shows
+    here before the first step.
 
     Args:
         trainer: a GRPOTrainer in train mode.
@@ -190,18 +212,21 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     job = single_pass(trainer, inputs, int(mask.sum()))
     ours = grpo_loss(
-        logps, job.advantages, job.config, completion_mask=mask, old_logps=job.old_logps, ref_logps=job.ref_logps,
-        entropy=entropies, num_items_in_batch=job.num_items,
+        logps, job.advantages, job.config, completion_mask=mask, old_logps=job.old_logps,
+        ref_logps=job.ref_logps, entropy=entropies, num_items_in_batch=job.num_items,
     )  # fmt: skip
     loss = ours.loss / job.divisor
     wanted = torch.autograd.grad(expected, (logps, entropies), allow_unused=True)
     came = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
     pairs = [("loss", expected.detach(), loss.detach())]
-    pairs += [(f"d loss/d {n}", a, b) for n, a, b in zip(("logps", "entropy"), wanted, came, strict=True)]
+    pairs += [
+        (f"d loss/d {n}", a, b) for n, a, b in zip(("logps", "entropy"), wanted, came, strict=True)
+    ]
     for name, a, b in pairs:
         a, b = (torch.zeros(()) if x is None else x.float().cpu() for x in (a, b))
         if not (a - b).abs().max() <= PROBE_TOLERANCE * max(float(a.abs().max()), 1e-3):
-            return f"{name} of loss_type {trainer.loss_type!r} differs from TRL's by {float((a - b).abs().max()):.2g}"
+            gap = float((a - b).abs().max())
+            return f"{name} of loss_type {trainer.loss_type!r} differs from TRL's by {gap:.2g}"
     return None
 
 

@@ -1,12 +1,14 @@
-"""verl's policy losses (verl >= 0.9) on our kernels: same signature, loss, gradient and metrics, under another name.
+"""verl's policy losses (verl >= 0.9) on our kernels: same signature, loss, gradient and metrics,
+under another name.
 
     from grpo_fast.integrations.verl import register
-    handle = register()          # fast_vanilla, fast_gspo, …: actor_rollout_ref.actor.policy_loss.loss_mode=fast_gspo
+    handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
-verl trains in worker processes; `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl_plugin` registers in each of
-them. Differences that are meant: what is masked is inert, whatever it holds; a batch without an active token gives
-loss 0 with zero gradients, not NaN; and the metrics of a call reach the host in one copy instead of one each.
+verl trains in worker processes; `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl_plugin`
+registers in each of them. Differences that are meant: what is masked is inert, whatever it holds; a
+batch without an active token gives loss 0 with zero gradients, not NaN; and the metrics of a call
+reach the host in one copy instead of one each.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normal
         info: verl's `config.global_batch_info`.
     """
     if loss_agg_mode not in AGGREGATION_MODES:
-        raise ValueError(f"loss_agg_mode: expected one of {list(AGGREGATION_MODES)}, got {loss_agg_mode!r}")
+        raise ValueError(
+            f"loss_agg_mode: expected one of {list(AGGREGATION_MODES)}, got {loss_agg_mode!r}"
+        )
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     if unknown:
         raise ValueError(f"global_batch_info: expected {list(GLOBAL_BATCH_INFO)}, got {unknown}")
@@ -60,7 +64,9 @@ def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normal
     if given is None:
         if ranks > 1:
             name = "batch_num_tokens" if divides_by == "tokens" else "global_batch_size"
-            raise ValueError(f"{name}: expected the count of the whole batch for dp_size = {ranks}, got None")
+            raise ValueError(
+                f"{name}: expected the count of the whole batch for dp_size = {ranks}, got None"
+            )
         given = mask.sum() if divides_by == "tokens" else (mask.sum(-1) > 0).sum()
         given = given.clamp(min=1)
     if divides_by == "tokens":
@@ -72,15 +78,18 @@ def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normal
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
-    """verl's policy loss of this name, computed by `grpo_loss`; to be registered, or called with verl's arguments.
+    """verl's policy loss of this name, computed by `grpo_loss`; to be registered, or called with
+    verl's arguments.
 
     Args:
-        loss_mode: a name of `grpo_fast.integrations.verl_losses.LOSSES`. clip_cov and kl_cov are not among them (they
-            choose tokens by the batch's covariance, and at random), nor is bypass_mode (it calls others by name).
+        loss_mode: a name of `grpo_fast.integrations.verl_losses.LOSSES`. clip_cov and kl_cov are
+            not among them (they choose tokens by the batch's covariance, and at random), nor is
+            bypass_mode (it calls others by name).
 
     Returns:
-        `loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`, all
-        tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a gradient to log_prob, and floats by verl's names.
+        `loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+        rollout_is_weights)`, all tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a gradient
+        to log_prob, and floats by verl's names.
     """
     if loss_mode not in LOSSES:
         raise ValueError(f"loss_mode: expected one of {list(LOSSES)}, got {loss_mode!r}")
@@ -97,7 +106,9 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         if config is None:
             raise ValueError("config: expected verl's ActorConfig, got None")
-        batch = Batch(old_log_prob, log_prob.detach(), advantages, response_mask, rollout_is_weights)
+        batch = Batch(
+            old_log_prob, log_prob.detach(), advantages, response_mask, rollout_is_weights
+        )
         info = dict(getattr(config, "global_batch_info", None) or {})
         if loss_agg_mode not in AGGREGATION_MODES or recipe.aggregation is None:
             total = normaliser(loss_agg_mode, response_mask, info)
@@ -124,7 +135,9 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 
 
 class Registered:
-    """The handle of `register`: `undo()`, or leave its `with` block, to give verl's registry back as it was."""
+    """The handle of `register`: `undo()`, or leave its `with` block, to give verl's registry back
+    as it was.
+    """
 
     def __init__(self, registry: dict[str, Any], before: dict[str, Any]) -> None:
         self.registry, self.before = registry, before

@@ -1,10 +1,12 @@
-"""The LM head of verl's `use_fused_kernels` (impl_backend torch or liger) on our kernels; verl >= 0.9.
+"""The LM head of verl's `use_fused_kernels` (impl_backend torch or liger) on our kernels; verl >=
+0.9.
 
-    handle = use_fast_head(model)      # one model, after verl patched its forward; or: with use_fast_head(model): ...
+    handle = use_fast_head(model)  # after verl patched its forward; or: with use_fast_head(model):
     handle.undo()
 
-verl's fused forwards look `FusedLinearForPPO` up at each call. Ours has the same interface; for one model it stands
-there only while that model's forward runs, `use_fast_head_everywhere` puts it there for the process.
+verl's fused forwards look `FusedLinearForPPO` up at each call. Ours has the same interface; for one
+model it stands there only while that model's forward runs, `use_fast_head_everywhere` puts it there
+for the process.
 """
 
 from __future__ import annotations
@@ -23,17 +25,25 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
 # Head rules that verl's fused forwards leave out: they would be dropped without a word.
-LEFT_OUT = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
+LEFT_OUT = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
 
 
 class FastLinearForPPO(nn.Module):
-    """verl's `FusedLinearForPPO`: the same constructor and call; the entropy is fp32 instead of the hidden's dtype."""
+    """verl's `FusedLinearForPPO`: the same constructor and call; the entropy is fp32 instead of the
+    hidden's dtype.
+    """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
         if impl_backend not in ("torch", "liger"):
             raise ValueError(f"impl_backend: expected 'torch' or 'liger', got {impl_backend!r}")
-        self.chunk_size, self.impl_backend = chunk_size, impl_backend  # neither changes a number: we choose the chunks
+        # Neither changes a number: we choose the chunks.
+        self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
     def forward(
         self,
@@ -42,13 +52,18 @@ class FastLinearForPPO(nn.Module):
         input_ids: Tensor,  # (B, L) or (T,): the token that each row predicts
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """(log_probs, entropy) in the layout of input_ids, fp32, of the logits divided by temperature."""
+        """(log_probs, entropy) in the layout of input_ids, fp32, of the logits divided by
+        temperature.
+        """
         if isinstance(temperature, Tensor) and temperature.numel() == 1:
             temperature = temperature.item()
         dtype = compute_dtype(hidden_states)
         hidden, weight = hidden_states.to(dtype), vocab_weights.to(dtype)
-        with torch.autocast(hidden.device.type, enabled=False):  # the operands have their dtype; sums stay fp32
-            return linear_logps(hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True)
+        # The operands have their dtype; sums stay fp32.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return linear_logps(
+                hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
+            )
 
 
 @contextmanager
@@ -64,10 +79,11 @@ def _swapped() -> Iterator[None]:
 
 
 def use_fast_head(model: nn.Module) -> FastHead:
-    """Let our kernels compute the head of this model, whose forward verl's `use_fused_kernels` has replaced.
+    """Let our kernels compute the head of this model, whose forward verl's `use_fused_kernels` has
+    replaced.
 
-    Raises ValueError for a model without such a forward, with the triton backend, or whose head has a rule (bias,
-    softcap, scale) that verl's fused forward leaves out.
+    Raises ValueError for a model without such a forward, with the triton backend, or whose head has
+    a rule (bias, softcap, scale) that verl's fused forward leaves out.
     """
     _check(model)
     before, own = model.forward, "forward" in vars(model)
@@ -89,7 +105,9 @@ def use_fast_head(model: nn.Module) -> FastHead:
 
 
 def use_fast_head_everywhere() -> FastHead:
-    """Let our kernels compute the head of every model of this process under verl's `use_fused_kernels`."""
+    """Let our kernels compute the head of every model of this process under verl's
+    `use_fused_kernels`.
+    """
     swap = _swapped()
     swap.__enter__()
     return FastHead(lambda: swap.__exit__(None, None, None))
@@ -103,8 +121,12 @@ def _check(model: Any) -> None:
             f"fused_kernel_options.impl_backend 'torch' or 'liger', got backend {backend!r}"
         )
     if getattr(model.lm_head, "bias", None) is not None:
-        raise ValueError("model: verl's fused forward leaves out the bias of lm_head; use_fused_kernels=False")
+        raise ValueError(
+            "model: verl's fused forward leaves out the bias of lm_head; use_fused_kernels=False"
+        )
     for name, neutral in LEFT_OUT.items():
         value = getattr(model.config, name, None)
         if value is not None and value != neutral:
-            raise ValueError(f"model: verl's fused forward leaves out {name} = {value}; use_fused_kernels=False")
+            raise ValueError(
+                f"model: verl's fused forward leaves out {name} = {value}; use_fused_kernels=False"
+            )

@@ -1,7 +1,8 @@
 """verl's policy losses by name: which of our objectives each is, and verl's own metrics of it.
 
-Every objective here is homogeneous in the advantage, so whatever verl multiplies the loss of a token by (importance
-weights of the rollout, a truncated ratio without gradient) goes into its advantage, exactly.
+Every objective here is homogeneous in the advantage, so whatever verl multiplies the loss of a
+token by (importance weights of the rollout, a truncated ratio without gradient) goes into its
+advantage, exactly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Batch(NamedTuple):
     def row_mean(self, x: Tensor) -> Tensor:
         """(B, 1): the mean over each completion, 0 where it is empty."""
         keep = self.mask.bool()
-        return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(
+            min=1
+        )
 
     @property
     def raw_log_ratio(self) -> Tensor:
@@ -70,7 +73,8 @@ class Recipe(NamedTuple):
         return batch.old_log_prob if self.has_old else None
 
 
-# ------------------------------------------------------------------------------------------------ options
+# ------------------------------------------------------------------------------------------------
+# options
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
@@ -102,7 +106,11 @@ def named(loss_type: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def vanilla(config: Any) -> dict[str, Any]:
-    return {"loss_type": "dual_clip", "dual_clip_c": ratio_cap(config, 3.0, least=1.0), **clip_range(config)}
+    return {
+        "loss_type": "dual_clip",
+        "dual_clip_c": ratio_cap(config, 3.0, least=1.0),
+        **clip_range(config),
+    }
 
 
 def cispo(config: Any) -> dict[str, Any]:
@@ -110,7 +118,9 @@ def cispo(config: Any) -> dict[str, Any]:
 
 
 def sapo(config: Any) -> dict[str, Any]:
-    temperatures = {f"sapo_temperature_{sign}": float(option(config, f"tau_{sign}")) for sign in ("pos", "neg")}
+    temperatures = {
+        f"sapo_temperature_{sign}": float(option(config, f"tau_{sign}")) for sign in ("pos", "neg")
+    }
     return {"loss_type": "sapo", **temperatures}
 
 
@@ -121,40 +131,56 @@ def dro(config: Any) -> dict[str, Any]:
     return {"loss_type": "dro", "beta": float(beta)}
 
 
-# ------------------------------------------------------------------------------------------------ advantages
+# ------------------------------------------------------------------------------------------------
+# advantages
 
 
 def weighted(batch: Batch, config: Any) -> Tensor:
     """A times the importance weight of the rollout."""
-    return batch.advantages if batch.rollout_is_weights is None else batch.advantages * batch.rollout_is_weights
+    return (
+        batch.advantages
+        if batch.rollout_is_weights is None
+        else batch.advantages * batch.rollout_is_weights
+    )
 
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
     """A times the geometric mean of the completion's importance weights (geo_mean)."""
     keep, a = batch.mask.bool(), batch.advantages
     if ((a == 0) & keep & (batch.row_mean(a.abs()) > 0)).any():
-        raise ValueError("advantages: geo_mean expects one advantage per completion, got single tokens with 0")
+        raise ValueError(
+            "advantages: geo_mean expects one advantage per completion, got single tokens with 0"
+        )
     if batch.rollout_is_weights is None:
         return a
     return a * torch.exp(batch.row_mean(torch.log(batch.rollout_is_weights + 1e-10)))
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight, and times what makes our min(r, 20) verl's min(r, clip_ratio_c)."""
+    """A times the importance weight, and times what makes our min(r, 20) verl's min(r,
+    clip_ratio_c).
+    """
     ratio = batch.log_ratio.exp()
-    return weighted(batch, config) * (ratio.clamp(max=ratio_cap(config, 20.0)) / ratio.clamp(max=DPPO_RATIO_CAP))
+    return weighted(batch, config) * (
+        ratio.clamp(max=ratio_cap(config, 20.0)) / ratio.clamp(max=DPPO_RATIO_CAP)
+    )
 
 
 def unweighted(batch: Batch, config: Any) -> Tensor:
     if batch.rollout_is_weights is not None:
-        raise ValueError("rollout_is_weights: dro expects None (its quadratic term has one weight), got a tensor")
+        raise ValueError(
+            "rollout_is_weights: dro expects None (its quadratic term has one weight), got a tensor"
+        )
     return batch.advantages
 
 
-# ------------------------------------------------------------------------------------------------ metrics
+# ------------------------------------------------------------------------------------------------
+# metrics
 
 
-def fractions(batch: Batch, clipped: Tensor | None, lower: Tensor | None, log_ratio: Tensor) -> Metrics:
+def fractions(
+    batch: Batch, clipped: Tensor | None, lower: Tensor | None, log_ratio: Tensor
+) -> Metrics:
     """verl's three metrics: fractions of tokens (0 for None), and the mean of -log r."""
     nothing = log_ratio.new_zeros(())
     low, high = (nothing if x is None else batch.mean(x) for x in (lower, clipped))
@@ -201,7 +227,9 @@ def cispo_metrics(batch: Batch, config: Any) -> Metrics:
     return fractions(batch, (ratio < 1 - low) | (ratio > 1 + high), None, log_ratio)
 
 
-def dppo_metrics(batch: Batch, config: Any, distance: Callable[[Tensor, Tensor], Tensor]) -> Metrics:
+def dppo_metrics(
+    batch: Batch, config: Any, distance: Callable[[Tensor, Tensor], Tensor]
+) -> Metrics:
     low, high = clip_range(config).values()
     p, p_old = batch.log_prob.exp(), batch.old_log_prob.exp()
     far = distance(p, p_old)
@@ -217,7 +245,9 @@ def total_variation(p: Tensor, p_old: Tensor) -> Tensor:
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
     """KL of (p_old, 1 - p_old) from (p, 1 - p), with verl's 1e-8."""
-    return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+    return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(
+        (1 - p_old + 1e-8) / (1 - p + 1e-8)
+    )
 
 
 def dppo_tv_metrics(batch: Batch, config: Any) -> Metrics:
@@ -241,7 +271,9 @@ LOSSES: dict[str, Recipe] = {
     "gspo": Recipe(named("gspo_token"), gspo_metrics, weighted),
     "cispo": Recipe(cispo, cispo_metrics, weighted),
     "sapo": Recipe(sapo, sapo_metrics, weighted, aggregation="seq-mean-token-mean"),
-    "geo_mean": Recipe(named("gmpo"), geo_mean_metrics, weighted_rows, aggregation="mean over all rows"),
+    "geo_mean": Recipe(
+        named("gmpo"), geo_mean_metrics, weighted_rows, aggregation="mean over all rows"
+    ),
     "dppo_tv": Recipe(named("dppo_tv"), dppo_tv_metrics, weighted_to_cap),
     "dppo_kl": Recipe(named("dppo_kl"), dppo_kl_metrics, weighted_to_cap),
     "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, no_metrics, weighted, has_old=False),

@@ -1,7 +1,7 @@
 """Row kernels in plain torch: the readable reference, for every device and dtype.
 
-Each door treats a chunk of rows of raw logits (C, V), raw = hidden·Wᵀ + bias, under a `LogitRule`. cpu/rows.py (C++)
-and gpu/rows.py (Triton) have the same doors.
+Each door treats a chunk of rows of raw logits (C, V), raw = hidden·Wᵀ + bias, under a `LogitRule`.
+cpu/rows.py (C++) and gpu/rows.py (Triton) have the same doors.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ def row_logps(
 ) -> RowStats:
     """(lse, logps, entropy) of every row, fp32 (C,). Columns at -inf contribute exactly 0.
 
-    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain. A row with a NaN or +inf
-    among its logits has lse and logp NaN.
+    logp = -log(1 + Σ_{others} e^z / e^(z_target)): nothing cancels when the model is certain. A row
+    with a NaN or +inf among its logits has lse and logp NaN.
     """
     z, _ = final_logits(logits, rule)
     columns = columns_of(target_ids, logits)[:, None]
     z_target = z.gather(-1, columns)
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
-    # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's softplus does).
+    # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's
+    # softplus does).
     logps = -torch.where(x > 20, x, torch.log1p(torch.exp(x)))
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
     is_sound = lse < torch.inf
@@ -78,8 +79,8 @@ def row_grad_(
 ) -> Tensor:  # (C, V)
     """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
 
-    A row whose two coefficients are zero becomes exact zeros, whatever it held. The target column's 1 - p is
-    -expm1(logp), so nothing cancels when the model is certain.
+    A row whose two coefficients are zero becomes exact zeros, whatever it held. The target column's
+    1 - p is -expm1(logp), so nothing cancels when the model is certain.
     """
     out = logits if out is None else out
     lse, logps, entropy = stats
@@ -109,15 +110,19 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`, `row_grad_`.
+    """Logits to the gradient of a token-level loss: `row_logps`, the leaf of `config.loss_type`,
+    `row_grad_`.
 
-    `out` (which may be `logits`) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t. A row whose target
-    lies outside [0, V) does not count: it is written as zeros and has loss 0, whatever it and its terms hold.
+    `out` (which may be `logits`) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t.
+    A row whose target lies outside [0, V) does not count: it is written as zeros and has loss 0,
+    whatever it and its terms hold.
     """
     stats = row_logps(logits, target_ids, rule, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
     counts = target_ids == columns_of(target_ids, logits)
     losses, grad = torch.where(counts, losses, 0.0), torch.where(counts, grad, 0.0)
-    grad_entropy = None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
+    grad_entropy = (
+        None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
+    )
     row_grad_(logits, target_ids, stats, grad, grad_entropy, rule, out=out)
     return RowLoss(*stats, losses, grad)

@@ -1,10 +1,10 @@
 """Which code runs: the one place that decides, by device, dtype and shape, and says so.
 
-A `Route` is the answer for one head or one matrix of logits, as a value that can be printed. GRPO_FAST_LOG=1 prints
-each one the first time it is taken. Environment:
+A `Route` is the answer for one head or one matrix of logits, as a value that can be printed.
+GRPO_FAST_LOG=1 prints each one the first time it is taken. Environment:
 
     GRPO_FAST_LOG=1                  say on stderr what runs
-    GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (default auto: see `own_product`)
+    GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `own_product`)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ logger = logging.getLogger("grpo_fast")
 BACKENDS = ("auto", "torch", "cpu", "triton")
 GEMMS = ("auto", "own", "vendor")
 PREFERRED = {"cpu": "cpu", "cuda": "triton"}  # kind of device → what "auto" takes where it runs
-# Below this many columns the C++ row kernels, which also take the loss's leaf, are as fast as those that start from
-# hidden, and take fewer Python calls.
+# Below this many columns the C++ row kernels, which also take the loss's leaf, are as fast as those
+# that start from hidden, and take fewer Python calls.
 FROM_HIDDEN = 2048
 
 if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
@@ -38,7 +38,7 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 
 
 class Kernels(NamedTuple):
-    """The doors of one backend (documented in reference.py, gpu/linear.py and gpu/exponentials.py)."""
+    """The doors of one backend (documented in reference.py, cpu/linear.py)."""
 
     row_logps: Callable
     row_grad_: Callable
@@ -53,7 +53,8 @@ class Route(NamedTuple):
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
         kernels: its doors; those that start from hidden are None where they are not taken.
-        exponentials: dtype of what `head_exponentials` writes, None where the logits are stored instead.
+        exponentials: dtype of what `head_exponentials` writes, None where the logits are stored
+            instead.
         product: whose matrix products: "own", "own, AMX", or "torch".
     """
 
@@ -63,8 +64,16 @@ class Route(NamedTuple):
     product: str
 
     def __str__(self) -> str:
-        stored = "logits" if self.exponentials is None else f"exponentials in {str(self.exponentials)[6:]}"
-        way = "row kernels" if self.kernels.head_logps is None else f"kernels from hidden, {stored} stored"
+        stored = (
+            "logits"
+            if self.exponentials is None
+            else f"exponentials in {str(self.exponentials)[6:]}"
+        )
+        way = (
+            "row kernels"
+            if self.kernels.head_logps is None
+            else f"kernels from hidden, {stored} stored"
+        )
         return f"{self.backend} backend, {way}, products: {self.product}"
 
 
@@ -87,24 +96,34 @@ def head_route(backend: str, weight: Tensor) -> Route:
     if name == "triton":
         stored = torch.bfloat16 if weight.dtype == torch.bfloat16 else None
         return _said(name, "from hidden", product, stored)
-    if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN and loader.load("linear") is None:
+    if (
+        name == "cpu"
+        and is_own
+        and weight.shape[0] >= FROM_HIDDEN
+        and loader.load("linear") is None
+    ):
         stored = POSITIVE16 if weight.dtype == torch.bfloat16 else torch.float32
         return _said(name, "from hidden", product, stored)
     return _said(name, None, product)
 
 
 def own_product(x: Tensor) -> bool:
-    """Whether products with x as their second operand go through our own matrix product (csrc) instead of torch's.
+    """Whether products with x as their second operand go through our own matrix product (csrc)
+    instead of torch's.
 
-    torch multiplies fp32 through MKL, which gives an AMD core half of what it can do; and it rounds a bf16 product to
-    bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that are not Intel's, and for bf16 wherever
-    the CPU multiplies 16-bit numbers. Elsewhere the vendor's product is as good, or 16-bit numbers are widened. Where
-    the user lets torch round fp32 operands (medium matmul precision on AMX), ours keeps the loss in fp32.
+    torch multiplies fp32 through MKL, which gives an AMD core half of what it can do; and it rounds
+    a bf16 product to bf16, which moves logps by 1e-2. So ours is taken for fp32 on x86 CPUs that
+    are not Intel's, and for bf16 wherever the CPU multiplies 16-bit numbers. Elsewhere the vendor's
+    product is as good, or 16-bit numbers are widened. Where the user lets torch round fp32 operands
+    (medium matmul precision on AMX), ours keeps the loss in fp32.
     """
     if not x.is_cpu or _gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    return not (x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto") or gemm.vendor_rounds()
+    return (
+        not (x.dtype == torch.float32 and is_intel and _gemm_choice() == "auto")
+        or gemm.vendor_rounds()
+    )
 
 
 @functools.cache
@@ -118,8 +137,8 @@ def _gemm_choice() -> str:
 def _resolved(backend: str, x: Tensor) -> str:
     """An explicit name never falls back: it works or says why not.
 
-    "auto" is csrc on the CPU where it can be built, Triton on a GPU, and plain torch elsewhere and for fp64, which is
-    the reference's own dtype.
+    "auto" is csrc on the CPU where it can be built, Triton on a GPU, and plain torch elsewhere and
+    for fp64, which is the reference's own dtype.
     """
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
@@ -145,7 +164,8 @@ def fallback_reason(device_type: str) -> str | None:
 def _auto(device_type: str) -> str:
     reason = fallback_reason(device_type)
     if reason:
-        # What is wrong with the C++ kernels was told by their loader, at the level that it deserves.
+        # What is wrong with the C++ kernels was told by their loader, at the level that it
+        # deserves.
         level = logging.INFO if device_type == "cpu" else logging.WARNING
         logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
     return "torch" if reason else PREFERRED.get(device_type, "torch")
@@ -164,12 +184,15 @@ def unavailable(backend: str, device_type: str) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
         if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "the tensors are on the CPU (set TRITON_INTERPRET=1 before the first import to interpret kernels)"
+            hint = "set TRITON_INTERPRET=1 before the first import to interpret kernels"
+            return f"the tensors are on the CPU ({hint})"
     return None
 
 
 @functools.cache
-def _said(backend: str, start: str | None, product: str, stored: torch.dtype | None = None) -> Route:
+def _said(
+    backend: str, start: str | None, product: str, stored: torch.dtype | None = None
+) -> Route:
     """The route with its doors; logged when it is first taken."""
     folder = {"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend]
     rows = importlib.import_module(f"grpo_fast.kernels.{folder}")
@@ -177,8 +200,14 @@ def _said(backend: str, start: str | None, product: str, stored: torch.dtype | N
     if start is not None:
         folder = "cpu" if backend == "cpu" else "gpu"
         head = importlib.import_module(f"grpo_fast.kernels.{folder}.linear")
-        weights = head if backend == "cpu" else importlib.import_module("grpo_fast.kernels.gpu.exponentials")
-        kernels = kernels._replace(head_logps=head.head_logps, head_exponentials=weights.head_exponentials)
+        weights = (
+            head
+            if backend == "cpu"
+            else importlib.import_module("grpo_fast.kernels.gpu.exponentials")
+        )
+        kernels = kernels._replace(
+            head_logps=head.head_logps, head_exponentials=weights.head_exponentials
+        )
     route = Route(backend, kernels, stored, product)
     logger.info("grpo_fast: %s", route)
     return route

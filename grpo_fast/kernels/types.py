@@ -1,4 +1,4 @@
-"""What the floors of the kernels hand to each other. Rows: T active tokens, or the C of one chunk."""
+"""What the floors of the kernels hand to each other. Rows: T active tokens, or C of a chunk."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class LogitRule(NamedTuple):
 
 
 class ActiveRows(NamedTuple):
-    """The T rows that have a target, how they lie among the N of the caller, and their logits' rule."""
+    """The T rows that have a target, how they lie among the N of the caller, and their logits'
+    rule.
+    """
 
     num_rows: int  # N
-    index: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
+    kept: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
     target_ids: Tensor  # (T,) int64, inside [0, V)
     rule: LogitRule  # temperature: a float, or (T,)
     hidden_index: Tensor | None  # (T,) int64: the row of hidden that predicts each target; None: t
@@ -47,13 +49,13 @@ class ActiveRows(NamedTuple):
 
     def active(self, x: Tensor) -> Tensor:
         """(N, …) → (T, …)."""
-        return x if self.index is None else x.index_select(0, self.index)
+        return x if self.kept is None else x.index_select(0, self.kept)
 
     def to_rows(self, x: Tensor, fill: int = 0) -> Tensor:
         """(T,) → (N,), `fill` where a row is not active."""
-        if self.index is None:
+        if self.kept is None:
             return x
-        return x.new_full((self.num_rows,), fill).index_copy_(0, self.index, x)
+        return x.new_full((self.num_rows,), fill).index_copy_(0, self.kept, x)
 
 
 class RowLoss(NamedTuple):
@@ -99,10 +101,12 @@ class AddedRows(NamedTuple):
 
 
 class Dominant(NamedTuple):
-    """n elements of a matrix (C, V) in 16 bits that make up more than a 16th of their row; at most 16 of a row.
+    """n elements of a matrix (C, V) in 16 bits that make up more than a 16th of their row; at most
+    16 of a row.
 
-    A row of dH is Σ_j d_j·(W_j - W_target). Where one j has most of it and W_j resembles W_target the two nearly
-    cancel, and the digits that d_j lost are a large part of what is left: that is added to dH in fp32.
+    A row of dH is Σ_j d_j·(W_j - W_target). Where one j has most of it and W_j resembles W_target
+    the two nearly cancel, and the digits that d_j lost are a large part of what is left: that is
+    added to dH in fp32.
     """
 
     rows: Tensor  # (n,) int64
@@ -110,7 +114,7 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rest(self, matrix: Tensor) -> Dominant:
-        """What is left of the values when the product has taken those of `matrix`, rounded to bf16."""
+        """What is left of the values when the product took those of `matrix`, rounded to bf16."""
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
@@ -124,7 +128,9 @@ class Dominant(NamedTuple):
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
-        """The rows for dH: one target for each row of the result, and these, times the scale (C,) of their row."""
+        """The rows for dH: one target for each row of the result, and these, times the scale (C,)
+        of their row.
+        """
         assert targets.rows is not None
         return AddedRows(
             torch.cat([targets.coefficients, scales[self.rows] * self.values]),
@@ -140,8 +146,8 @@ class Dominant(NamedTuple):
 class Exponentials(NamedTuple):
     """What `head_exponentials` says of its rows, beside the matrix E it writes.
 
-    The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, with g·target_unit in the targets'
-    columns, where E is 0. Every E is finite.
+    The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, with
+    g·target_unit in the targets' columns, where E is 0. Every E is finite.
     """
 
     stats: RowStats
@@ -179,7 +185,7 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def detached(x: Tensor) -> Tensor:
-    """Autograd never looks into the kernels. (A detach costs a microsecond, as 500 exponentials.)"""
+    """Autograd never looks into the kernels. (A detach costs a microsecond.)"""
     return x.detach() if x.requires_grad else x
 
 

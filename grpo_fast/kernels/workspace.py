@@ -1,4 +1,6 @@
-"""The workspace of the chunk loop: how large it may be, on which pages it lies, where it waits for the next call."""
+"""The workspace of the chunk loop: how large it may be, on which pages it lies, where it waits for
+the next call.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,17 @@ import sys
 import torch
 from torch import Tensor
 
-# Buffers of this many bytes get huge pages (the value of MADV_HUGEPAGE is part of Linux's interface).
+# Buffers of this many bytes get huge pages (the value of MADV_HUGEPAGE is part of Linux's
+# interface).
 HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
 
 
 def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
-    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 1 GiB on a GPU, 128 Mi logits on the CPU.
+    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 1 GiB on a GPU, 128 Mi
+    logits on the CPU.
 
-    These take 512 MiB in fp32 and 256 MiB at 16 bits. A second chunk costs a second sweep of W and dW.
+    These take 512 MiB in fp32 and 256 MiB at 16 bits. A second chunk costs a second sweep of W and
+    dW.
     """
     default = 1024 if device.type == "cuda" else 128 * bytes_per_logit
     text = os.environ.get("GRPO_FAST_WORKSPACE_MIB", str(default))
@@ -26,9 +31,12 @@ def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
     return int(text) << 20
 
 
-# A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a small loss 20%.
+# A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a
+# small loss 20%.
 KEPT_BYTES = 128 << 20
-_spare: list[Tensor] = []  # at most one; taken and put by single operations, which threads cannot tear
+_spare: list[
+    Tensor
+] = []  # at most one; taken and put by single operations, which threads cannot tear
 
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,7 +49,11 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
             pass  # another thread was faster
     if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
         return on_huge_pages(like.new_empty((rows, columns), dtype=dtype))
-    return kept if kept.shape == (rows, columns) else kept.view(-1)[: rows * columns].view(rows, columns)
+    return (
+        kept
+        if kept.shape == (rows, columns)
+        else kept.view(-1)[: rows * columns].view(rows, columns)
+    )
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
@@ -59,12 +71,20 @@ def drop_workspace() -> None:
 
 
 def on_huge_pages(buffer: Tensor) -> Tensor:
-    """Ask Linux for 2 MiB pages under a large fresh CPU buffer: a page fault per 4 KiB costs 10% of a small loss."""
+    """Ask Linux for 2 MiB pages under a large fresh CPU buffer: a page fault per 4 KiB costs 10% of
+    a small loss.
+    """
     size = buffer.numel() * buffer.element_size()
-    if buffer.device.type == "cpu" and size >= HUGE_FROM and sys.platform == "linux" and type(buffer) is Tensor:
+    if (
+        buffer.device.type == "cpu"
+        and size >= HUGE_FROM
+        and sys.platform == "linux"
+        and type(buffer) is Tensor
+    ):
         start = -(-buffer.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         length = (buffer.data_ptr() + size - start) // HUGE_PAGE * HUGE_PAGE
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)  # a hint: failure is no error
+        # A hint: failure is no error.
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
     return buffer
 
 

@@ -1,15 +1,16 @@
 """What autograd sees of the passes, outside of torch.compile (operators.py has the rest).
 
-A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands them over, once, so
-that they can become `.grad` without a copy; a second backward through a retained graph computes them again. Logps keep
-the logits (or exponentials) of as many rows as the workspace holds until the first backward, which forms the others
-again: 6 to 8·N·V·H flops for the linear ones, 6 where one chunk holds the batch. A double backward is refused.
+A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands
+them over, once, so that they can become `.grad` without a copy; a second backward through a
+retained graph computes them again. Logps keep the logits (or exponentials) of as many rows as the
+workspace holds until the first backward, which forms the others again: 6 to 8·N·V·H flops for the
+linear ones, 6 where one chunk holds the batch. A double backward is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
-from grpo_fast.loss import checks
+from grpo_fast.loss import values
+from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
 from grpo_fast.loss.passes import LogitsSweep, LossResult, Sweep, kernel_precision
 
@@ -35,7 +37,9 @@ def wants_gradient(*tensors: Tensor | None) -> list[bool]:
 
 
 class Formed(torch.autograd.Function):
-    """A loss pass `run(*tensors) -> LossResult`; its outputs are loss, logps, entropy and what was filtered."""
+    """A loss pass `run(*tensors) -> LossResult`; its outputs are loss, logps, entropy and what was
+    filtered.
+    """
 
     @staticmethod
     def forward(ctx, run, *tensors):
@@ -61,7 +65,8 @@ class Overwriting(torch.autograd.Function):
     def forward(ctx, run, logits):
         result = run(logits.detach())
         if result.gradients[0].numel():
-            # Autograd does not see the kernels write: an operator that saved the logits must hear of it.
+            # Autograd does not see the kernels write: an operator that saved the logits must hear
+            # of it.
             torch.autograd.graph.increment_version(logits)
         return _outputs(ctx, (logits,), result)
 
@@ -85,8 +90,12 @@ def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
 
 
 def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
-    """The gradients that a pass formed and their units; None for those nobody wanted (of another shape)."""
-    factors = units.detach().unbind() if units is not None and units.numel() else [None] * len(gradients)
+    """The gradients that a pass formed and their units; None for those nobody wanted (of another
+    shape).
+    """
+    factors = (
+        units.detach().unbind() if units is not None and units.numel() else [None] * len(gradients)
+    )
     return [
         (x.detach() if like is not None and x.shape == like.shape else None, unit)
         for like, x, unit in zip(tensors, gradients, factors, strict=True)
@@ -104,7 +113,9 @@ def handed_over(
     kept, ctx.kept = ctx.kept, None
     kept = again() if kept is None else kept
     return [
-        scale_(x, grad_loss if unit is None else grad_loss * unit) if need and x is not None else None
+        scale_(x, grad_loss if unit is None else grad_loss * unit)
+        if need and x is not None
+        else None
         for (x, unit), need in zip(kept, needs_grad, strict=True)
     ]
 
@@ -122,19 +133,6 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 
 
 # ---- logps: gradients are formed when their upstream is known ----
-
-
-class RowOptions(NamedTuple):
-    """How logps are computed, beside the tensors they come from."""
-
-    hidden_rows: Tensor | None  # the shape of target_ids
-    target_ids: Tensor  # (B, L) or (T,)
-    temperatures: Tensor | None  # the shape of target_ids
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-    return_entropy: bool
-    backend: str
 
 
 class RowPass:
@@ -158,7 +156,7 @@ class RowPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        checks.logps(logps, "auto")
+        values.logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
         return (spread(self._selected(logps)), flat, spread(lse)), stats
@@ -167,7 +165,8 @@ class RowPass:
         self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor, ...]:
         g, g_entropy = (
-            None if d is None else self._selected(self.rows.active(d).float()) for d in (d_logps, d_entropy)
+            None if d is None else self._selected(self.rows.active(d).float())
+            for d in (d_logps, d_entropy)
         )
         if g is None:
             assert g_entropy is not None
@@ -186,15 +185,18 @@ class RowPass:
 
 def _find_rows(tensors: tuple, options: RowOptions) -> tuple[ActiveRows, Tensor | None]:
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
+    targets = Targets(vocab, options.hidden_rows, len(tensors[0]))
     temperature = options.temperature if options.temperatures is None else options.temperatures
     rule = LogitRule(options.logit_scale, options.softcap, temperature)
-    return rows_of_targets(options.target_ids, rule, vocab, options.hidden_rows, len(tensors[0]))
+    return rows_of_targets(options.target_ids, rule, targets)
 
 
 def _sweep(tensors: tuple, rows: ActiveRows, backend: str, entropy_gradient: bool) -> Sweep:
     if len(tensors) == 1:
         return LogitsSweep(tensors[0], None, rows, rows_route(backend, tensors[0]))
-    return LinearHead(*tensors, rows, head_route(backend, tensors[1]), entropy_gradient=entropy_gradient)
+    hidden, weight, bias = tensors
+    route = head_route(backend, weight)
+    return LinearHead(hidden, weight, bias, rows, route, entropy_gradient=entropy_gradient)
 
 
 class Recalled(torch.autograd.Function):
@@ -219,9 +221,14 @@ class Recalled(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if d_logps is None and d_entropy is None:
             return (None,) * (2 + len(needs))
-        saved = ctx.saved_tensors  # also where they are not needed: it refuses what was changed since
+        # Also where they are not needed: it refuses what was changed since.
+        saved = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        if kept is not None and d_entropy is not None and not kept[0].sweep.chunk.has_entropy_gradient:
+        if (
+            kept is not None
+            and d_entropy is not None
+            and not kept[0].sweep.chunk.has_entropy_gradient
+        ):
             kept = None  # exponentials know the logps' gradient only: the logits are formed again
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if kept is None:

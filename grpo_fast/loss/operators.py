@@ -1,7 +1,8 @@
 """The passes as custom operators: what `torch.compile(fullgraph=True)` puts into its graph.
 
-Here alone a batch is a row of arguments: an operator's schema knows tensors and numbers. What it runs is what runs
-without torch.compile (the dispatcher costs 0.2 ms a call, so it is left out there).
+Here alone a batch is a row of arguments: an operator's schema knows tensors and numbers. What it
+runs is what runs without torch.compile (the dispatcher costs 0.2 ms a call, so it is left out
+there).
 """
 
 from __future__ import annotations
@@ -15,34 +16,37 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.half_range import needs_range
 from grpo_fast.kernels.types import Wanted
-from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowOptions, RowPass, handed_over, kept_gradients
+from grpo_fast.loss.arguments import Given, Options, RowOptions, Targets
+from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowPass, handed_over, kept_gradients
 from grpo_fast.loss.batch import TokenBatch
-from grpo_fast.loss.passes import LossResult, Options, linear_loss, logits_loss, logps_loss
+from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# What `TokenBatch.build` is given per token and per step, in the order of the schemas.
-PER_TOKEN = {
-    "completion_mask": "Tensor?", "cu_seqlens": "Tensor?", "old_logps": "Tensor?", "ref_logps": "Tensor?",
-    "sampling_logps": "Tensor?", "num_items_in_batch": "Tensor?", "num_completions_in_batch": "Tensor?",
-}  # fmt: skip
 BATCH = ", ".join(
-    ["Tensor like, Tensor advantages", *(f"{kind} {name}" for name, kind in PER_TOKEN.items())]
+    [f"Tensor{'' if name in ('like', 'advantages') else '?'} {name}" for name in Given._fields]
     + ["Tensor? temperature, str config"]
 )
-SAMPLING = 2 + list(PER_TOKEN).index("sampling_logps")  # its place in such a row
+SAMPLING = Given._fields.index("sampling_logps")  # its place in such a row
 OPTIONS = "bool[] wanted, str backend, str validate, Tensor? hidden_rows, float? grad_filter"
-LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor units"  # the gradients follow
+# the gradients follow
+LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor units"
 ROWS = (
-    "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, float? softcap, "
+    "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, float? "
+    "softcap, "
     "float logit_scale, bool return_entropy, str backend"
 )
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
-HEAD, D_HEAD = "Tensor hidden, Tensor weight, Tensor? bias", "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
+HEAD, D_HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias",
+    "Tensor d_hidden, Tensor d_weight, Tensor d_bias",
+)
 
 
 class LossPass(NamedTuple):
-    """A loss as an operator: its differentiable tensors, their gradients, what runs, and the V of its tensors."""
+    """A loss as an operator: its differentiable tensors, their gradients, what runs, and the V of
+    its tensors.
+    """
 
     tensors: str
     gradients: str
@@ -50,7 +54,7 @@ class LossPass(NamedTuple):
     vocab: Callable[[tuple], int | None]
 
     @property
-    def count(self) -> int:
+    def num_tensors(self) -> int:
         return self.tensors.count("Tensor")
 
 
@@ -58,74 +62,83 @@ LOSSES = {
     "linear": LossPass(HEAD, D_HEAD, linear_loss, lambda x: x[1].shape[0]),
     "logits": LossPass("Tensor logits", "Tensor d_logits", logits_loss, lambda x: x[0].shape[1]),
     "given_logps": LossPass(
-        "Tensor logps, Tensor? entropy", "Tensor d_logps, Tensor d_entropy", logps_loss, lambda x: None
+        "Tensor logps, Tensor? entropy",
+        "Tensor d_logps, Tensor d_entropy",
+        logps_loss,
+        lambda x: None,
     ),
 }
 library = torch.library.Library("grpo_fast", "DEF")
 
 
 def build(
-    loss: LossPass, tensors: tuple, options: Options, like: Tensor, advantages: Tensor, config: LossConfig, tokens: dict
+    loss: LossPass, tensors: tuple, options: Options, config: LossConfig, given: Given
 ) -> TokenBatch:
     """The batch of a loss with these tensors."""
-    rows = {} if options.hidden_rows is None else {"hidden_rows": options.hidden_rows, "num_hidden": len(tensors[0])}
-    return TokenBatch.build(
-        like, advantages, config, vocab_size=loss.vocab(tensors), validate=options.validate, **rows, **tokens
-    )
+    vocab_size, targets = loss.vocab(tensors), None
+    if vocab_size is not None:
+        targets = Targets(vocab_size, options.hidden_rows, len(tensors[0]))
+    return TokenBatch.build(config, given, targets, options.validate)
 
 
 def compiled_loss(
-    name: str, tensors: tuple, options: Options, like: Tensor, advantages: Tensor, config: LossConfig, tokens: dict
+    name: str, tensors: tuple, options: Options, config: LossConfig, given: Given
 ) -> tuple[tuple, Callable[..., dict[str, Tensor]]]:
-    """(loss, logps, entropy, filtered), and what gives the metrics of such logps and entropies, as graph nodes."""
-    row = _row(like, advantages, config, tokens)
-    outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *options, *row)[:4]
+    """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics of these."""
+    row = _row(config, given)
+    outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *options, *row)
+    loss, logps, entropy, filtered = outputs[:4]
+    entropy = entropy if entropy.numel() or config.needs_entropy else None
+    filtered = None if options.grad_filter is None else filtered
     # Copies: the caller may reuse its buffers before the metrics are read.
     kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in row]
-    present = (True, True, outputs[2].numel() or config.needs_entropy, options.grad_filter is not None)
-    metrics_of = partial(_metrics, kept, config)
-    return tuple(x if there else None for x, there in zip(outputs, present, strict=True)), metrics_of
+    return (loss, logps, entropy, filtered), partial(_metrics, kept, config)
 
 
 def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Flat logps and entropies ((0,) unless wanted) from (hidden, weight, bias) or from (logits,), as a graph node."""
+    """A node of the graph: flat logps and entropies ((0,) unless wanted)."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     return getattr(torch.ops.grpo_fast, name)(*tensors, *options)[:2]
 
 
-def _row(like: Tensor, advantages: Tensor, config: LossConfig, tokens: dict) -> list:
+def _row(config: LossConfig, given: Given) -> list:
     """The arguments of BATCH."""
 
-    def tensor(value: Any) -> Tensor | None:
-        is_number = value is not None and not isinstance(value, Tensor)
-        return torch.full((), float(value), dtype=torch.float64, device=like.device) if is_number else value
+    def tensor(x: Any) -> Tensor | None:
+        if x is None or isinstance(x, Tensor):
+            return x
+        return torch.full((), float(x), dtype=torch.float64, device=given.like.device)
 
+    given = given._replace(like=given.like.detach())
     temperature = config.temperature if isinstance(config.temperature, Tensor) else None
-    return [like.detach(), advantages, *(tensor(tokens.get(name)) for name in PER_TOKEN), temperature, config.key]
+    return [*(tensor(x) for x in given), temperature, config.key]
 
 
-def _unpacked(row: tuple) -> tuple[Tensor, Tensor, LossConfig, dict]:
-    like, advantages, *values, temperature, key = row
+def _unpacked(row: tuple) -> tuple[LossConfig, Given]:
+    *given, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)
-    return like, advantages, config, dict(zip(PER_TOKEN, values, strict=True))
+    return config, Given(*given)
 
 
-def _metrics(row: list, config: LossConfig, logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+def _metrics(
+    row: list, config: LossConfig, logps: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
     names = metric_names(config, row[SAMPLING] is not None, entropy is not None)
     return dict(zip(names, torch.ops.grpo_fast.metrics(logps, entropy, *row).unbind(), strict=True))
 
 
 def metrics(logps: Tensor, entropy: Tensor | None, *row: Any) -> Tensor:
     """(K,) in the order of `metric_names`."""
-    like, advantages, config, tokens = _unpacked(row)
-    batch = TokenBatch.build(like, advantages, config, **tokens)
+    batch = TokenBatch.build(*_unpacked(row))
     return torch.stack(list(batch.metrics(logps, entropy).values()))
 
 
 def metrics_fake(logps, entropy, *row):
-    names = metric_names(LossConfig.from_key(row[-1]), row[SAMPLING] is not None, entropy is not None)
-    return logps.new_empty(len(names))
+    config = LossConfig.from_key(row[-1])
+    return logps.new_empty(
+        len(metric_names(config, row[SAMPLING] is not None, entropy is not None))
+    )
 
 
 def _empty(like: Tensor, *shape: Any) -> Tensor:
@@ -133,11 +146,15 @@ def _empty(like: Tensor, *shape: Any) -> Tensor:
 
 
 def _gradient(x: Tensor, is_wanted: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format) if is_wanted else x.new_empty(0)
+    if not is_wanted:
+        return x.new_empty(0)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _register(name: str, schema: str, run: Callable, fake: Callable, backward: Callable | None = None) -> None:
-    """Define an operator: its kernel, its shapes and, with `backward(ctx, inputs, output, grads)`, its gradients."""
+def _register(
+    name: str, schema: str, run: Callable, fake: Callable, backward: Callable | None = None
+) -> None:
+    """Define an operator: kernel, shapes and, by `backward(ctx, inputs, grads)`, its gradients."""
     library.define(f"{name}{schema}")
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"grpo_fast::{name}", fake, lib=library)
@@ -158,11 +175,13 @@ def _register(name: str, schema: str, run: Callable, fake: Callable, backward: C
         found = backward(ctx, inputs, grads)
         return *found, *[None] * (len(inputs) - len(found))
 
-    torch.library.register_autograd(f"grpo_fast::{name}", recall, setup_context=remember, lib=library)
+    torch.library.register_autograd(
+        f"grpo_fast::{name}", recall, setup_context=remember, lib=library
+    )
 
 
 def _register_loss(name: str, loss: LossPass) -> None:
-    count = loss.count
+    count = loss.num_tensors
 
     def split(inputs: Any) -> tuple[tuple, Options, tuple]:
         inputs = tuple(inputs)
@@ -170,24 +189,26 @@ def _register_loss(name: str, loss: LossPass) -> None:
 
     def run(*inputs):
         tensors, options, row = split(inputs)
-        result = loss.run(*tensors, batch=build(loss, tensors, options, *_unpacked(row)), options=options)
-        extras = (result.loss.new_empty(0) if x is None else x for x in (result.entropy, result.filtered, result.units))
+        batch = build(loss, tensors, options, *_unpacked(row))
+        result = loss.run(*tensors, batch=batch, options=options)
+        extras = result.entropy, result.filtered, result.units
+        extras = (result.loss.new_empty(0) if x is None else x for x in extras)
         return (result.loss, result.logps, *extras, *result.gradients)
 
     def fake(*inputs):
         tensors, options, row = split(inputs)
-        x, like, config = tensors[0], row[0], LossConfig.from_key(row[-1])
-        wanted = options.wanted
-        has_entropy = config.needs_entropy
+        x, rows, config = tensors[0], row[0].numel(), LossConfig.from_key(row[-1])
+        wanted, has_entropy, units = options.wanted, config.needs_entropy, 0
         if loss.run is logps_loss:
             has_entropy = tensors[1] is not None
             wanted = [True, has_entropy and config.entropy_coef != 0]
             tensors = tuple(x.float() for _ in wanted)
-        units = len(tensors) if any(wanted) and needs_range(x.dtype) and loss.run is not logps_loss else 0
-        sizes = like.numel() if has_entropy else 0, 0 if options.grad_filter is None else 2, units
+        elif any(wanted) and needs_range(x.dtype):
+            units = len(tensors)
+        sizes = rows, rows if has_entropy else 0, 0 if options.grad_filter is None else 2, units
         likes = (tensors[0] if t is None else t for t in tensors)
         gradients = (_gradient(t, is_wanted) for t, is_wanted in zip(likes, wanted, strict=False))
-        return (_empty(x), _empty(x, like.numel()), *(_empty(x, n) for n in sizes), *gradients)
+        return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
 
     def backward(ctx, inputs, grads):
         def kept(output):
@@ -213,10 +234,12 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     def fake(*inputs):
         options = RowOptions(*inputs[count:])
         rows = options.target_ids.numel()
-        return tuple(_empty(inputs[0], n) for n in (rows, rows if options.return_entropy else 0, rows))
+        return tuple(
+            _empty(inputs[0], n) for n in (rows, rows if options.return_entropy else 0, rows)
+        )
 
     def as_output(found: tuple) -> Any:
-        return found[0] if count == 1 else tuple(found)  # an operator with one output returns it, no tuple
+        return found[0] if count == 1 else tuple(found)  # one output is no tuple
 
     def run_grad(*inputs):
         *rest, d_logps, d_entropy, wanted = inputs
@@ -227,7 +250,9 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
 
     def fake_grad(*inputs):
         likes = (inputs[0] if x is None else x for x in inputs[:count])
-        return as_output(tuple(_gradient(x, is_wanted) for x, is_wanted in zip(likes, inputs[-1], strict=True)))
+        return as_output(
+            tuple(_gradient(x, is_wanted) for x, is_wanted in zip(likes, inputs[-1], strict=True))
+        )
 
     def backward(ctx, inputs, grads):
         needs = ctx.needs_input_grad[:count]
@@ -239,7 +264,8 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         return [x if need else None for x, need in zip(found, needs, strict=True)]
 
     _register(f"{name}_logps", f"({tensors}, {ROWS}) -> ({STATS})", run, fake, backward)
-    schema = f"({tensors}, {ROWS}, {STATS}, Tensor? d_logps, Tensor? d_entropy, bool[] wanted) -> ({gradients})"
+    upstream = "Tensor? d_logps, Tensor? d_entropy, bool[] wanted"
+    schema = f"({tensors}, {ROWS}, {STATS}, {upstream}) -> ({gradients})"
     _register(f"{name}_logps_grad", schema, run_grad, fake_grad)
 
 

@@ -1,7 +1,9 @@
-"""The passes behind the public functions: hidden, logits or logps in; loss and gradients out, no autograd.
+"""The passes behind the public functions: hidden, logits or logps in; loss and gradients out, no
+autograd.
 
-Gradients are formed in the forward, for an upstream gradient of 1 (autograd.py multiplies by what comes). A sweep goes
-through the rows of a head (`LinearHead`) or of given logits (`LogitsSweep`); both have the same three methods.
+Gradients are formed in the forward, for an upstream gradient of 1 (autograd.py multiplies by what
+comes). A sweep goes through the rows of a head (`LinearHead`) or of given logits (`LogitsSweep`);
+both have the same three methods.
 """
 
 from __future__ import annotations
@@ -18,24 +20,16 @@ from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead, joined
 from grpo_fast.kernels.route import Route, head_route, rows_route
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
-from grpo_fast.loss import checks
+from grpo_fast.loss import checks, values
+from grpo_fast.loss.arguments import Options
 from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.objective.coefficients import RowTerms, row_terms, token_loss
 from grpo_fast.objective.config import LossConfig
 
-# Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from cache.
+# Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from
+# cache.
 CPU_BLOCK_BYTES = 4 << 20
 UNCHANGED = nullcontext()
-
-
-class Options(NamedTuple):
-    """How a loss is computed, beside its tensors and its batch."""
-
-    wanted: list[bool]  # which of the differentiable tensors somebody will ask a gradient of
-    backend: str = "auto"
-    validate: str = "auto"
-    hidden_rows: Tensor | None = None  # the shape of target_ids
-    grad_filter: float | None = None
 
 
 class LossResult(NamedTuple):
@@ -46,7 +40,9 @@ class LossResult(NamedTuple):
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) where nobody wants one
     filtered: Tensor | None = None  # (2,) what grad_filter left out (kernels/head/grad_filter.py)
-    units: Tensor | None = None  # (K,) fp32: what each gradient is to be multiplied by (kernels/head/half_range.py)
+    units: Tensor | None = (
+        None  # (K,) fp32: what each gradient is to be multiplied by (kernels/head/half_range.py)
+    )
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -59,11 +55,13 @@ def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:
 class LogitsSweep:
     """The row kernels over given logits, block by block of rows; what does not count is inert.
 
-    Token-local losses read every row once and write its gradient once, in one kernel. Others read every row twice.
+    Token-local losses read every row once and write its gradient once, in one kernel. Others read
+    every row twice.
 
     Args:
         logits: (N, V), rows contiguous.
-        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory when a gradient is asked for.
+        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory when a gradient is
+            asked for.
     """
 
     held, has_entropy_gradient, filtered = None, True, None
@@ -79,7 +77,9 @@ class LogitsSweep:
     def _blocks(self) -> Iterator[slice]:
         rows = step = self.logits.shape[0]
         if self.logits.device.type == "cpu":
-            step = max(CPU_BLOCK_BYTES // max(self.logits.shape[1] * self.logits.element_size(), 1), 16)
+            step = max(
+                CPU_BLOCK_BYTES // max(self.logits.shape[1] * self.logits.element_size(), 1), 16
+            )
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))
 
@@ -97,13 +97,19 @@ class LogitsSweep:
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of the active rows, (T,) fp32."""
         parts = [
-            self.kernels.row_logps(self.logits[b], self.targets[b], self.rule.rows(b), return_entropy=return_entropy)
+            self.kernels.row_logps(
+                self.logits[b], self.targets[b], self.rule.rows(b), return_entropy=return_entropy
+            )
             for b in self._blocks()
         ]
         return self._active(parts, return_entropy)  # type: ignore[return-value]
 
-    def loss_gradients(self, terms: RowTerms, config: LossConfig, wanted: Wanted) -> tuple[RowLoss, tuple[Tensor]]:
-        """Row losses of the active rows, and (d-logits,), of a loss whose coefficients follow row by row."""
+    def loss_gradients(
+        self, terms: RowTerms, config: LossConfig, wanted: Wanted
+    ) -> tuple[RowLoss, tuple[Tensor]]:
+        """Row losses of the active rows, and (d-logits,), of a loss whose coefficients follow row
+        by row.
+        """
         out, spread, parts = self._written(), terms.map(self.rows.to_rows), []
         for b in self._blocks():
             part = self.kernels.row_loss_(
@@ -113,17 +119,21 @@ class LogitsSweep:
             parts.append(part)
         return RowLoss(*self._active(parts, config.needs_entropy)), (out,)
 
-    def gradients(self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted) -> tuple[Tensor]:
+    def gradients(
+        self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
+    ) -> tuple[Tensor]:
         """(d-logits,) of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         if not any(wanted):
             return (self.logits.new_empty(0),)
         out = self._written()
-        g, g_entropy, *stats = (None if x is None else self.rows.to_rows(x) for x in (g, g_entropy, *known))
+        g, g_entropy, *stats = (
+            None if x is None else self.rows.to_rows(x) for x in (g, g_entropy, *known)
+        )
         for b in self._blocks():
             cut = tuple(None if x is None else x[b] for x in stats)
             self.kernels.row_grad_(
-                self.logits[b], self.targets[b], cut, g[b], None if g_entropy is None else g_entropy[b],
-                self.rule.rows(b), out=out[b],
+                self.logits[b], self.targets[b], cut, g[b],
+                None if g_entropy is None else g_entropy[b], self.rule.rows(b), out=out[b],
             )  # fmt: skip
         return (out,)
 
@@ -146,8 +156,9 @@ def linear_loss(
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
     head = LinearHead(
-        hidden, weight, bias, batch.rows, head_route(options.backend, weight), tolerance=options.grad_filter,
-        entropy_gradient=batch.config.entropy_coef != 0, is_wide=needs_range(hidden.dtype),
+        hidden, weight, bias, batch.rows, head_route(options.backend, weight),
+        tolerance=options.grad_filter, entropy_gradient=batch.config.entropy_coef != 0,
+        is_wide=needs_range(hidden.dtype),
     )  # fmt: skip
     wanted = Wanted(*options.wanted)
     if not (any(wanted) and needs_range(hidden.dtype)):
@@ -156,7 +167,9 @@ def linear_loss(
     result, unit = _swept(head, batch, options, wanted), batch.tokens.unit
     kept = [narrowed(x, hidden.dtype) if x.numel() else (x, unit) for x in result.gradients]
     units = torch.stack([x / unit for _, x in kept])
-    return result._replace(loss=result.loss / unit, gradients=tuple(x for x, _ in kept), units=units)
+    return result._replace(
+        loss=result.loss / unit, gradients=tuple(x for x, _ in kept), units=units
+    )
 
 
 def logits_loss(
@@ -171,7 +184,9 @@ def logits_loss(
     wanted = Wanted(options.wanted[0], False, False)
     has_units = wanted.hidden and needs_range(logits.dtype)
     batch = batch.in_range() if has_units else batch
-    sweep = LogitsSweep(logits, logits if inplace else None, batch.rows, rows_route(options.backend, logits))
+    sweep = LogitsSweep(
+        logits, logits if inplace else None, batch.rows, rows_route(options.backend, logits)
+    )
     result, unit = _swept(sweep, batch, options, wanted), batch.tokens.unit
     return result._replace(loss=result.loss / unit, units=1 / unit[None]) if has_units else result
 
@@ -183,13 +198,13 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
         terms = row_terms(tokens, config)
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
-            checks.logps(rows.logps, options.validate)
+            values.logps(rows.logps, options.validate)
             loss = rows.losses.sum(dtype=torch.float64)
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
-        checks.logps(stats[1], options.validate)
+        values.logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)
         gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
         return _result(result.loss, stats[1], stats[2], gradients, batch, sweep.filtered)
@@ -205,12 +220,13 @@ def logps_loss(
     """logps → loss; gradients are (dL/dlogp, dL/dentropy)."""
     rows = batch.rows
     lp, h = rows.active(logps), None if entropy is None else rows.active(entropy)
-    checks.logps(lp, "auto", checks.NO_FINITE_LOGP)
+    values.logps(lp, "auto", values.NO_FINITE_LOGP)
     result = token_loss(lp, h, batch.tokens, batch.config)
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
-    own = lp.clone(), None if h is None else h.clone()  # an output never shares memory with an input
+    # An output never shares memory with an input.
+    own = (lp.clone(), None if h is None else h.clone())
     return _result(result.loss, *own, gradients, batch)
 
 
@@ -223,4 +239,6 @@ def _result(
     filtered: Tensor | None = None,
 ) -> LossResult:
     spread = batch.rows.to_rows
-    return LossResult(loss, spread(logps), None if entropy is None else spread(entropy), gradients, filtered)
+    return LossResult(
+        loss, spread(logps), None if entropy is None else spread(entropy), gradients, filtered
+    )

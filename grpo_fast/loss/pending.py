@@ -1,7 +1,8 @@
-"""Checks of values that live on a device: at once on the CPU and under `validate="full"`, else when they have arrived.
+"""Checks of values that live on a device: at once on the CPU and under `validate="full"`, else when
+they have arrived.
 
-On a GPU under "auto" a flag is computed there and copied to the host behind the work; the next call that finds it
-there raises. Kernels never read out of bounds meanwhile: ids are clamped.
+On a GPU under "auto" a flag is computed there and copied to the host behind the work; the next call
+that finds it there raises. Kernels never read out of bounds meanwhile: ids are clamped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def raise_pending() -> None:
 
 
 def check_values(checks: list[Check], validate: str) -> None:
-    """Raise a ValueError for the first flag that is set: at once, or when it has reached the host."""
+    """A ValueError for the first flag that is set: at once, or when it has reached the host."""
     if not checks or is_capturing(checks[0][0]):
         return
     if checks[0][0].is_cuda and validate == "auto":

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from grpo_fast.objective.config import choice, number
 
-# Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and leaves it out: of the
-# mean, the deviation, the count. What it returns at a NaN does not matter.
+# Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and
+# leaves it out: of the mean, the deviation, the count. What it returns at a NaN does not matter.
 
 
 def count(r: Tensor) -> Tensor:
@@ -69,13 +69,17 @@ def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
-    """A = r - Σ l·r / Σ l: the optimal, length-weighted baseline (2505.23585). lengths: (N*G,) tokens."""
+    """A = r - Σ l·r / Σ l: the optimal, length-weighted baseline (2505.23585). lengths: (N*G,)
+    tokens.
+    """
     weight = torch.where(r.isnan(), 0.0, lengths.to(r).reshape(r.shape))
     return r - (weight * r).nansum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def passk(r: Tensor) -> Tensor:
-    """A = best - second best for the group's best completion, 0 elsewhere (the k = G case of 2503.19595)."""
+    """A = best - second best for the group's best completion, 0 elsewhere (the k = G case of
+    2503.19595).
+    """
     top = r.nan_to_num(nan=-torch.inf).topk(min(2, r.shape[-1]), dim=-1)
     gap = torch.where(count(r) > 1, top.values[:, :1] - top.values[:, -1:], 0.0)
     return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
@@ -104,23 +108,24 @@ def group_advantages(
 ) -> Tensor:  # (N*G,)
     """Advantages of N groups of G completions each, laid out group by group.
 
-    A group whose rewards are all equal gets exactly 0 (mode "rewards" keeps the reward, and the whitening of
-    "reinforce_pp_baseline" still moves nothing there). A reward that is NaN marks a completion without a verdict: it
-    is left out of its group's baseline and gets advantage 0.
+    A group whose rewards are all equal gets exactly 0 (mode "rewards" keeps the reward, and the
+    whitening of "reinforce_pp_baseline" still moves nothing there). A reward that is NaN marks a
+    completion without a verdict: it is left out of its group's baseline and gets advantage 0.
 
     Args:
         rewards: (N*G,) float.
-        mode: a name of `MODES`: "rewards", "centered", "normalized", "max", "max_code", "batch", "rloo",
-            "reinforce_pp_baseline", "opo", "passk".
-        group_size: G; must divide the number of rewards. 1 is for mode "rewards" only: the others find a
-            group of equal rewards in it.
+        mode: a name of `MODES`: "rewards", "centered", "normalized", "max", "max_code", "batch",
+            "rloo", "reinforce_pp_baseline", "opo", "passk".
+        group_size: G; must divide the number of rewards. 1 is for mode "rewards" only: the others
+            find a group of equal rewards in it.
         options: keywords of that mode's function (`eps`, `unbiased`, `lengths`).
 
     Returns:
         (N*G,) fp32 advantages.
 
     Raises:
-        ValueError: unknown mode or option, wrong shape, groups of one (see there), infinite rewards.
+        ValueError: unknown mode or option, wrong shape, groups of one (see there), infinite
+            rewards.
     """
     choice("mode", mode, MODES)
     if not isinstance(rewards, Tensor) or rewards.dim() != 1:
@@ -128,9 +133,13 @@ def group_advantages(
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size: expected an integer >= 1, got {group_size!r}")
     if rewards.numel() % group_size:
-        raise ValueError(f"group_size: expected a divisor of {rewards.numel()} rewards, got {group_size}")
+        raise ValueError(
+            f"group_size: expected a divisor of {rewards.numel()} rewards, got {group_size}"
+        )
     if torch.isinf(rewards).any():
-        raise ValueError("rewards: expected finite values (or NaN for a completion without a verdict), got inf")
+        raise ValueError(
+            "rewards: expected finite values (or NaN for a completion without a verdict), got inf"
+        )
     check_group_size(mode, group_size)
     check_options(mode, options)
     if mode == "opo":
@@ -157,7 +166,7 @@ def check_group_size(mode: str, group_size: int) -> None:
 
 
 def check_options(mode: str, options: Mapping[str, object]) -> None:
-    """Raise a ValueError for an option that `mode` does not know, or a value that it cannot take."""
+    """A ValueError for an option that `mode` does not know, or a value that it cannot take."""
     known = set(MODES[mode].__kwdefaults__ or {}) | ({"lengths"} if mode == "opo" else set())
     for name, value in options.items():
         if name not in known:
@@ -182,7 +191,8 @@ def gae(
 ) -> Tensor:  # (B, L)
     """Generalised advantage estimation for per-token advantages (1506.02438).
 
-    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = 0 after the completion's last token.
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = 0 after the completion's last
+    token.
 
     Args:
         rewards, values: (B, L) per token.
@@ -196,7 +206,10 @@ def gae(
         raise ValueError(f"rewards: expected a tensor of shape (B, L), got {_kind(rewards)}")
     for name, x in (("values", values), ("mask", rewards if mask is None else mask)):
         if not isinstance(x, Tensor) or x.shape != rewards.shape:
-            raise ValueError(f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got {_kind(x)}")
+            raise ValueError(
+                f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got "
+                f"{_kind(x)}"
+            )
     for name, value in (("gamma", gamma), ("lam", lam)):
         number(name, value, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
@@ -205,7 +218,9 @@ def gae(
     following = v.new_zeros(v.shape[0])
     trace = following
     for t in reversed(range(r.shape[1])):
-        trace = torch.where(active[:, t], r[:, t] + gamma * following - v[:, t] + gamma * lam * trace, 0.0)
+        trace = torch.where(
+            active[:, t], r[:, t] + gamma * following - v[:, t] + gamma * lam * trace, 0.0
+        )
         following = v[:, t]
         advantages[:, t] = trace
     return advantages.float()

@@ -1,8 +1,9 @@
 """Normalisers: the weight w_t of every token in loss = Σ_t w_t·ℓ_t, known before the forward pass.
 
-Each is 1 / (total · own), with one total for the whole step and `own` either 1 or the completion's length. A step that
-is split into micro-batches or ranks gives the same loss and gradient however it is split when `num_items_in_batch` and
-`num_completions_in_batch` carry the totals of the whole step (`token_mean_local` excepted).
+Each is 1 / (total · own), with one total for the whole step and `own` either 1 or the completion's
+length. A step that is split into micro-batches or ranks gives the same loss and gradient however it
+is split when `num_items_in_batch` and `num_completions_in_batch` carry the totals of the whole step
+(`token_mean_local` excepted).
 """
 
 from __future__ import annotations
@@ -62,11 +63,17 @@ def denominator(
         num_items_in_batch: active tokens of the whole optimizer step.
         num_completions_in_batch: completions of the whole optimizer step.
     """
-    completions = max(num_completions, 1) if num_completions_in_batch is None else num_completions_in_batch
-    return AGGREGATIONS[aggregation].total(Counts(num_items_in_batch, completions, max_completion_length))
+    completions = (
+        max(num_completions, 1) if num_completions_in_batch is None else num_completions_in_batch
+    )
+    return AGGREGATIONS[aggregation].total(
+        Counts(num_items_in_batch, completions, max_completion_length)
+    )
 
 
 def completion_weights(lengths: Tensor, total: Total, by_length: bool) -> Tensor:
-    """(B,) fp32: the weight of every token of each completion, from their (B,) active tokens and `denominator`."""
+    """(B,) fp32: the weight of every token of each completion, from their (B,) active tokens and
+    `denominator`.
+    """
     own = lengths.clamp(min=1) if by_length else torch.ones_like(lengths)
     return (1.0 / (own.double() * total)).float()

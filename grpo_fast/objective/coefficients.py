@@ -1,7 +1,8 @@
-"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy: all on (T,) vectors.
+"""From per-token logps to the loss and its coefficients dL/dlogp and dL/dentropy: all on (T,)
+vectors.
 
-The only place where an objective's leaf, the KL, the weights and the filters meet; the kernels above
-it only know coefficients. Everything is flat over the T active tokens of a batch.
+The only place where an objective's leaf, the KL, the weights and the filters meet; the kernels
+above it only know coefficients. Everything is flat over the T active tokens of a batch.
 """
 
 from __future__ import annotations
@@ -16,42 +17,14 @@ from torch import Tensor
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
-
-LOG_TINY = math.log(1e-8)
-
-
-class Tokens(NamedTuple):
-    """What the objective knows about every active token, beside its logp. All fp32 unless said otherwise."""
-
-    advantages: Tensor  # (T,)
-    token_weights: Tensor  # (T,) w_t of the aggregation
-    entropy_weight: float | Tensor | None  # 1/N of the entropy bonus; None: 1/(tokens the entropy mask keeps)
-    lengths: Tensor  # (B,) int64
-    segments: Tensor  # (T,) int64: the completion of each token
-    old_logps: Tensor | None  # (T,)
-    ref_logps: Tensor | None  # (T,)
-    sampling_logps: Tensor | None  # (T,)
-    unit: Tensor | None = None  # 0-d power of two by which the loss and its coefficients are multiplied
-
-    def scaled(self, unit: Tensor) -> Tokens:
-        """The batch of unit · loss."""
-        return self._replace(token_weights=self.token_weights * unit, unit=unit)
-
-    def completion_sum(self, x: Tensor) -> Tensor:
-        """(T,) → (B,): the sum over each completion, in fp64 and in token order (deterministic)."""
-        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
-
-    def completion_mean(self, x: Tensor) -> Tensor:
-        """(T,) → (B,): the mean over each completion, 0 where it is empty (fp64)."""
-        return self.completion_sum(x) / self.lengths.clamp(min=1)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """(B,) → (T,): each completion's value at its tokens."""
-        return x.float()[self.segments]
+from grpo_fast.objective.ratios import Ratio, importance_ratio, sampling_ratio
+from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """What a token-level loss needs of every row, all of it known before the forward pass; a view of `Tokens`."""
+    """What a token-level loss needs of every row, all of it known before the forward pass; a view
+    of `Tokens`.
+    """
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -75,25 +48,13 @@ class TokenLoss(NamedTuple):
     grad_entropy: Tensor | None  # (T,) dL/dentropy, None without an entropy bonus
 
 
-class Ratio(NamedTuple):
-    """The importance ratio of the tokens, and how a slope with respect to its log reaches the logps."""
-
-    raw: Tensor  # (T,) logp - old_logp
-    log: Tensor  # (T,) the log ratio the objective reads
-    per_completion: bool
-
-    def route(self, slope: Tensor, tokens: Tokens) -> Tensor:
-        """dL/d(log ratio) → dL/dlogp: itself per token, or its completion's sum through the mean."""
-        return tokens.to_tokens(tokens.completion_mean(slope)) if self.per_completion else slope
-
-
 def token_loss(
     logps: Tensor,  # (T,) fp32
     entropy: Tensor | None,  # (T,) fp32
     tokens: Tokens,
     config: LossConfig,
 ) -> TokenLoss:
-    """Loss and coefficients of OBJECTIVES.md for T active tokens; no autograd, value and slope by hand."""
+    """Loss and coefficients of T active tokens; no autograd, value and slope by hand."""
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     sampling = sampling_ratio(old_logps, tokens, config)
@@ -133,7 +94,9 @@ def token_loss(
 
 
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
-    """The weights of a loss whose coefficients follow row by row from the logps; None for the others."""
+    """The weights of a loss whose coefficients follow row by row from the logps; None for the
+    others.
+    """
     sampling = None
     if tokens.sampling_logps is not None and config.sampling_correction is not None:
         if tokens.old_logps is None:
@@ -142,7 +105,9 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     if not config.is_token_local:
         return None
     has_kl = config.uses_reference
-    grad_entropy = -config.entropy_coef * entropy_share(None, tokens) if config.entropy_coef else None
+    grad_entropy = (
+        -config.entropy_coef * entropy_share(None, tokens) if config.entropy_coef else None
+    )
     return RowTerms(
         tokens.advantages,
         tokens.token_weights if sampling is None else tokens.token_weights * sampling,
@@ -156,13 +121,20 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
 def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tuple[Tensor, Tensor]:
     """(losses, grad_logps), (T,) each, of a token-level loss from the logps and terms of its rows.
 
-    losses = policy_weights·ℓ + kl_weights·KL. Both are NaN where the logp is: a leaf's comparisons and a weight of 0
-    would hide it.
+    losses = policy_weights·ℓ + kl_weights·KL. Both are NaN where the logp is: a leaf's comparisons
+    and a weight of 0 would hide it.
     """
     advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
-    log_ratio = torch.zeros_like(logps) if old_logps is None else (logps - old_logps).clamp(max=LOG_RATIO_MAX)
+    log_ratio = (
+        torch.zeros_like(logps)
+        if old_logps is None
+        else (logps - old_logps).clamp(max=LOG_RATIO_MAX)
+    )
     loss, slope = OBJECTIVES[config.loss_type].leaf(logps, log_ratio, advantages, *config.params)
-    losses, grad = torch.where(weights == 0, 0.0, weights * loss), torch.where(weights == 0, 0.0, weights * slope)
+    losses, grad = (
+        torch.where(weights == 0, 0.0, weights * loss),
+        torch.where(weights == 0, 0.0, weights * slope),
+    )
     if kl_weights is not None and ref_logps is not None:
         kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps)
         if config.kl_times_ratio:
@@ -173,45 +145,10 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
     return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
 
 
-def importance_ratio(
-    logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
-) -> Ratio:
-    """The log ratio at the level and in the window of the objective, clamped so that exp cannot overflow."""
-    raw = logps - old_logps
-    window = OBJECTIVES[config.loss_type].window
-    if window == "sum":
-        log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
-        if sampling is not None:
-            log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
-            per_token = str(config.sampling_correction).startswith("token")
-            log_weight = log_weight + (tokens.completion_sum if per_token else tokens.completion_mean)(log_sampling)
-        return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)), False)
-    if window == "detached_mean":
-        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)), False)
-    if config.importance_sampling_level == "sequence":
-        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=LOG_RATIO_MAX)), True)
-    return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX), False)
-
-
-def sampling_ratio(old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Tensor | None:
-    """(T,) exp(old_logp - sampling_logp), bounded; None without sampler logps or a correction.
-
-    A NaN sampling_logp marks a token the sampler did not score: it counts as agreeing.
-    """
-    if tokens.sampling_logps is None or config.sampling_correction is None:
-        return None
-    level, bound = config.sampling_correction.split("_")
-    log_ratio = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0)
-    if level == "sequence":
-        log_ratio = tokens.to_tokens(tokens.completion_sum(log_ratio))
-    ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
-    if bound == "truncate":
-        return ratio.clamp(max=config.sampling_ratio_cap)
-    return torch.where(ratio <= config.sampling_ratio_cap, ratio, 0.0)
-
-
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
-    """(T,) bool: the tokens at or above the batch's (1 - q) quantile of entropy; None when all are kept."""
+    """(T,) bool: the tokens at or above the batch's (1 - q) quantile of entropy; None when all are
+    kept.
+    """
     if config.top_entropy_quantile >= 1 or entropy is None:
         return None
     if entropy.numel() == 0:
@@ -220,7 +157,7 @@ def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | No
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """The linearly interpolated quantile of (T,), for any T (torch.quantile stops at 16M elements)."""
+    """The interpolated quantile of (T,), for any T (torch.quantile stops at 16M elements)."""
     ordered = x.sort().values
     position = q * (x.numel() - 1)
     low = math.floor(position)
@@ -249,22 +186,32 @@ def policy_weights(
     return weights
 
 
-def weighted_kl(logps: Tensor, ratio: Ratio, tokens: Tokens, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """(T,) KL as it enters the loss, before its weight; and (T,) its gradient with its weight w_t."""
+def weighted_kl(
+    logps: Tensor, ratio: Ratio, tokens: Tokens, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """(T,) KL as it enters the loss, before its weight; (T,) its gradient with its weight."""
     assert tokens.ref_logps is not None
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    r = torch.exp(ratio.log if OBJECTIVES[config.loss_type].window == "ratio" else ratio.raw.clamp(max=LOG_RATIO_MAX))
+    r = torch.exp(
+        ratio.log
+        if OBJECTIVES[config.loss_type].window == "ratio"
+        else ratio.raw.clamp(max=LOG_RATIO_MAX)
+    )
     kl = kl * r
     through_ratio = (
-        ratio.route(tokens.token_weights * kl, tokens) if ratio.per_completion else tokens.token_weights * kl
+        ratio.route(tokens.token_weights * kl, tokens)
+        if ratio.per_completion
+        else tokens.token_weights * kl
     )
     return kl, tokens.token_weights * r * slope + through_ratio
 
 
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
-    """(T,) weight of each token's entropy in its mean: 1/N, over the tokens the entropy mask keeps."""
+    """(T,) weight of each token's entropy in its mean: 1/N, over those the mask keeps."""
     kept = torch.ones_like(tokens.token_weights) if keep is None else keep.float()
-    share = 1.0 / kept.sum().clamp(min=1) if tokens.entropy_weight is None else tokens.entropy_weight
+    share = (
+        1.0 / kept.sum().clamp(min=1) if tokens.entropy_weight is None else tokens.entropy_weight
+    )
     return kept * (share if tokens.unit is None else share * tokens.unit)

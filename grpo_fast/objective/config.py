@@ -16,16 +16,19 @@ from grpo_fast.objective.losses import OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
-# Options that only some losses read: given to another one they would be ignored, so they are refused (`reads`).
-# Not the clip range: one range is kept while losses are tried in turn, and `replace` keeps one that was filled in.
+# Options that only some losses read: given to another one they would be ignored, so they are
+# refused (`reads`). Not the clip range: one range is kept while losses are tried in turn, and
+# `replace` keeps one that was filled in.
 OWN_OPTIONS = (
-    "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg", *VESPO_PARAMS,
-    "kl_estimator", "kl_times_ratio",
+    "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
+    *VESPO_PARAMS, "kl_estimator", "kl_times_ratio",
 )  # fmt: skip
 
 
 def reads(objective: Objective, option: str) -> bool:
-    """Whether one of OWN_OPTIONS does something for this objective: as a parameter of its leaf, or of its KL."""
+    """Whether one of OWN_OPTIONS does something for this objective: as a parameter of its leaf, or
+    of its KL.
+    """
     if option.startswith("kl_"):
         return objective.reference
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
@@ -33,38 +36,48 @@ def reads(objective: Objective, option: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """What `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss` compute (formulas: README, "Losses").
+    """What `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss` compute (formulas: README.md).
 
     Objective
         loss_type: a name of `grpo_fast.objective.losses.OBJECTIVES`.
-        epsilon_low, epsilon_high: clip range of the ratio, `[1 - epsilon_low, 1 + epsilon_high]`; `epsilon_high=None`
-            means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper bound (default 5.0) unless
-            `cispo_bound="offset"`; for `gmpo` both are in log space; for `dppo_*` they are divergence thresholds.
-        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of the `grpo` family.
-        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO). `gspo` is "sequence"
-            whatever stands here: "token" is the default, and cannot be told from one that was asked for.
-        aggregation: how tokens are averaged; None takes the loss type's own (`objectives.OBJECTIVES`).
+        epsilon_low, epsilon_high: clip range of the ratio, `[1 - epsilon_low, 1 + epsilon_high]`;
+            `epsilon_high=None` means `epsilon_low`. For `cispo` `epsilon_high` is the raw upper
+            bound (default 5.0) unless `cispo_bound="offset"`; for `gmpo` both are in log space; for
+            `dppo_*` they are divergence thresholds.
+        delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of
+            the `grpo` family.
+        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO). `gspo`
+            is "sequence" whatever stands here: "token" is the default, and cannot be told from one
+            that was asked for.
+        aggregation: how tokens are averaged; None takes the loss type's own
+            (`objectives.OBJECTIVES`).
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
     KL to the reference
-        beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`); `ref_logps` is required when beta != 0.
+        beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`);
+            `ref_logps` is required when beta != 0.
         kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
-        For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no reference.
+        For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no
+        reference.
     Logits
-        logit_scale, softcap, temperature: `z = softcap * tanh(logit_scale * raw / softcap) / temperature`;
-            temperature may be a float tensor with one value per token (the layout of `target_ids`).
+        logit_scale, softcap, temperature: `z = softcap * tanh(logit_scale * raw / softcap) /
+            temperature`; temperature may be a float tensor with one value per token (the layout of
+            `target_ids`).
     Filters and corrections
-        off_policy_threshold: drop completions with A < 0 whose mean(sampling_logp - logp) exceeds it (DeepSeek-V3.2).
-        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps all).
+        off_policy_threshold: drop completions with A < 0 whose mean(sampling_logp - logp) exceeds
+            it (DeepSeek-V3.2).
+        top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps
+            all).
         sampling_correction: how `sampling_logps`, when given, reweights the policy loss by
-            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", or
-            None.
+            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate",
+            "sequence_mask", or None.
         sampling_ratio_cap: the bound of that ratio.
     Entropy
-        entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy without a bonus.
+        entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy
+            without a bonus.
 
     Raises:
-        ValueError: an option out of range, two that exclude each other, or one changed from its default that this
-            loss type does not read (`OWN_OPTIONS`); the message names the field.
+        ValueError: an option out of range, two that exclude each other, or one changed from its
+            default that this loss type does not read (`OWN_OPTIONS`); the message names the field.
     """
 
     loss_type: str = "dapo"
@@ -120,11 +133,15 @@ class LossConfig:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_key(key: str) -> LossConfig:
-        """The config whose `key` this is: how custom operators carry a config through torch.compile."""
+        """The config whose `key` this is: how custom operators carry a config through
+        torch.compile.
+        """
         return LossConfig(**json.loads(key))
 
     def _fill_defaults(self) -> None:
-        """Resolve the defaults that depend on the loss type, so that a config prints what it will do."""
+        """Resolve the defaults that depend on the loss type, so that a config prints what it will
+        do.
+        """
         objective = OBJECTIVES[self.loss_type]
         if self.epsilon_high is None:
             raw = objective.raw_epsilon_high if self.cispo_bound == "raw" else None
@@ -140,7 +157,12 @@ class LossConfig:
         number("beta", self.beta, "a finite number >= 0", lambda x: x >= 0)
         number("logit_scale", self.logit_scale, "a finite number, not 0", lambda x: x != 0)
         number("entropy_coef", self.entropy_coef, "a finite number", lambda x: True)
-        number("top_entropy_quantile", self.top_entropy_quantile, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        number(
+            "top_entropy_quantile",
+            self.top_entropy_quantile,
+            "a number in (0, 1]",
+            lambda x: 0 < x <= 1,
+        )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg", "sampling_ratio_cap"):
             number(name, getattr(self, name), "a finite number > 0", lambda x: x > 0)
         number("dual_clip_c", self.dual_clip_c, "a finite number > 1", lambda x: x > 1)
@@ -154,7 +176,12 @@ class LossConfig:
         if self.softcap is not None:
             number("softcap", self.softcap, "None or a finite number > 0", lambda x: x > 0)
         if self.off_policy_threshold is not None:
-            number("off_policy_threshold", self.off_policy_threshold, "None or a finite number", lambda x: True)
+            number(
+                "off_policy_threshold",
+                self.off_policy_threshold,
+                "None or a finite number",
+                lambda x: True,
+            )
         if self.max_completion_length is not None:
             number(
                 "max_completion_length", self.max_completion_length, "a whole number of tokens > 0",
@@ -162,7 +189,10 @@ class LossConfig:
             )  # fmt: skip
         if isinstance(self.temperature, Tensor):
             if not self.temperature.is_floating_point():
-                raise ValueError(f"temperature: expected a float or a float tensor, got dtype {self.temperature.dtype}")
+                raise ValueError(
+                    "temperature: expected a float or a float tensor, got dtype "
+                    f"{self.temperature.dtype}"
+                )
         else:
             number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
 
@@ -170,22 +200,32 @@ class LossConfig:
         objective = OBJECTIVES[self.loss_type]
         if self.importance_sampling_level not in objective.levels:
             raise ValueError(
-                f"importance_sampling_level: loss_type {self.loss_type!r} expects one of {list(objective.levels)}, "
+                f"importance_sampling_level: loss_type {self.loss_type!r} expects one of "
+                f"{list(objective.levels)}, "
                 f"got {self.importance_sampling_level!r}"
             )
         if self.aggregation == "fixed_length" and self.max_completion_length is None:
-            raise ValueError('max_completion_length: aggregation "fixed_length" expects a number of tokens, got None')
+            raise ValueError(
+                "max_completion_length: aggregation 'fixed_length' expects a number, got None"
+            )
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):
-                readers = ", ".join(loss for loss, other in OBJECTIVES.items() if reads(other, name))
+                readers = ", ".join(
+                    loss for loss, other in OBJECTIVES.items() if reads(other, name)
+                )
                 raise ValueError(
-                    f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected the "
+                    f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected "
+                    "the "
                     f"default {default!r}, got {value!r}"
                 )
-        if self.sampling_correction is None and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap:
+        if (
+            self.sampling_correction is None
+            and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap
+        ):
             raise ValueError(
-                f"sampling_correction: sampling_ratio_cap = {self.sampling_ratio_cap!r} expects one of "
+                f"sampling_correction: sampling_ratio_cap = {self.sampling_ratio_cap!r} expects "
+                "one of "
                 f"{list(SAMPLING_CORRECTIONS)}, got None"
             )
 
@@ -216,7 +256,9 @@ class LossConfig:
 
     @property
     def is_token_local(self) -> bool:
-        """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits is enough."""
+        """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits
+        is enough.
+        """
         return (
             OBJECTIVES[self.loss_type].window == "ratio"
             and self.importance_sampling_level == "token"
@@ -225,7 +267,9 @@ class LossConfig:
         )
 
     def replace(self, **changes: Any) -> LossConfig:
-        """A copy with some fields changed (defaults that were resolved from the loss type stay as they are)."""
+        """A copy with some fields changed (defaults that were resolved from the loss type stay as
+        they are).
+        """
         return dataclasses.replace(self, **changes)
 
 

@@ -1,9 +1,10 @@
 """THE table: one small function per loss type, value and slope side by side.
 
-A leaf takes fp32 scalars (or tensors) `(logp, log_ratio, advantage, *params)` and returns `(loss, slope)`, the loss
-of one token and its derivative. It is written in the vocabulary `+ - * / < <= > == & exp log abs where clamp` of the
-module global `tl`, which is torch here: the readable reference. `bind` gives the same code object another `tl`, so
-Triton compiles this very source (kernels/gpu/rows.py). Adding a loss is one leaf and one line of `OBJECTIVES`.
+A leaf takes fp32 scalars (or tensors) `(logp, log_ratio, advantage, *params)` and returns `(loss,
+slope)`, the loss of one token and its derivative. It is written in the vocabulary `+ - * / < <= >
+== & exp log abs where clamp` of the module global `tl`, which is torch here: the readable
+reference. `bind` gives the same code object another `tl`, so Triton compiles this very source
+(kernels/gpu/rows.py). Adding a loss is one leaf and one line of `OBJECTIVES`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple
 
 import torch as tl
 
-# Log ratios are clamped to this before exp, in value only: a ratio never overflows and its gradient still restores.
+# Log ratios are clamped to this before exp, in value only: a ratio never overflows and its gradient
+# still restores.
 LOG_RATIO_MAX = 20.0
 
 
@@ -30,9 +32,11 @@ def unclipped(logp, log_ratio, advantage):
 
 
 def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
-    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A). At a tie the first, unclipped branch keeps its gradient.
+    """-min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A). At a tie the first, unclipped branch keeps
+    its gradient.
 
-    The gradient flows wherever the chosen factor is the ratio itself, whichever branch it came from.
+    The gradient flows wherever the chosen factor is the ratio itself, whichever branch it came
+    from.
     """
     ratio = tl.exp(log_ratio)
     bounded = tl.where(ratio < delta, ratio, delta)
@@ -73,7 +77,9 @@ def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 
 
 def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """The one-sided clipped log ratio of a token; `tokens.py` takes -A·exp(its mean) per completion (2507.20673)."""
+    """The one-sided clipped log ratio of a token; `tokens.py` takes -A·exp(its mean) per completion
+    (2507.20673).
+    """
     clipped = tl.where(
         advantage < 0,
         tl.where(log_ratio < -epsilon_low, -epsilon_low, log_ratio),
@@ -83,7 +89,9 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """-A·sg(min(r, 20))·lp while p - p_old stays inside the trust region on the side A pushes to (verl)."""
+    """-A·sg(min(r, 20))·lp while p - p_old stays inside the trust region on the side A pushes to
+    (verl).
+    """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
     inside = tl.where(advantage > 0, moved <= epsilon_high, moved >= -epsilon_low)
@@ -96,8 +104,14 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
     ratio = tl.exp(log_ratio)
     p = tl.exp(logp)
     p_old = tl.exp(logp - log_ratio)
-    divergence = -p_old * log_ratio + (1.0 - p_old) * tl.log((1.0 - p_old + 1e-8) / (1.0 - p + 1e-8))
-    left = tl.where(advantage > 0, (divergence > epsilon_high) & (p > p_old), (divergence > epsilon_low) & (p < p_old))
+    divergence = -p_old * log_ratio + (1.0 - p_old) * tl.log(
+        (1.0 - p_old + 1e-8) / (1.0 - p + 1e-8)
+    )
+    left = tl.where(
+        advantage > 0,
+        (divergence > epsilon_high) & (p > p_old),
+        (divergence > epsilon_low) & (p < p_old),
+    )
     slope = tl.where(left, 0.0, -advantage * tl.where(ratio < 20.0, ratio, 20.0))
     return slope * logp, slope
 
@@ -114,13 +128,14 @@ class Objective(NamedTuple):
         leaf: its function above.
         params: names of the leaf's hyperparameters, resolved by `LossConfig.params`.
         aggregation: default normaliser (`grpo_fast.objective.aggregation.AGGREGATIONS`).
-        window: what `log_ratio` is: "ratio" (the token's, or the completion's mean at sequence level),
-            "detached_mean" (gspo_token), "sum" (vespo's log weight), "geometric" (gmpo).
+        window: what `log_ratio` is: "ratio" (the token's, or the completion's mean at sequence
+            level), "detached_mean" (gspo_token), "sum" (vespo's log weight), "geometric" (gmpo).
         slope_of: "log_ratio" when the slope reaches logp through the ratio, "logp" when directly.
         levels: the importance_sampling_level values it has a meaning for.
         clips: metrics of clipping: "ppo", "cispo", "vespo" or None.
         reference: whether beta weighs a KL to `ref_logps`.
-        raw_epsilon_high: default of epsilon_high where the loss reads it as a raw bound of the ratio.
+        raw_epsilon_high: default of epsilon_high where the loss reads it as a raw bound of the
+            ratio.
     """
 
     leaf: Callable
@@ -137,11 +152,18 @@ class Objective(NamedTuple):
 CLIP = ("epsilon_low", "epsilon_high")
 PPO = Objective(ppo_clip, (*CLIP, "delta"), clips="ppo")
 CISPO = Objective(
-    cispo, ("ratio_min", "ratio_max"), "token_mean_global", slope_of="logp", clips="cispo", raw_epsilon_high=5.0
+    cispo,
+    ("ratio_min", "ratio_max"),
+    "token_mean_global",
+    slope_of="logp",
+    clips="cispo",
+    raw_epsilon_high=5.0,
 )
 SAPO = Objective(sapo, ("sapo_temperature_pos", "sapo_temperature_neg"))
 VESPO_PARAMS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-KIMI = Objective(kimi, ("beta",), "token_mean_global", slope_of="logp", levels=("token",), reference=False)
+KIMI = Objective(
+    kimi, ("beta",), "token_mean_global", slope_of="logp", levels=("token",), reference=False
+)
 
 OBJECTIVES: dict[str, Objective] = {
     "reinforce": Objective(reinforce, (), "token_mean_global", slope_of="logp"),
@@ -154,7 +176,9 @@ OBJECTIVES: dict[str, Objective] = {
     "dual_clip": Objective(dual_clip, (*CLIP, "dual_clip_c"), clips="ppo"),
     "cispo": CISPO,
     "sapo": SAPO,
-    "vespo": Objective(vespo, VESPO_PARAMS, "token_mean_global", "sum", "logp", ("token",), "vespo"),
+    "vespo": Objective(
+        vespo, VESPO_PARAMS, "token_mean_global", "sum", "logp", ("token",), "vespo"
+    ),
     "gmpo": Objective(gmpo, CLIP, window="geometric", levels=("token",)),
     "gspo": PPO._replace(levels=("sequence",)),
     "gspo_token": PPO._replace(window="detached_mean", slope_of="logp", levels=("token",)),
@@ -166,7 +190,10 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def bind(
-    leaf: Callable, tl: types.ModuleType, wrap: Callable = lambda function: function, words: dict | None = None
+    leaf: Callable,
+    tl: types.ModuleType,
+    wrap: Callable = lambda function: function,
+    words: dict | None = None,
 ) -> Callable:
     """The same leaf with another module behind `tl`, its helpers too.
 

@@ -1,14 +1,18 @@
-"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them, not on the way."""
+"""Metrics of a loss call by TRL's names, from its logps: computed when somebody reads them, not on
+the way.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.coefficients import Tokens, importance_ratio, sampling_ratio, token_loss, weighted_kl
+from grpo_fast.objective.coefficients import token_loss, weighted_kl
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import K3_GUARD
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
+from grpo_fast.objective.ratios import importance_ratio, sampling_ratio
+from grpo_fast.objective.tokens import Tokens
 
 
 def token_metrics(
@@ -18,10 +22,11 @@ def token_metrics(
     config: LossConfig,
     num_rows: int,
 ) -> dict[str, Tensor]:
-    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its completions.
+    """0-d metrics by TRL's names: means over the active tokens of this call; min and max over its
+    completions.
 
-    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a coefficient of exactly
-    0.
+    `skipped_rows` counts the rows, of `num_rows`, that no gradient flows to: masked, or with a
+    coefficient of exactly 0.
     """
     objective = OBJECTIVES[config.loss_type]
     count = logps.numel()
@@ -35,11 +40,12 @@ def token_metrics(
         policy_loss = policy_loss - (result.grad_entropy * entropy).sum()
         active = active | (result.grad_entropy != 0)
 
-    def mean(x: Tensor) -> Tensor:
-        return x.sum(dtype=torch.float64).float() / max(count, 1)
-
     zero = logps.new_zeros(())
-    r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if objective.window in ("sum", "geometric") else ratio.log)
+    r = torch.exp(
+        ratio.raw.clamp(max=LOG_RATIO_MAX)
+        if objective.window in ("sum", "geometric")
+        else ratio.log
+    )
     metrics = {
         "policy_loss": policy_loss,
         "ratio/mean": mean(r),
@@ -60,33 +66,67 @@ def token_metrics(
         _, ratio_max = config.params
         metrics["cispo_clip_ratio"] = mean(((r > ratio_max) & (tokens.advantages > 0)).float())
     elif objective.clips == "vespo":
-        _, slope = objective.leaf(logps, ratio.log, torch.where(tokens.advantages < 0, -1.0, 1.0), *config.params)
+        _, slope = objective.leaf(
+            logps, ratio.log, torch.where(tokens.advantages < 0, -1.0, 1.0), *config.params
+        )
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
-        gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
-        metrics["sampling/sampling_logp_difference/mean"] = mean(gap)
-        metrics["sampling/sampling_logp_difference/max"] = gap.amax() if count else zero
-        if sampling is not None:
-            metrics["sampling/importance_sampling_ratio/min"] = sampling.amin() if count else zero
-            metrics["sampling/importance_sampling_ratio/mean"] = mean(sampling)
-            metrics["sampling/importance_sampling_ratio/max"] = sampling.amax() if count else zero
+        metrics |= sampling_metrics(old_logps, sampling, tokens)
     return metrics
 
 
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """The metrics that a call with these inputs returns, in their order."""
     objective = OBJECTIVES[config.loss_type]
-    names = ["policy_loss", "ratio/mean", "ratio/min", "ratio/max", "approx_kl", "active_tokens", "skipped_rows"]
+    names = [
+        "policy_loss",
+        "ratio/mean",
+        "ratio/min",
+        "ratio/max",
+        "approx_kl",
+        "active_tokens",
+        "skipped_rows",
+    ]
     names += ["entropy"] if has_entropy else []
     names += ["kl", "kl_guarded"] if config.uses_reference else []
     if objective.clips == "ppo":
-        names += [f"clip_ratio/{side}_{how}" for side in ("low", "high", "region") for how in ("mean", "min", "max")]
-    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(str(objective.clips), [])
+        names += [
+            f"clip_ratio/{side}_{how}"
+            for side in ("low", "high", "region")
+            for how in ("mean", "min", "max")
+        ]
+    names += {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(
+        str(objective.clips), []
+    )
     if has_sampling:
         names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
         if config.sampling_correction is not None:
             names += [f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")]
     return names
+
+
+def mean(x: Tensor) -> Tensor:
+    """The mean of (T,), 0 when there is nothing to average."""
+    return x.sum(dtype=torch.float64).float() / max(x.numel(), 1)
+
+
+def sampling_metrics(
+    old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
+) -> dict[str, Tensor]:
+    """How far the sampler's logps are from the old policy's, and the ratios that correct it."""
+    assert tokens.sampling_logps is not None
+    gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
+    filled, zero = gap.numel() > 0, gap.new_zeros(())
+    metrics = {
+        "sampling/sampling_logp_difference/mean": mean(gap),
+        "sampling/sampling_logp_difference/max": gap.amax() if filled else zero,
+    }
+    if sampling is not None:
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/min"] = sampling.amin() if filled else zero
+        metrics[f"{name}/mean"] = mean(sampling)
+        metrics[f"{name}/max"] = sampling.amax() if filled else zero
+    return metrics
 
 
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
@@ -101,7 +141,8 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        filled = torch.where(tokens.lengths > 0, per_completion, 1.0)  # an empty completion is no minimum
+        # An empty completion is no minimum.
+        filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()
     return metrics

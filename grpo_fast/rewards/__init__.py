@@ -1,4 +1,4 @@
-"""Rewards: rule functions for GSM8K and the generated tasks, functions by import path, and the set that calls them."""
+"""Rewards: rule functions, functions by import path, and the set that calls them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from grpo_fast.rewards.calling import RewardFunction, import_function
-from grpo_fast.rewards.gsm8k import gsm8k_correct, gsm8k_correct_lenient, gsm8k_format
 from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_set import RewardError, RewardResult, RewardSet, WeightedReward
-from grpo_fast.rewards.scoring import Scorer, scorer_for
-from grpo_fast.rewards.sort import exact_match, sort_inclusion_ordering, sort_positions
+from grpo_fast.rewards.rules import (
+    Scorer,
+    exact_match,
+    gsm8k_correct,
+    gsm8k_correct_lenient,
+    gsm8k_format,
+    scorer_for,
+    sort_inclusion_ordering,
+    sort_positions,
+)
 
 __all__ = [
     "REWARDS",
@@ -41,48 +48,46 @@ REWARDS: dict[str, RewardFunction] = {
 
 
 class RewardSpec(Protocol):
-    """The part of a reward's config read here: `name`, `weight`, and keyword `options` for the function.
+    """The part of a reward's config read here.
 
-    For a function by import path the option `timeout` (seconds) is not passed on: it runs the function in a process of
-    its own, and each call may take that long.
+    `options` are keywords for the function. `timeout` (seconds) is not passed on to one by import
+    path: it runs in a process of its own, and each call may take that long.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def weight(self) -> float: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
 
 
 def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:
     """Look up every reward function before the run starts.
 
     Raises:
-        ValueError: an unknown name (the nearest is named), an import path that does not lead to a function,
-            options that the function does not take, a timeout that cannot be waited for.
+        ValueError: an unknown name (the nearest is named), an import path that does not lead to a
+            function, options that the function does not take, a timeout that cannot be waited for.
     """
-    return RewardSet(
-        [
-            WeightedReward(spec.name.rpartition(":")[2], float(spec.weight), _resolve(spec.name, _options(spec)))
-            for spec in specs
-        ],
-        max_failures=max_failures,
-    )
+    rewards = [
+        WeightedReward(spec.name.rpartition(":")[2], float(spec.weight), _resolve(spec))
+        for spec in specs
+    ]
+    return RewardSet(rewards, max_failures=max_failures)
 
 
-def _options(spec: RewardSpec) -> dict[str, Any]:
-    return dict(getattr(spec, "options", None) or {})
-
-
-def _resolve(name: str, options: dict[str, Any]) -> RewardFunction:
-    timeout = options.pop("timeout", None) if ":" in name else None
+def _resolve(spec: RewardSpec) -> RewardFunction:
+    name, options, timeout = spec.name, dict(spec.options), None
     if ":" in name:
+        timeout = options.pop("timeout", None)
         function = import_function(name)
     elif name in REWARDS:
         function = REWARDS[name]
     else:
         close = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(REWARDS)}"
-        raise ValueError(f"rewards: no reward is called {name!r}; {hint} Own ones go by 'package.module:function'")
+        own = "Own ones go by 'package.module:function'"
+        raise ValueError(f"rewards: no reward is called {name!r}; {hint} {own}")
     _check_call(name, function, options)
     if timeout is not None:
         return IsolatedReward(name, timeout=timeout, options=options)
@@ -98,4 +103,5 @@ def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) ->
     try:
         signature.bind(**{"prompts": [], "completions": [], "answers": [], **options})
     except TypeError as error:
-        raise ValueError(f"rewards: {name} expects other arguments than a run gives it: {error}") from None
+        expects = "expects other arguments than a run gives it"
+        raise ValueError(f"rewards: {name} {expects}: {error}") from None

@@ -1,7 +1,7 @@
 """Finding and calling a reward function, here or in a process of its own.
 
-Only the standard library: `isolated.py` runs this very file as its child, which must start in no time and must not load
-torch unless the user's function does.
+Only the standard library: `isolated.py` runs this very file as its child, which must start in no
+time and must not load torch unless the user's function does.
 """
 
 from __future__ import annotations
@@ -121,31 +121,21 @@ def serve(path: str) -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     home = open_folder()
-    function: RewardFunction
-    request: dict[str, Any]
-
-    def load() -> None:
-        nonlocal function
-        function = import_function(path)
-
-    def score() -> list[float | str]:
-        return call(function, **request["arguments"])
-
-    def answer(number: int, work: Callable[[], Any]) -> None:
-        message: dict[str, Any] = {"number": number}
+    function: RewardFunction | None = None
+    for line in itertools.chain([json.dumps({"number": LOADED})], requests):
+        request = json.loads(line)
+        message: dict[str, Any] = {"number": request["number"]}
         try:
-            message["rewards"] = work()
+            if function is None:
+                function = import_function(path)
+            else:
+                if home is not None:
+                    os.fchdir(home)
+                message["rewards"] = call(function, **request["arguments"])
         except BaseException as error:  # a user's function may raise anything
             message["error"] = describe(error)
         answers.write(json.dumps(message) + "\n")
         answers.flush()
-
-    answer(LOADED, load)
-    for line in requests:
-        request = json.loads(line)
-        if home is not None:
-            os.fchdir(home)
-        answer(request["number"], score)
 
 
 def _end_with_the_caller(lifeline: int) -> None:

@@ -1,9 +1,9 @@
-"""Reading the final number out of a completion. Model text is data: no eval, no float(), every step linear in length.
+"""Reading the final number out of a completion: no eval, no float(), every step linear in length.
 
-A number is `-?` digit, then digits and commas, then an optional decimal part: ASCII only, at most 32 digits. `$ % ** ,`
-and a trailing full stop are dropped before. Numbers are compared as `Decimal`: 18, 18.0, $18 and `18.` are one answer,
-1,080 is 1080. The typographic minus (U+2212) counts in running text only: `#### −7` is no strict answer,
-and -7 is the lenient one.
+A number is `-?` digit, then digits and commas, then an optional decimal part: ASCII only, at most
+32 digits. `$ % ** ,` and a trailing full stop are dropped before. Numbers are `Decimal`s:
+18, 18.0, $18 and `18.` are one answer, 1,080 is 1080. The typographic minus (U+2212) counts in
+running text only: `#### −7` is no strict answer, and -7 is the lenient one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from decimal import Decimal
 
 MAX_DIGITS = 32
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
-# In running text a minus belongs to the number only where nothing stands before it: "10-18" ends in 18.
+# In running text a minus belongs to the number where nothing stands before it: "10-18" ends in 18.
 _NUMBER_IN_TEXT = re.compile(r"(?:(?<![0-9A-Za-z).])-\$?)?[0-9][0-9,]*(?:\.[0-9]+)?")
 _DECORATION = "$%*, \t\r\n"  # stripped at both ends only: 5*3 is not 53
 
@@ -27,7 +27,10 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def marked_content(text: str) -> str | None:
-    """What stands after the last `####` (its line only) or in the last `<answer>…</answer>`, the later of the two."""
+    """What follows the last `####` in its line, or the last `<answer>…</answer>` holds.
+
+    The later of the two.
+    """
     hashes = text.rfind("####")
     close = text.rfind("</answer>")
     open_ = text.rfind("<answer>", 0, close) if close >= 0 else -1
@@ -39,13 +42,13 @@ def marked_content(text: str) -> str | None:
 
 
 def extract_strict(text: str) -> Decimal | None:
-    """The answer given in the required format, `#### 18` or `<answer>18</answer>`; None when there is none."""
+    """The answer in the required format, `#### 18` or `<answer>18</answer>`; None without one."""
     content = marked_content(text)
     return None if content is None else parse_number(content)
 
 
 def extract_lenient(text: str) -> Decimal | None:
-    """The strict answer; else the first number behind the last marker; else the last number of the text."""
+    """The strict answer, else the first number behind the last marker, else the text's last."""
     strict = extract_strict(text)
     if strict is not None:
         return strict

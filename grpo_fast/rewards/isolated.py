@@ -1,8 +1,9 @@
 """A user's reward function in a process of its own, with a time limit on each call.
 
-A function that hangs, crashes the interpreter or eats all memory then costs its samples, not the run. The child is a
-fresh interpreter (running `calling.py`) that reads one JSON line per call and answers with one: no fork of a process
-full of threads, and no pickle. It starts at the first call, and again after one that ended without its answer.
+A function that hangs, crashes the interpreter or eats all memory then costs its samples, not the
+run. The child is a fresh interpreter (running `calling.py`) that reads one JSON line per call and
+answers with one: no fork of a process full of threads, and no pickle. It starts at the first call,
+and again after one that ended without its answer.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import threading
 import weakref
 from typing import Any, BinaryIO, TextIO
 
+from grpo_fast.data import escape_control
 from grpo_fast.rewards import calling
-from grpo_fast.rewards.printed import escape_control
 
-START_LIMIT_S = 120.0  # what the user's module imports may take long; this is not the function's own time
+START_LIMIT_S = 120.0  # for the import of the user's module, which is not the function's own time
 
 
 class IsolatedReward:
@@ -47,18 +48,10 @@ class IsolatedReward:
         self._numbers = itertools.count(calling.LOADED + 1)
         self._worker: _Worker | None = None
 
-    def __call__(
-        self,
-        *,
-        prompts: list[Any],
-        completions: list[str],
-        answers: list[str],
-    ) -> list[float | str]:
-        arguments = {"prompts": prompts, "completions": completions, "answers": answers}
-        arguments |= self.options
+    def __call__(self, **columns: list[Any]) -> list[float | str]:
         with self._lock:
             try:
-                answer = self._ask(arguments)
+                answer = self._ask({**columns, **self.options})
             except BaseException:  # Ctrl-C included: an answer to nobody may be on its way
                 self.close()
                 raise
@@ -88,7 +81,7 @@ class _Worker:
     """The child process and the threads at its pipes; `end()`s with the object and the program."""
 
     def __init__(self, path: str) -> None:
-        search = os.pathsep.join(p or os.getcwd() for p in sys.path)  # what can be imported here can be imported there
+        search = os.pathsep.join(p or os.getcwd() for p in sys.path)  # the same can be imported
         self.path, self.owner = path, os.getpid()
         read_end, write_end = os.pipe()
         lifeline = os.fdopen(write_end, "wb", 0)  # never written to; the kernel closes it if not we

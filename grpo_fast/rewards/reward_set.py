@@ -1,9 +1,10 @@
 """Calling reward functions so that none of them can stop or poison a run.
 
-A function takes `prompts, completions, answers` by keyword and returns one number per completion. If a call raises,
-hangs, or returns the wrong length, it is asked again sample by sample, and only those that fail again are lost. A lost
-sample, or one scored NaN or inf, is NaN in the result: the trainer drops it from the baseline and gives it no
-advantage. Losses are counted; above a threshold the run is not learning what it was meant to and ends (`RewardError`).
+A function takes `prompts, completions, answers` by keyword and returns one number per completion.
+If a call raises, hangs, or returns the wrong length, it is asked again sample by sample, and only
+those that fail again are lost. A lost sample, or one scored NaN or inf, is NaN in the result: the
+trainer drops it from the baseline and gives it no advantage. Losses are counted; above a threshold
+the run is not learning what it was meant to and ends (`RewardError`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.data import escape_control
 from grpo_fast.rewards.calling import RewardFunction, call, describe
-from grpo_fast.rewards.printed import escape_control
 from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
 
 WINDOW_CALLS = 10
 MIN_CALLS = 3
-RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest of the batch unasked
+RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
 
 
 class RewardError(RuntimeError):
-    """Too many samples without a reward: the run stops, with the function's name and its last error."""
+    """Too many samples without a reward: the message names the function and its last error."""
 
 
 class WeightedReward(NamedTuple):
@@ -50,11 +51,12 @@ class RewardResult(NamedTuple):
 
 
 class RewardSet:
-    """Several weighted reward functions as one: `rewards(prompts, completions, answers) -> RewardResult`.
+    """Several weighted reward functions as one.
 
     Args:
         rewards: at least one, names all different.
-        max_failures: fraction of lost samples, over the last 10 calls (at least 3), above which RewardError is raised.
+        max_failures: fraction of lost samples, over the last 10 calls (at least 3), above which
+            RewardError is raised.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
@@ -63,13 +65,16 @@ class RewardSet:
             raise ValueError(f"rewards: expected at least one, with different names, got {names}")
         for reward in rewards:
             if not math.isfinite(reward.weight):
-                raise ValueError(f"rewards: expected a finite weight for {reward.name}, got {reward.weight}")
+                expected = f"a finite weight for {reward.name}"
+                raise ValueError(f"rewards: expected {expected}, got {reward.weight}")
         if not 0 <= max_failures <= 1:
             raise ValueError(f"max_failures: expected a fraction from 0 to 1, got {max_failures}")
         self.rewards = list(rewards)
         self.max_failures = max_failures
         self.failed_total = dict.fromkeys(names, 0)
-        self._recent: dict[str, deque[tuple[int, int]]] = {name: deque(maxlen=WINDOW_CALLS) for name in names}
+        self._recent: dict[str, deque[tuple[int, int]]] = {  # (failed, asked)
+            name: deque(maxlen=WINDOW_CALLS) for name in names
+        }
         self._last_error = dict.fromkeys(names, "")
         self._lock = threading.Lock()
 
@@ -78,8 +83,15 @@ class RewardSet:
         """The functions' names, in the order of the configuration."""
         return [reward.name for reward in self.rewards]
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]) -> RewardResult:
-        """Score N completions. Raises ValueError for lists of different lengths, RewardError above the threshold."""
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
+    ) -> RewardResult:
+        """Score N completions.
+
+        Raises:
+            ValueError: lists of different lengths.
+            RewardError: more samples lost than `max_failures` allows.
+        """
         if not len(prompts) == len(completions) == len(answers):
             raise ValueError(
                 "prompts, completions, answers: expected lists of one length, "
@@ -89,8 +101,7 @@ class RewardSet:
         failures: dict[str, int] = {}
         total = torch.zeros(len(completions))
         for reward in self.rewards:
-            scores = self._scores(reward, prompts, completions, answers)
-            per_fn[reward.name] = scores
+            scores = per_fn[reward.name] = self._scores(reward, prompts, completions, answers)
             if reward.weight != 0:  # weight 0 means: only watch it
                 total = total + reward.weight * scores
             failures[reward.name] = int(scores.isnan().sum())
@@ -98,7 +109,11 @@ class RewardSet:
         return RewardResult(total, per_fn, failures)
 
     def _scores(
-        self, reward: WeightedReward, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
+        self,
+        reward: WeightedReward,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        answers: Sequence[str],
     ) -> Tensor:
         scores = self._ask(reward, prompts, completions, answers)
         if isinstance(scores, str) and len(completions) > 1:
@@ -113,13 +128,12 @@ class RewardSet:
             scores = [math.nan] * len(completions)
         return torch.tensor(scores, dtype=torch.float32)
 
-    def _ask(
-        self, reward: WeightedReward, prompts: Any, completions: Any, answers: Any
-    ) -> list[float] | str:  # the error where the call fails as a whole
-        lists = {"prompts": list(prompts), "completions": list(completions), "answers": list(answers)}
+    def _ask(self, reward: WeightedReward, *columns: Any) -> list[float] | str:
+        """The scores, or the error where the call fails as a whole."""
+        lists = zip(("prompts", "completions", "answers"), map(list, columns), strict=True)
         try:
             with undisturbed():
-                values = call(reward.function, **lists)
+                values = call(reward.function, **dict(lists))
         except KeyboardInterrupt:  # the user wants the run to end
             raise
         except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception
@@ -129,7 +143,7 @@ class RewardSet:
         return [self._number(reward.name, value) for value in values]
 
     def _number(self, name: str, value: float | str) -> float:
-        # float32 is what the trainer computes in: beyond its range a value is as useless as inf or NaN
+        # The trainer computes in fp32: beyond its range a value is as useless as inf or NaN.
         if isinstance(value, str) or not abs(value) <= torch.finfo(torch.float32).max:
             self._note(name, f"not a finite number: {value!r}")
             return math.nan
@@ -137,7 +151,8 @@ class RewardSet:
 
     def _note(self, name: str, message: str) -> None:
         if not self._last_error[name]:
-            logger.warning("reward %s failed (its samples are dropped and counted): %r", name, message[:500])
+            said = "reward %s failed (its samples are dropped and counted): %r"
+            logger.warning(said, name, message[:500])
         self._last_error[name] = escape_control(message[:500])
 
     def _count(self, name: str, failed: int, asked: int) -> None:

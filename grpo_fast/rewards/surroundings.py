@@ -6,13 +6,13 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from grpo_fast.data import escape_control
 from grpo_fast.rewards.calling import open_folder
-from grpo_fast.rewards.printed import EscapedStream
 
 
 @contextlib.contextmanager
@@ -57,3 +57,21 @@ class _Process:
 
 
 _PROCESS = _Process()
+
+
+class EscapedStream:
+    """A text stream that escapes what is written; everything else is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(escape_control(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

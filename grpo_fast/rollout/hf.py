@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, seed_of
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, Sampling, seed_of
 
 Prompt = str | list[dict[str, str]]
-
-
-class Sampling(Protocol):
-    """The options `generate` reads (`RolloutConfig` and `SamplingConfig` have them)."""
-
-    group_size: int
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    batch_size: int | None
 
 
 @dataclass
 class Rollout:
     """N·G completions, the G of one prompt side by side."""
 
-    prompts: list[str] = field(default_factory=list)  # text of each completion's prompt (so each G times)
+    prompts: list[str] = field(default_factory=list)  # of each completion (so each G times)
     prompt_ids: list[list[int]] = field(default_factory=list)
     completion_ids: list[list[int]] = field(default_factory=list)  # up to and with the first EOS
     sampling_logps: list[Tensor] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
@@ -42,24 +31,27 @@ class Rollout:
 
 
 def generate(
-    policy: Any, prompts: Sequence[Prompt], options: Sampling, *, seed: int | tuple[int | str, ...]
+    policy: Any,
+    prompts: Sequence[Prompt],
+    options: Sampling,
+    *,
+    group_size: int,
+    seed: int | tuple[int | str, ...],
 ) -> Rollout:
-    """G = `options.group_size` completions of each prompt.
+    """G = `group_size` completions of each prompt.
 
     Args:
         policy: a `Policy` (model, tokenizer, eos_ids, `generation()`).
         prompts: texts, or chat messages for the tokenizer's template.
-        options: how many, how long, how random; temperature 0 is greedy.
-        seed: an int or a tuple such as (seed, step). The random number of a token depends on it, the completion's place
-            and the token's position only, not on `batch_size`.
+        seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
+            the completion's place and the token's position only, not on `options.batch_size`.
 
     Raises:
         ValueError: a prompt without tokens, with too many for the model, or with unknown ones.
         NonFiniteLogits: the policy gives NaN.
     """
     texts, ids = encode_for(policy, prompts)
-    group = options.group_size
-    repeated = [i for i in range(len(ids)) for _ in range(group)]
+    repeated = [i for i in range(len(ids)) for _ in range(group_size)]
     parts = seed if isinstance(seed, tuple) else (seed,)
     generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
     uniforms = torch.rand(len(repeated), options.max_new_tokens, generator=generator)
@@ -70,9 +62,18 @@ def generate(
             chosen = repeated[start : start + size]
             rollout.prompts += [texts[i] for i in chosen]
             rollout.prompt_ids += [ids[i] for i in chosen]
-            _generate_batch(policy, [ids[i] for i in chosen], options, uniforms[start : start + size], rollout)
+            _generate_batch(policy, options, uniforms[start : start + size], rollout)
     rollout.texts = policy.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
     return rollout
+
+
+def check_prompts(policy: Any, prompts: Sequence[Prompt]) -> None:
+    """Raise the ValueError for prompts that `generate` would raise, before a run has begun.
+
+    Only those that may be too long are encoded: a token has at least one byte, and a chat template
+    adds less than half of what a model has room for.
+    """
+    encode_for(policy, [p for p in prompts if 2 * len(str(p).encode()) > policy.positions])
 
 
 def encode_for(policy: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
@@ -94,14 +95,15 @@ def encode_for(policy: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
-    """The text and the token ids of each prompt; chat messages go through the tokenizer's template."""
-    texts, ids = [], []
+    """Text and token ids of each prompt; chat messages go through the tokenizer's template."""
+    texts: list[str] = []
+    ids: list[list[int]] = []
     for prompt in prompts:
-        if isinstance(prompt, str):
-            text, special = prompt, True
-        else:  # the template writes the special tokens itself
-            text, special = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), False
-        encoded = tokenizer(text, add_special_tokens=special)["input_ids"]
+        plain = isinstance(prompt, str)
+        text: Any = prompt
+        if not plain:  # the template writes the special tokens itself
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
         if not encoded:
             raise ValueError(f"prompts: expected at least one token, came {prompt!r}")
         texts.append(text)
@@ -109,17 +111,17 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str]
     return texts, ids
 
 
-def _generate_batch(
-    policy: Any, prompts: list[list[int]], options: Sampling, uniforms: Tensor, rollout: Rollout
-) -> None:
-    device, pad = policy.device, policy.pad_id
+def _generate_batch(policy: Any, options: Sampling, uniforms: Tensor, rollout: Rollout) -> None:
+    """Completions for the last prompts of `rollout`, one for each row of `uniforms`."""
+    prompts, device, pad = rollout.prompt_ids[-len(uniforms) :], policy.device, policy.pad_id
     longest = max(map(len, prompts))
     input_ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    sampler = Sampler(uniforms.to(device), temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    sampler = Sampler(uniforms.to(device), options)
     output = policy.lm.generate(
-        input_ids=input_ids, attention_mask=mask, max_new_tokens=options.max_new_tokens, do_sample=False,
-        logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids), pad_token_id=pad,
+        input_ids=input_ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
+        do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
+        pad_token_id=pad,
     )  # fmt: skip
     rows, logps = output[:, longest:].tolist(), sampler.logps.cpu()
     for row, row_logps in zip(rows, logps, strict=True):

@@ -1,10 +1,11 @@
-"""From completions to packed micro-batches: every token and normaliser is known before the first forward pass."""
+"""From completions to packed micro-batches: every token is known before the first forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +16,14 @@ from grpo_fast.rollout import Rollout
 
 @dataclass
 class MicroBatch:
-    """B completions packed in one row: the trunk sees T tokens, the head the R rows that predict a completion token."""
+    """B completions in one row: the trunk sees T tokens, the head the R that predict one."""
 
     packed: PackedGroups
     chosen: list[int]  # which completions of the step, in the order of B and R
     completion_mask: Tensor  # (R,) bool: the token counts
     advantages: Tensor  # (B,) fp32
     sampling_logps: Tensor  # (R,) fp32
-    old_logps: Tensor | None = None  # (R,) fp32, when the weights change before the batch is used up
+    old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
 
     @classmethod
@@ -36,12 +37,13 @@ class MicroBatch:
         shared: bool = True,
         mask_truncated: bool = False,
     ) -> MicroBatch:
-        """Pack completions of a rollout: each of `groups` lists completions of one prompt, which they share."""
+        """Pack completions of a rollout: each of `groups` lists completions of one prompt."""
         chosen = [i for group in groups for i in group]
-        packed = pack_groups(
-            [(rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group]) for group in groups],
-            shared=shared, device=device,
-        )  # fmt: skip
+        texts = [
+            (rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group])
+            for group in groups
+        ]
+        packed = pack_groups(texts, shared=shared, device=device)
         counts = torch.tensor([not (mask_truncated and rollout.truncated[i]) for i in chosen])
         return cls(
             packed=packed,
@@ -67,8 +69,9 @@ class MicroBatch:
 class StepBatch:
     """The completions of one step in micro-batches of at most `budget` trunk tokens.
 
-    `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the budget gets one of its
-    own. `pack` with another budget starts again, and keeps what was computed about each completion where asked to.
+    `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the
+    budget gets one of its own. `pack` with another budget starts again, and keeps what was computed
+    about each completion where asked to.
 
     Args:
         rollout: N·G completions, the G of a prompt side by side.
@@ -92,8 +95,9 @@ class StepBatch:
     ) -> None:
         self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
         self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
-        size = len(rollout.completion_ids) // minibatches
-        self.parts = [range(first, first + size) for first in range(0, len(rollout.completion_ids), size)]
+        count = len(rollout.completion_ids)
+        size = count // minibatches
+        self.parts = [range(first, first + size) for first in range(0, count, size)]
         self.minibatches: list[list[MicroBatch]] = []
         self.has_fixed_logps = False
         self.pack(budget)
@@ -115,7 +119,7 @@ class StepBatch:
     def pack(self, budget: int, keep_logps: bool = False) -> None:
         """Distribute the completions over micro-batches of at most `budget` trunk tokens.
 
-        keep_logps: hand the fixed logps on, completion by completion; otherwise they have to be computed again.
+        keep_logps: hand the fixed logps on, completion by completion; else they are forgotten.
         """
         known = self._fixed_logps() if keep_logps else {}
         self.minibatches = [self._pack_part(part, budget) for part in self.parts]
@@ -127,22 +131,25 @@ class StepBatch:
     def _pack_part(self, part: range, budget: int) -> list[MicroBatch]:
         groups = [list(members) for _, members in groupby(part, key=lambda i: i // self.group_size)]
         prompts, completions = self.rollout.prompt_ids, self.rollout.completion_ids
-        lengths = [(len(prompts[group[0]]), [len(completions[i]) for i in group]) for group in groups]
-        plan = plan_packs(lengths, budget, shared=self.shared)
-        return [
-            MicroBatch.pack(
-                self.rollout, self.advantages, [[groups[s.group][i] for i in s.completions] for s in shares],
-                self.device, shared=self.shared, mask_truncated=self.mask_truncated,
+        lengths = [
+            (len(prompts[group[0]]), [len(completions[i]) for i in group]) for group in groups
+        ]
+        options: Any = {"shared": self.shared, "mask_truncated": self.mask_truncated}
+        micro_batches = []
+        for shares in plan_packs(lengths, budget, shared=self.shared):
+            chosen = [[groups[s.group][i] for i in s.completions] for s in shares]
+            micro_batches.append(
+                MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
             )
-            for shares in plan
-        ]  # fmt: skip
+        return micro_batches
 
     def _fixed_logps(self) -> dict[str, dict[int, Tensor]]:
         """old_logps and ref_logps by completion."""
         known: dict[str, dict[int, Tensor]] = {}
-        for name in ("old_logps", "ref_logps"):
-            for batch in self.micro_batches:
+        for batch in self.micro_batches:
+            for name in ("old_logps", "ref_logps"):
                 values = getattr(batch, name)
                 if values is not None:
-                    known.setdefault(name, {}).update(zip(batch.chosen, batch.packed.split(values), strict=True))
+                    of_each = zip(batch.chosen, batch.packed.split(values), strict=True)
+                    known.setdefault(name, {}).update(of_each)
         return known

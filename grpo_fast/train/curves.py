@@ -1,4 +1,4 @@
-"""The picture of a run: small multiples, the raw series behind a smoothed one. Several runs share one picture."""
+"""The picture of one or several runs: small multiples, the raw series behind a smoothed one."""
 
 from __future__ import annotations
 
@@ -7,45 +7,42 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
+Rows = list[dict[str, float | None]]  # of a metrics.jsonl
 Series = list[tuple[float, float]]
 
 
-class Panel(NamedTuple):
-    """One small plot: its title and the metrics in it, first one solid, the second dashed."""
-
-    title: str
-    metrics: tuple[tuple[str, str], ...]  # (metric name, label)
-
-
-PANELS = (
-    Panel("Reward", (("reward", "train"), ("eval_reward", "held out"))),
-    Panel("Accuracy on held-out prompts", (("eval_accuracy_strict", "strict"), ("eval_accuracy_lenient", "lenient"))),
-    Panel("Completion length (tokens)", (("completions/mean_length", "mean"),)),
-    Panel("KL to the reference", (("kl", "kl"),)),
-    Panel("Entropy (nats)", (("entropy", "entropy"),)),
-    Panel("Clip fraction", (("clip_ratio/region_mean", "clipped"),)),
-    Panel("Throughput (tokens/s)", (("perf/rollout_tok_s", "rollout"), ("perf/train_tok_s", "train"))),
-    Panel("Gradient norm", (("grad_norm", "grad norm"),)),
-)
+# One small plot each: title → metrics with their labels, the first one solid, the second dashed.
+PANELS: dict[str, dict[str, str]] = {
+    "Reward": {"reward": "train", "eval_reward": "held out"},
+    "Accuracy on held-out prompts": {
+        "eval_accuracy_strict": "strict", "eval_accuracy_lenient": "lenient",
+    },
+    "Completion length (tokens)": {"completions/mean_length": "mean"},
+    "KL to the reference": {"kl": "kl"},
+    "Entropy (nats)": {"entropy": "entropy"},
+    "Clip fraction": {"clip_ratio/region_mean": "clipped"},
+    "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},
+    "Gradient norm": {"grad_norm": "grad norm"},
+}  # fmt: skip
 COLORS = ("#2f6fb4", "#d1603d", "#3a8f5c", "#8a5aa8", "#b8892b", "#4aa3a3", "#c2527d", "#5f6b7a")
 INK, GRID = "#3b4252", "#e3e6eb"
 
 
-def read_metrics(run: str | Path) -> list[dict[str, float | None]]:
-    """The lines of a run's metrics.jsonl (`run`: its folder or the file), without a last line that a kill cut short.
+def read_metrics(run: str | Path) -> Rows:
+    """The lines of a run's metrics.jsonl (`run`: its folder or the file), but not a cut last one.
 
     Raises ValueError for no such file, or (with file:line) a line that is no JSON object.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if os.path.isdir(path) else path
     if not os.path.isfile(path):
-        raise ValueError(f"run: expected a run's folder or its metrics.jsonl, found no file at {path}")
+        expected = "expected a run's folder or its metrics.jsonl"
+        raise ValueError(f"run: {expected}, found no file at {path}")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -64,7 +61,7 @@ def read_metrics(run: str | Path) -> list[dict[str, float | None]]:
     return rows
 
 
-def series(rows: Sequence[dict[str, float | None]], metric: str) -> Series:
+def series(rows: Rows, metric: str) -> Series:
     """(step, value) of one metric, where it was logged and finite."""
     found = []
     for index, row in enumerate(rows):
@@ -76,7 +73,7 @@ def series(rows: Sequence[dict[str, float | None]], metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of about a twentieth of the run, shorter at the ends (averages of the past lag)."""
+    """Mean over a centred window of about a twentieth of the run, shorter at the ends."""
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
@@ -88,7 +85,7 @@ def smooth(points: Series) -> Series:
 
 
 def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
-    """Draw the runs' curves into one picture and return its path. Panels that no run has a metric for are left out.
+    """Draw the runs' curves into one picture and return its path, without empty panels.
 
     Raises ValueError when a run has no readable metrics, or none of the metrics drawn here, and for
     an `out` that is no file's name with an ending.
@@ -101,21 +98,32 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     if not runs:
         raise ValueError("runs: expected at least one run's folder, got none")
     logged = {label: read_metrics(run) for label, run in zip(_labels(runs), runs, strict=True)}
-    panels = [p for p in PANELS if any(series(rows, name) for rows in logged.values() for name, _ in p.metrics)]
-    if not panels:
+    titles = [
+        title
+        for title, metrics in PANELS.items()
+        if any(series(rows, name) for rows in logged.values() for name in metrics)
+    ]
+    if not titles:
         raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
-    columns = min(4, len(panels)) if len(panels) != 5 else 3
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(3.6 * columns, 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)), layout="constrained")
+    columns = min(4, len(titles)) if len(titles) != 5 else 3
+    lines = math.ceil(len(titles) / columns)
+    height = 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
+    figure = Figure(figsize=(3.6 * columns, height), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axes, panel in zip(grid, panels, strict=False):
-        _draw(axes, panel, logged)
-    for axes in grid[len(panels) :]:
+    for axes, title in zip(grid, titles, strict=False):
+        _draw(axes, title, list(logged.values()))
+    for axes in grid[len(titles) :]:
         axes.set_visible(False)
     if len(runs) > 1:
-        _run_legend(figure, list(logged))
+        handles = [
+            _key(color=COLORS[i % len(COLORS)], linewidth=2, label=label)
+            for i, label in enumerate(logged)
+        ]
+        place = {"loc": "outside lower center", "ncols": min(4, len(logged)), "fontsize": 9}
+        figure.legend(handles=handles, frameon=False, labelcolor=INK, **place)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None} if path.suffix == ".png" else None)
+    metadata = {"Software": None} if path.suffix == ".png" else None
+    figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
     return path
 
 
@@ -123,26 +131,26 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
     """The folders' names; where two are the same, the paths."""
     paths = [Path(run).resolve() for run in runs]
     names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
-    return names if len(set(names)) == len(names) else [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
 
 
-def _draw(axes: Axes, panel: Panel, logged: dict[str, list[dict[str, float | None]]]) -> None:
-    from matplotlib.lines import Line2D
-
+def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
     several = len(logged) > 1
     keys = []
-    for index, (metric, label) in enumerate(panel.metrics):
+    for index, (metric, label) in enumerate(PANELS[title].items()):
         dash = "--" if several and index else "-"
-        curves = [(run, rows) for run, rows in enumerate(logged.values()) if series(rows, metric)]
+        curves = [(run, rows) for run, rows in enumerate(logged) if series(rows, metric)]
         for run, rows in curves:
+            # A colour stands for a run where there are several, else for a metric.
             color = COLORS[(run if several else index) % len(COLORS)]
-            errors = series(rows, metric + "_se")
-            _line(axes, series(rows, metric), errors, color, dash, evaluation=metric.startswith("eval_"))
-        if curves:  # a colour stands for a run where there are several, else for a metric
-            keys.append(Line2D([], [], color=INK if several else color, linestyle=dash, label=label))
+            _line(axes, rows, metric, {"color": color, "linestyle": dash})
+        if curves:
+            keys.append(_key(color=INK if several else color, linestyle=dash, label=label))
     if len(keys) > 1:
         axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
-    axes.set_title(panel.title, fontsize=10, loc="left", color=INK)
+    axes.set_title(title, fontsize=10, loc="left", color=INK)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -152,24 +160,22 @@ def _draw(axes: Axes, panel: Panel, logged: dict[str, list[dict[str, float | Non
     axes.margins(x=0.02)
 
 
-def _line(axes: Axes, points: Series, errors: Series, color: str, dash: str, *, evaluation: bool) -> None:
-    """Evaluations: points with error bars. Training metrics: the raw series, pale, behind the smoothed one."""
+def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
+    """Evaluations: points with error bars. Training: the raw series behind the smoothed one."""
+    points = series(rows, metric)
     steps, values = zip(*points, strict=True)
-    if evaluation:
-        known = dict(errors)
-        bars = [known.get(step, 0.0) for step in steps]
-        axes.errorbar(
-            steps, values, yerr=bars, color=color, linestyle=dash, marker="o", markersize=3.5, linewidth=1.4, capsize=2
-        )
+    if metric.startswith("eval_"):
+        errors = dict(series(rows, metric + "_se"))
+        bars = [errors.get(step, 0.0) for step in steps]
+        style |= {"marker": "o", "markersize": 3.5, "linewidth": 1.4, "capsize": 2}
+        axes.errorbar(steps, values, yerr=bars, **style)
         return
-    axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.9)
+    axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
     _, means = zip(*smooth(points), strict=True)
-    axes.plot(steps, means, color=color, linestyle=dash, linewidth=1.7)
+    axes.plot(steps, means, linewidth=1.7, **style)
 
 
-def _run_legend(figure: Figure, labels: list[str]) -> None:
+def _key(**style: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2) for i in range(len(labels))]
-    style = {"frameon": False, "fontsize": 9, "labelcolor": INK}
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), **style)
+    return Line2D([], [], **style)

@@ -1,4 +1,4 @@
-"""`grpo-fast eval`: a model, or a finished run's folder, on held-out questions, greedy and sampled."""
+"""`grpo-fast eval`: a model, or a finished run's folder, on held-out questions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from grpo_fast.data import Example, load_examples
-from grpo_fast.data.files import read_examples
+from grpo_fast.data import Example, is_local, load_examples, read_examples
+from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rewards import build_rewards, scorer_for
-from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, RunConfig, load_recipe
+from grpo_fast.train import loading
+from grpo_fast.train.config import (
+    DataConfig,
+    HeldOut,
+    ModelConfig,
+    Positive,
+    RewardConfig,
+    RunConfig,
+    UserPath,
+    home_path,
+)
 from grpo_fast.train.evaluate import evaluate, policy_generate
-from grpo_fast.train.explain import nearest, quoted
-from grpo_fast.train.folders import UserPath, home_path
-from grpo_fast.train.setup import token_counter
-from grpo_fast.train.yaml_file import read_yaml
+from grpo_fast.train.settings import load_recipe, nearest, quoted, read_yaml
 
 DEFAULT_REWARDS = {
     "gsm8k": ("gsm8k_correct", "gsm8k_format"),
@@ -29,23 +36,20 @@ DEFAULT_REWARDS = {
 }
 
 
-class EvalSettings(BaseModel):
-    """The `key=value` settings of `grpo-fast eval`. A run's folder brings its own data, rewards and lengths."""
+class EvalSettings(HeldOut):
+    """The `key=value` settings of `grpo-fast eval`.
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    A run's folder brings its own data, rewards and lengths. With more than one sample per question
+    a sampled pass follows the greedy one.
+    """
 
-    data: UserPath | None = None  # jsonl file, folder or hub id; a run's folder brings its own
+    data: UserPath | None = None  # jsonl file, folder or hub id
     task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
     prompt_template: str | None = None
     chat: bool = False
-    n: int | None = Field(None, ge=1)  # questions; None: all
-    samples: int = Field(1, ge=1)  # per question; above 1 a sampled pass follows the greedy one
     temperature: float = Field(0.7, gt=0)  # of the sampled pass
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
     k: list[int] | None = None  # for pass@k and maj@k; None: 1, 2, 4, … up to samples
-    max_new_tokens: int | None = Field(None, ge=1)
-    batch_size: int = Field(64, ge=1)  # completions per generate call
+    batch_size: Positive = 64
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
     seed: int = 0
@@ -53,7 +57,7 @@ class EvalSettings(BaseModel):
 
 
 def parse_settings(assignments: Sequence[str]) -> EvalSettings:
-    """`key=value` words as settings. Raises ValueError naming the unknown key and its nearest, or the misfit value."""
+    """`key=value` words as settings. Raises ValueError naming the unknown key or misfit value."""
     given: dict[str, Any] = {}
     for word in assignments:
         key, equals, value = word.partition("=")
@@ -73,10 +77,7 @@ def parse_settings(assignments: Sequence[str]) -> EvalSettings:
 
 
 def run_eval(
-    model: str,
-    settings: EvalSettings,
-    *,
-    allow_code: bool = False,
+    model: str, settings: EvalSettings, *, allow_code: bool = False
 ) -> dict[str, dict[str, float]]:
     """Evaluate and return {"greedy": metrics, "sampled": metrics}, the latter with samples > 1.
 
@@ -103,10 +104,8 @@ def run_eval(
     rewards = build_rewards(run.rewards if run else names)
     scorer = scorer_for(data.task, [example.answer for example in examples])
     length = settings.max_new_tokens or (run.rollout.max_new_tokens if run else 256)
-    generate = policy_generate(
-        _load(source), max_new_tokens=length, top_p=settings.top_p, top_k=settings.top_k,
-        batch_size=settings.batch_size,
-    )  # fmt: skip
+    sampling = settings.model_copy(update={"max_new_tokens": length})
+    generate = policy_generate(loading.load_policy(source), sampling)
     common: dict[str, Any] = {"seed": settings.seed}
     results = {"greedy": evaluate(generate, examples, rewards, scorer, **common).metrics}
     if settings.samples > 1:
@@ -122,10 +121,12 @@ def table(results: dict[str, dict[str, float]]) -> str:
     """The metrics as aligned lines, value ± one standard error."""
     lines = []
     for mode, metrics in results.items():
-        lines.append(f"{mode} (n={metrics['eval_n']:.0f} questions, {metrics['eval_samples']:.0f} sample(s) each)")
+        n, samples = metrics["eval_n"], metrics["eval_samples"]
+        lines.append(f"{mode} (n={n:.0f} questions, {samples:.0f} sample(s) each)")
         for name, value in metrics.items():
             if name + "_se" in metrics:
-                lines.append(f"  {name.removeprefix('eval_'):<28}{value:8.4f} ± {metrics[name + '_se']:.4f}")
+                shown, error = name.removeprefix("eval_"), metrics[name + "_se"]
+                lines.append(f"  {shown:<28}{value:8.4f} ± {error:.4f}")
     return "\n".join(lines)
 
 
@@ -170,20 +171,21 @@ def _run_config(model: str, allow_code: bool) -> RunConfig | None:
 def _data_config(settings: EvalSettings, run: RunConfig | None) -> DataConfig:
     fields: dict[str, Any] = run.data.model_dump() if run else {"task": "gsm8k"}
     if settings.data is not None:
-        local = os.path.exists(settings.data) or settings.data.endswith(".jsonl")
-        fields |= {"path": settings.data if local else None, "name": None if local else settings.data}
+        kind = "path" if is_local(settings.data) else "name"
+        fields |= {"path": None, "name": None, kind: settings.data}
     for name in ("task", "prompt_template"):
         value = getattr(settings, name)
         if value is not None:
             fields[name] = value
     fields["chat"] = fields.get("chat", False) or settings.chat
     if fields["task"] in ("gsm8k", "jsonl") and not (fields.get("path") or fields.get("name")):
-        whose = "for a model that is not a run's folder" if run is None else f"with task={fields['task']}"
+        whose = f"with task={fields['task']}" if run else "for a model that is not a run's folder"
         raise ValueError(f"data: expected data=<jsonl file, folder or hub id> {whose}, got nothing")
     try:
         return DataConfig.model_validate(fields)
     except ValidationError as error:
-        raise ValueError("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
+        reasons = (e["msg"].removeprefix("Value error, ") for e in error.errors())
+        raise ValueError("; ".join(reasons)) from None
 
 
 def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
@@ -194,21 +196,10 @@ def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> S
             chat=data.chat, system=data.system_prompt,
         )  # fmt: skip
     else:
-        count_tokens = None if data.shots_tokens is None else token_counter(_tokenizer(model))
+        counts = data.shots_tokens is not None
+        count_tokens = token_counter(loading.load_tokenizer(model)) if counts else None
         examples = load_examples(data, split="test", seed=settings.seed, count_tokens=count_tokens)
     return examples[: settings.n]
-
-
-def _tokenizer(model: ModelConfig) -> Any:
-    from grpo_fast.train.pretrained import load_tokenizer
-
-    return load_tokenizer(model)
-
-
-def _load(model: ModelConfig) -> Any:
-    from grpo_fast.train.policy import load_policy
-
-    return load_policy(model)
 
 
 def _explain(error: Any) -> str:

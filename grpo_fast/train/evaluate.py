@@ -1,25 +1,29 @@
-"""Evaluation on held-out questions: accuracy strict and lenient, mean reward, pass@k, maj@k, all with standard errors.
+"""Evaluation on held-out questions: accuracy strict and lenient, mean reward, pass@k, maj@k.
 
-The model comes in as `generate(prompts, samples=…, temperature=…, seed=…)`, which returns `samples` texts per prompt,
-prompt by prompt. A question's samples are not independent, so every standard error is that of the mean over questions.
+The samples of a question are not independent: a standard error is that of the mean over questions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from grpo_fast.data.example import Example
-from grpo_fast.rewards.reward_set import RewardSet
-from grpo_fast.rewards.scoring import Scorer
+from grpo_fast import rollout
+from grpo_fast.data import Example, load_examples
+from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.rewards import RewardSet, Scorer, scorer_for
+from grpo_fast.rollout import Sampling
+from grpo_fast.train.config import RunConfig
 
 
 class Generate(Protocol):
-    """Returns `len(prompts) * samples` texts, the samples of a prompt side by side; temperature 0 is greedy."""
+    """Returns `len(prompts) * samples` texts, the samples of a prompt side by side; 0 is greedy."""
 
-    def __call__(self, prompts: list[Any], *, samples: int, temperature: float, seed: int) -> list[str]: ...
+    def __call__(
+        self, prompts: list[Any], *, samples: int, temperature: float, seed: int
+    ) -> list[str]: ...
 
 
 class Judged(NamedTuple):
@@ -33,9 +37,9 @@ class Judged(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """`metrics` under their `eval_…` names, standard errors with the ending `_se`; `judged` for reading along."""
+    """What an evaluation found."""
 
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
     judged: list[Judged]
 
 
@@ -54,18 +58,19 @@ def evaluate(
     """Ask every question `samples` times and count.
 
     Args:
-        rewards: also report their mean; None leaves it out. Samples a reward failed on do not count in the mean.
+        rewards: also report their mean; samples that a reward failed on do not count in it.
         samples: completions per question; with temperature 0 there is only one different.
         k: values for pass@k and maj@k, each at most `samples`.
-        batch_size: completions per call of `generate` (at least one question); None: one call for all, which leaves
-            the size of batches to `generate` and makes the samples independent of it.
+        batch_size: completions per call of `generate` (at least one question); None: one call for
+            all, which leaves the size of batches to `generate`: samples do not depend on it.
 
     Returns:
-        eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each), eval_rewards/<fn>, eval_pass@k and
-        eval_maj@k (strict), the same with `_lenient`, eval_n (questions), eval_samples.
+        eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each), eval_rewards/<fn>,
+        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples.
 
     Raises:
-        ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of generated texts.
+        ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of
+            generated texts.
     """
     if not len(examples):
         raise ValueError("examples: expected at least one, got none")
@@ -81,12 +86,16 @@ def evaluate(
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)
     for start in range(0, len(examples), stride):
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
-        texts = generate([e.prompt for e in batch], samples=samples, temperature=temperature, seed=seed + start)
+        prompts = [e.prompt for e in batch]
+        texts = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
         if len(texts) != len(batch) * samples:
-            raise ValueError(f"generate: expected {len(batch)}·{samples} texts, it returned {len(texts)}")
-        judged += [_judge(e, texts[i * samples : (i + 1) * samples], scorer) for i, e in enumerate(batch)]
+            expected = f"expected {len(batch)}·{samples} texts"
+            raise ValueError(f"generate: {expected}, it returned {len(texts)}")
+        for i, example in enumerate(batch):
+            judged.append(_judge(example, texts[i * samples : (i + 1) * samples], scorer))
         if rewards is not None:
-            _add_rewards(per_question, rewards, batch, texts, samples)
+            for name, values in _rewards_of(rewards, batch, texts, samples).items():
+                per_question.setdefault(name, []).extend(values)
     per_question |= _accuracies(judged, k)
     metrics = {"eval_n": float(len(judged)), "eval_samples": float(samples)}
     for name, values in per_question.items():
@@ -96,7 +105,7 @@ def evaluate(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, sqrt(Σ(v − mean)² / (n−1) / n); NaN where n is too small for it."""
+    """Mean and its standard error, sqrt(Σ(v − mean)² / (n−1) / n); NaN where n is too small."""
     n = len(values)
     if n == 0:
         return math.nan, math.nan
@@ -107,23 +116,21 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold a correct one: 1 − C(n−c, k) / C(n, k).
+    """Probability that k of n samples hold a correct one: 1 − C(n−c, k) / C(n, k).
 
     Unbiased (Chen et al. 2021, 2107.03374), as a product so that no large binomial is formed.
     """
     if not 0 <= correct <= n or not 1 <= k <= n:
-        raise ValueError(f"pass_at_k: expected 0 ≤ correct ≤ n and 1 ≤ k ≤ n, got n={n}, correct={correct}, k={k}")
+        expected = "expected 0 ≤ correct ≤ n and 1 ≤ k ≤ n"
+        raise ValueError(f"pass_at_k: {expected}, got n={n}, correct={correct}, k={k}")
     if n - correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """The most frequent answer; of equally frequent ones the first seen. None (nothing found) has no vote."""
-    votes: dict[Hashable, int] = {}
-    for answer in answers:
-        if answer is not None:
-            votes[answer] = votes.get(answer, 0) + 1
+    """The most frequent answer, the first of equals; None (not found) has no vote."""
+    votes = Counter(answer for answer in answers if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None  # max keeps the first of equals
 
 
@@ -149,50 +156,50 @@ def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]
             values[f"pass@{size}{ending}"] = [
                 pass_at_k(len(a), c, size) for c, (a, _) in zip(right, found, strict=True)
             ]
-            values[f"maj@{size}{ending}"] = [_majority_rate(answers, gold, size) for answers, gold in found]
+            values[f"maj@{size}{ending}"] = [_majority_rate(a, gold, size) for a, gold in found]
     return values
 
 
 def _majority_rate(answers: list[Hashable | None], gold: Hashable | None, k: int) -> float:
     """How often the vote of k samples is right, over the disjoint blocks of k among the samples."""
-    votes = [majority(block) for block in _blocks(answers, k)]
+    blocks = (answers[i : i + k] for i in range(0, len(answers) - k + 1, k))
+    votes = [majority(block) for block in blocks]
     return sum(v is not None and v == gold for v in votes) / len(votes)
 
 
-def _blocks(answers: list[Hashable | None], k: int) -> Iterator[list[Hashable | None]]:
-    return (answers[i : i + k] for i in range(0, len(answers) - k + 1, k))
-
-
-def _add_rewards(
-    values: dict[str, list[float]], rewards: RewardSet, batch: list[Example], texts: list[str], samples: int
-) -> None:
+def _rewards_of(
+    rewards: RewardSet, batch: list[Example], texts: list[str], samples: int
+) -> dict[str, list[float]]:
+    """Name → one value per question."""
     repeated = [e for e in batch for _ in range(samples)]
     result = rewards([e.prompt for e in repeated], texts, [e.answer for e in repeated])
-    for name, scores in {"reward": result.total, **{f"rewards/{n}": s for n, s in result.per_fn.items()}}.items():
-        values.setdefault(name, []).extend(scores.view(-1, samples).nanmean(dim=1).tolist())
+    scores = {"reward": result.total, **{f"rewards/{n}": s for n, s in result.per_fn.items()}}
+    return {n: s.view(-1, samples).nanmean(dim=1).tolist() for n, s in scores.items()}
 
 
-@dataclass
-class Sampling:
-    """What the rollout's `generate` reads: how many completions of a prompt, how long, how random."""
-
-    group_size: int
-    max_new_tokens: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    batch_size: int | None = None
-
-
-def policy_generate(
-    policy: Any, *, max_new_tokens: int, top_p: float = 1.0, top_k: int = 0, batch_size: int | None = None
-) -> Generate:
+def policy_generate(policy: Any, sampling: Sampling) -> Generate:
     """The rollout of a `Policy` in the form `evaluate` asks for."""
 
     def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> list[str]:
-        from grpo_fast import rollout
-
-        options = Sampling(samples, max_new_tokens, temperature, top_p, top_k, batch_size)
-        return rollout.generate(policy, prompts, options, seed=("evaluate", seed)).texts
+        options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
+        return rollout.generate(policy, prompts, options, group_size=samples, seed=key).texts
 
     return generate
+
+
+def build_evaluation(
+    config: RunConfig, policy: Any, rewards: RewardSet
+) -> Callable[[], EvalResult]:
+    """A function that evaluates the policy as it is, with the same prompts and seed each time."""
+    counted, asked = token_counter(policy.tokenizer), config.eval
+    examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
+    examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
+    rollout.check_prompts(policy, [e.prompt for e in examples])
+    scorer = scorer_for(config.data.task, [e.answer for e in examples])
+    length = asked.max_new_tokens or config.rollout.max_new_tokens
+    # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.
+    sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
+    return lambda: evaluate(
+        policy_generate(policy, sampling), examples, rewards, scorer, samples=asked.samples,
+        temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=config.seed,
+    )  # fmt: skip

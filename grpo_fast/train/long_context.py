@@ -1,7 +1,8 @@
-"""What makes room for long contexts and changes no result: checkpointing, its offload, tiled MLPs, frozen weights.
+"""What makes room for long contexts and changes no result: checkpoints, tiled MLPs, frozen weights.
 
-Bytes per trunk token of a 16-bit decoder with L layers, width h and MLP width I (`memory_model` has the details):
-layer checkpointing 2Lh + 27h + 12I; a tiled MLP replaces 12I by 12h; offload takes away 2Lh.
+Bytes per trunk token of a 16-bit decoder with L layers, width h and MLP width I (the details are in
+`planning/memory_model.py`): layer checkpointing 2Lh + 27h + 12I; a tiled MLP replaces 12I by 12h;
+offload takes away 2Lh.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.train.config import ModelConfig
 
-# Dropout is off everywhere in the trainer, so no random state has to be kept for the second forward pass.
+# Dropout is off everywhere in the trainer: the second forward pass needs no random state.
 RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def apply_options(model: Any, config: ModelConfig) -> None:
-    """Apply `model.gradient_checkpointing` … `model.frozen` to a transformers model, before adapters are added."""
+    """Apply `model.gradient_checkpointing` … `model.frozen` to a model without adapters."""
     if config.gradient_checkpointing:
         enable_checkpointing(model, config.checkpoint_every, config.checkpoint_offload)
     if config.tiled_mlp is not None:
@@ -33,10 +34,10 @@ def apply_options(model: Any, config: ModelConfig) -> None:
 
 
 def enable_checkpointing(model: Any, every: int = 1, offload: bool = False) -> None:
-    """Recompute every `every`-th layer in the backward pass; with `offload` its input waits in host memory.
+    """Recompute every n-th layer in the backward pass; `offload`: its input waits on the host.
 
-    The host copy is pinned where there is a GPU. transformers' own offload asks for pinned memory everywhere, which a
-    machine without a GPU refuses; this wraps the same checkpoint function.
+    The host copy is pinned where there is a GPU. transformers' own offload asks for pinned memory
+    everywhere, which a machine without a GPU refuses; this wraps the same checkpoint function.
     """
     model.activation_checkpointing_enable(RECOMPUTE, every_n_layers=every)
     if not offload:
@@ -53,25 +54,29 @@ def _offloaded(recompute: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Let every dense MLP see at most `rows` rows at a time, recomputed one by one in the backward pass.
+    """Let every dense MLP see at most `rows` rows at a time, recomputed in the backward pass.
 
     The result is the same: an MLP treats each row by itself.
 
     Raises:
-        ValueError: no module named `mlp` or `feed_forward` that consists of linear layers (a mixture of experts, say).
+        ValueError: no module named `mlp` or `feed_forward` that consists of linear layers (a
+            mixture of experts, say).
     """
-    found = [m for name, m in model.named_modules() if name.split(".")[-1] in ("mlp", "feed_forward") and _is_dense(m)]
+    named = (m for n, m in model.named_modules() if n.split(".")[-1] in ("mlp", "feed_forward"))
+    found = [module for module in named if _is_dense(module)]
     if not found:
-        raise ValueError(f"model.tiled_mlp: {type(model).__name__} has no dense MLP that could be tiled")
+        kind = type(model).__name__
+        raise ValueError(f"model.tiled_mlp: {kind} has no dense MLP that could be tiled")
     for module in found:
-        # Bound methods survive a deepcopy with the module's copy as their owner: the reference model is one.
-        module.forward = types.MethodType(functools.partial(_tiled, rows), module)  # type: ignore[method-assign]
+        # A bound method survives a deepcopy with the module's copy as its owner (the reference).
+        tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
+        module.forward = tiled
 
 
 def _is_dense(module: nn.Module) -> bool:
-    children = list(module.children())
-    linear = [c for c in children if isinstance(c, nn.Linear)]
-    return len(linear) >= 2 and all(isinstance(c, nn.Linear) or not list(c.parameters()) for c in children)
+    others = [child for child in module.children() if not isinstance(child, nn.Linear)]
+    linear = sum(isinstance(child, nn.Linear) for child in module.children())
+    return linear >= 2 and not any(list(child.parameters()) for child in others)
 
 
 def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (…, T, h) → (…, T, h)
@@ -79,24 +84,19 @@ def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (…, T, h) �
     if x.shape[-2] <= rows:
         return plain(x)
     tiles = x.split(rows, dim=-2)
-    if not torch.is_grad_enabled():
-        return torch.cat([plain(tile) for tile in tiles], dim=-2)
     return torch.cat([checkpoint(plain, tile, **RECOMPUTE) for tile in tiles], dim=-2)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Switch off the gradients of the parameters whose names match a pattern (`*` and `?` as in file names).
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Switch off the gradients of parameters whose names match a pattern (`*`, `?` as in a shell).
 
-    Returns their names. Raises ValueError for a pattern that matches none, and when nothing is left to train.
+    Raises ValueError for a pattern that matches none, and when nothing is left to train.
     """
-    frozen = []
     for pattern in patterns:
-        matches = [(name, p) for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        matches = [p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, pattern)]
         if not matches:
             raise ValueError(f"model.frozen: no parameter matches {pattern!r}")
-        for name, parameter in matches:
+        for parameter in matches:
             parameter.requires_grad_(False)
-            frozen.append(name)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"model.frozen: {list(patterns)} leave no parameter to train")
-    return frozen

@@ -1,18 +1,21 @@
-"""Metrics of one training step, merged over its micro-batches, under TRL's names."""
+"""Metrics of one training step under TRL's names: of the loss, the rewards, the clock, the GPU."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.rewards.reward_set import RewardResult
 from grpo_fast.rollout import Rollout
 
-# FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line that fits counts.
+# FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
+# that fits counts.
 PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
     ({"H200", "NVL"}, 835e12),
     ({"H200"}, 989e12),
@@ -28,14 +31,16 @@ NORMS = {"policy_logp_grad_norm"}  # of the pieces of one vector: their squares 
 
 
 class LossMetrics:
-    """Merges what the loss returned for the micro-batches of one or more optimizer steps; one device sync, at the end.
+    """Merges what the loss returned for the micro-batches of optimizer steps; one sync, at the end.
 
-    Means weigh each micro-batch by its tokens, minima and maxima are over all of it, counts add up; `loss` and
-    `policy_loss` add up inside an optimizer step and are averaged over optimizer steps (norms: in the square mean).
+    Means weigh each micro-batch by its tokens, minima and maxima are over all of it, counts add up;
+    `loss` and `policy_loss` add up inside an optimizer step and are averaged over optimizer steps
+    (norms: in the square mean).
     """
 
     def __init__(self) -> None:
         self.parts: list[tuple[dict[str, Tensor], int]] = []
+        self.logps: list[tuple[Tensor, Tensor]] = []  # (R,) each, active: trainer's, sampler's
         self.optimizer_steps = 0
 
     def add(self, metrics: Mapping[str, Tensor], tokens: int, share: float = 1.0) -> None:
@@ -45,10 +50,12 @@ class LossMetrics:
             part[name] = part[name] * share
         self.parts.append((part, tokens))
 
-    def extend(self, other: LossMetrics) -> None:
+    def extend(self, other: LossMetrics, *, with_logps: bool) -> None:
         """Take over the parts of another optimizer step."""
         self.parts += other.parts
         self.optimizer_steps += other.optimizer_steps
+        if with_logps:
+            self.logps += other.logps
 
     def last(self, name: str) -> float:
         """A metric of the latest micro-batch (one sync)."""
@@ -57,12 +64,9 @@ class LossMetrics:
     def result(self) -> dict[str, float]:
         if not self.parts:
             return {}
-        merged: dict[str, Tensor] = {}
-        for name in self.parts[0][0]:
-            values = torch.stack([part[name] for part, _ in self.parts])
-            merged[name] = self._merge(name, values)
-        names = list(merged)
-        return dict(zip(names, torch.stack([merged[n] for n in names]).tolist(), strict=True))
+        names = list(self.parts[0][0])
+        merged = [self._merge(n, torch.stack([part[n] for part, _ in self.parts])) for n in names]
+        return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
     def _merge(self, name: str, values: Tensor) -> Tensor:
         if name in PARTIAL:
@@ -80,26 +84,27 @@ class LossMetrics:
 
 
 def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
-    """`reward`, `reward_std` (mean over groups), `frac_reward_zero_std`, `rewards/<fn>/{mean,std,failed}`.
+    """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's.
 
-    NaN rewards are left out; `failed` counts a function's samples that have none.
+    NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none.
     """
-    total = scores.total
-    groups = total.double().view(-1, group_size)
-    spread = torch.stack([_std(group) for group in groups])
+    spread = torch.stack([_std(group) for group in scores.total.double().view(-1, group_size)])
     metrics = {
-        "reward": _mean(total),
+        "reward": _mean(scores.total),
         "reward_std": float(spread.mean()),
         "frac_reward_zero_std": float((spread == 0).double().mean()),
     }
     for name, values in scores.per_fn.items():
-        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(values), float(_std(values.double()))
-        metrics[f"rewards/{name}/failed"] = float(scores.failures[name])
+        metrics |= {
+            f"rewards/{name}/mean": _mean(values),
+            f"rewards/{name}/std": float(_std(values.double())),
+            f"rewards/{name}/failed": float(scores.failures[name]),
+        }
     return metrics
 
 
 def completion_metrics(rollout: Rollout) -> dict[str, float]:
-    """`completions/…`: lengths in tokens with the EOS, of all and of those that ended by themselves."""
+    """`completions/…`: lengths in tokens with the EOS, of all and of those that ended in time."""
     lengths = rollout.lengths
     ended = [n for n, cut in zip(lengths, rollout.truncated, strict=True) if not cut]
     metrics = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
@@ -110,15 +115,15 @@ def completion_metrics(rollout: Rollout) -> dict[str, float]:
     return metrics
 
 
-def sampling_metrics(trainer_logps: Tensor, sampling_logps: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from the sampler's: `sampling/…`, both (R,) over the active tokens.
+def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`.
 
     With top_p or top_k the sampler's distribution is truncated, and the difference includes that.
     """
-    if not trainer_logps.numel():
+    trainers, samplers = map(torch.cat, zip(*logps, strict=True))
+    if not trainers.numel():
         return {}
-    difference = (trainer_logps - sampling_logps).abs()
-    ratio = (trainer_logps - sampling_logps).exp()
+    difference, ratio = (trainers - samplers).abs(), (trainers - samplers).exp()
     return {
         "sampling/sampling_logp_difference/mean": float(difference.mean()),
         "sampling/sampling_logp_difference/max": float(difference.max()),
@@ -128,11 +133,73 @@ def sampling_metrics(trainer_logps: Tensor, sampling_logps: Tensor) -> dict[str,
     }
 
 
-class Work:
-    """The flops of a model's matrix products, which `perf/mfu` holds against the GPU's bf16 peak, whatever the dtype.
+def is_policy_alone(config: LossConfig) -> bool:
+    """Whether the policy term is the whole loss: no KL term, no entropy bonus."""
+    return not config.uses_reference and config.entropy_coef == 0
 
-    Per weight and row: 2 forward, 2 for the gradient of the input, and 2 for the weight's own where it is trained.
-    Attention's scores, the look-up of embeddings and whatever checkpointing does twice do not count.
+
+def policy_gradient(
+    output: LossOutput, advantages: Tensor, config: LossConfig, per_token: dict
+) -> Tensor:
+    """0-d: the L2 norm of the policy term's gradient with respect to the tokens' logps.
+
+    With respect to the parameters it would take a second backward pass; this takes one over the
+    tokens.
+    """
+    beta = 0.0 if config.uses_reference else config.beta
+    alone = config.replace(entropy_coef=0.0, beta=beta)
+    logps = output.logps.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = grpo_loss(logps, advantages, alone, entropy=output.entropy, **per_token).loss
+    return torch.autograd.grad(loss, logps)[0].norm()
+
+
+def readable(
+    rollout: Rollout, rewards: Tensor, advantages: Tensor, answers: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The first completions of a step, one for each of `answers`, for people to read."""
+    return [
+        {"prompt": rollout.prompts[i], "completion": rollout.texts[i], "answer": answers[i],
+         "reward": float(rewards[i]), "advantage": float(advantages[i]),
+         "truncated": rollout.truncated[i]}
+        for i in range(len(answers))
+    ]  # fmt: skip
+
+
+class Clock:
+    """Seconds and device memory of the parts of a step: `lap(name)` after each of them."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}  # bytes allocated on the GPU at most, by part
+
+    def lap(self, name: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self.peaks[name] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        now = time.perf_counter()
+        self.seconds[name], self.last = now - self.last, now
+
+    def metrics(self, generated: int, trained: int) -> dict[str, float]:
+        """step_time and perf/…, for so many tokens sampled and so many sent through the trunk."""
+        peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
+        return {
+            "step_time": self.last - self.start,
+            "perf/rollout_tok_s": generated / self.seconds["rollout"],
+            "perf/train_tok_s": trained / self.seconds["train"],
+            **{f"perf/{name}_time": seconds for name, seconds in self.seconds.items()},
+            **peak,
+        }
+
+
+class Work:
+    """The flops of a model's matrix products, for `perf/mfu`, whatever the dtype.
+
+    Per weight and row: 2 forward, 2 for the gradient of the input, and 2 for the weight's own where
+    it is trained. Attention's scores, the look-up of embeddings and whatever checkpointing does
+    twice do not count.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -151,17 +218,26 @@ class Work:
 
     def update(self, tokens: int, rows: int) -> int:
         """Forward and backward."""
-        return 2 * self.forward(tokens, rows) + 2 * (self.trained_trunk * tokens + self.trained_head * rows)
+        weights = self.trained_trunk * tokens + self.trained_head * rows
+        return 2 * self.forward(tokens, rows) + 2 * weights
 
-    def metrics(self, flops: float, seconds: float) -> dict[str, float]:
-        """`perf/mfu`: the fraction of the peak; nothing where that is not known."""
-        return {} if self.peak is None else {"perf/mfu": flops / seconds / self.peak}
+    def metrics(
+        self, tokens: int, rows: int, *, forwards: int, updates: float, seconds: float
+    ) -> dict[str, float]:
+        """`perf/mfu`: so many passes, as a fraction of the GPU's bf16 peak where that is known."""
+        if self.peak is None:
+            return {}
+        flops = forwards * self.forward(tokens, rows) + updates * self.update(tokens, rows)
+        return {"perf/mfu": flops / seconds / self.peak}
 
 
 def peak_flops(device: torch.device) -> float | None:
     """None for a CPU, a GPU that the table does not know, and a slice of one (MIG)."""
-    words = set(torch.cuda.get_device_name(device).replace("-", " ").split()) if device.type == "cuda" else {"MIG"}
-    return None if "MIG" in words else next((peak for name, peak in PEAK_FLOPS if name <= words), None)
+    if device.type != "cuda":
+        return None
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    known = (peak for name, peak in PEAK_FLOPS if name <= words)
+    return None if "MIG" in words else next(known, None)
 
 
 def _mean(values: Tensor) -> float:

@@ -23,9 +23,14 @@ class NonFiniteGradient(RuntimeError):
 
 
 class Optimizer:
-    """Clip → step → schedule. A gradient that is not finite is dropped and counted; the third in a row ends the run."""
+    """Clip → step → schedule.
 
-    def __init__(self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int) -> None:
+    A gradient that is not finite is dropped and counted; the third in a row ends the run.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
+    ) -> None:
         if not parameters:
             raise ValueError("parameters: expected at least one that is trained, came none")
         self.parameters, self.config, self.total_steps = parameters, config, total_steps
@@ -35,10 +40,11 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """The rate of the next step."""
-        return self.config.lr * schedule(self.config.schedule, self.steps, self.config.warmup, self.total_steps)
+        kind, warmup = self.config.schedule, self.config.warmup
+        return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
-        """Apply the gradients and clear them; returns their norm before clipping (inf or NaN: the step was skipped)."""
+        """Apply the gradients, clear them, return their norm (inf or NaN: the step was skipped)."""
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if math.isfinite(norm):
             self._set_rate(self.learning_rate)
@@ -51,7 +57,8 @@ class Optimizer:
         self.steps += 1
         self.zero_grad()
         if self._skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            raise NonFiniteGradient(f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite (the last norm: {norm})")
+            said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
+            raise NonFiniteGradient(f"{said} (the last norm: {norm})")
         return norm
 
     def zero_grad(self) -> None:
@@ -60,7 +67,7 @@ class Optimizer:
 
     def _set_rate(self, rate: float) -> None:
         for group in self.adam.param_groups:
-            if isinstance(group["lr"], torch.Tensor):  # torchao keeps it in a tensor and refuses another object
+            if isinstance(group["lr"], torch.Tensor):  # torchao's: it refuses another object
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -69,11 +76,12 @@ class Optimizer:
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
     """AdamW with its moments kept as `config.states` says.
 
-    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, block-wise scales, about 2 bytes
-    per weight. offload: torchao's, weights and moments in host memory where the step is taken (needs an accelerator).
+    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, block-wise
+    scales, about 2 bytes per weight. offload: torchao's, weights and moments in host memory where
+    the step is taken (needs an accelerator).
 
     Raises:
-        ValueError: the package is not installed (with the line that installs it), or there is no accelerator.
+        ValueError: the package is not installed, or there is no accelerator.
     """
     options: dict[str, Any] = dict(
         lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
@@ -85,7 +93,8 @@ def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
         if offloaded is None:
             raise ValueError("optim.states: offload needs torchao (pip install torchao)")
         if not torch.accelerator.is_available():
-            raise ValueError("optim.states: offload moves states from an accelerator to the host, here is none")
+            what = "offload moves states from an accelerator to the host"
+            raise ValueError(f"optim.states: {what}, here is none")
         return offloaded(parameters, torch.optim.AdamW, fused=True, **options)
     adam = optional("torchao.optim", "AdamW8bit") or optional("bitsandbytes.optim", "AdamW8bit")
     if adam is None:
@@ -103,7 +112,7 @@ def optional(module: str, name: str) -> Any:
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """The factor on the learning rate at `step` (from 0): linear warm-up, then constant, linear or cosine to 0."""
+    """The rate's factor at `step` (from 0): linear warm-up, then constant, linear, cosine to 0."""
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant" or total <= warmup:

@@ -1,13 +1,12 @@
-"""The policy: a transformers causal LM, its tokenizer, and the three things the trainer asks of them.
+"""The policy: a transformers causal LM with its tokenizer, and the reference model of the KL term.
 
-`hidden` gives the rows that predict completion tokens, `head` what turns them into logits, `generation()` the mode in
-which `generate` runs. A reference model is a `Policy` too.
+`hidden` gives the rows that predict completion tokens, `head` what turns them into logits,
+`generation()` the mode in which `generate` runs.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,11 +29,7 @@ from grpo_fast.attention import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.train.config import LoraConfig, ModelConfig
-from grpo_fast.train.long_context import apply_options
-from grpo_fast.train.pretrained import check_vocabulary, from_config, load_model, load_tokenizer
-
-log = logging.getLogger(__name__)
+from grpo_fast.train.config import ReferenceConfig
 
 
 class Policy:
@@ -43,18 +38,21 @@ class Policy:
     Args:
         model: a transformers causal LM, or a peft model around one.
         tokenizer: its tokenizer.
-        attn: attention for `generate`; "auto" is the model's default (eager where it needs a softcap).
+        attn: attention for `generate`; "auto": the model's default (eager where it has a softcap).
         autocast: dtype the trunk runs in over fp32 weights, or None.
 
     Raises:
         ValueError: a model that packed attention or the fused head would compute wrongly.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, attn: str = "auto", autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, attn: str = "auto", autocast: torch.dtype | None = None
+    ) -> None:
         self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         check_supported(self.lm)
-        self.unshared = shared_prompt_supported(self.lm)  # why completions cannot share their prompt; None: they can
+        # Why completions cannot share their prompt; None: they can.
+        self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
         self.generation_attn = _generation_attention(self.lm) if attn == "auto" else attn
         self.lm.set_attn_implementation(register())
@@ -67,7 +65,7 @@ class Policy:
 
     @property
     def head(self) -> Head:
-        """Weight, bias, softcap and logit scale of the language-model head (dtype of the hidden states)."""
+        """Weight, bias and logit rule of the head, in the dtype of the hidden states."""
         head = head_of(self.lm)
         if self.autocast is None:
             return head
@@ -75,24 +73,25 @@ class Policy:
         return head._replace(weight=head.weight.to(self.autocast), bias=bias)
 
     def hidden(self, packed: PackedGroups) -> Tensor:
-        """Final hidden states of a packed row, (T, H); `packed.predicting` says which row predicts what."""
+        """(T, H) final hidden states of a packed row; `packed.predicting`: which predicts what."""
         with self._autocast():
             states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
         return states if self.autocast is None else states.to(self.autocast)
 
     def logps(self, packed: PackedGroups, temperature: float = 1.0) -> Tensor:
-        """(R,) fp32 log-probabilities of the completion tokens; the logits are never stored under no_grad."""
+        """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad."""
         head = self.head
         return linear_logps(
-            self.hidden(packed), head.weight, packed.target_ids, hidden_rows=packed.predicting, bias=head.bias,
-            temperature=temperature, **head.rule,
+            self.hidden(packed), head.weight, packed.target_ids, hidden_rows=packed.predicting,
+            bias=head.bias, temperature=temperature, **head.rule,
         )  # fmt: skip
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Evaluation mode with a cache-capable attention and a plain generation config; restored afterwards.
+        """Evaluation mode with a cache-capable attention and a plain generation config; then back.
 
-        The attention is exchanged between whole steps only, never between a forward pass and its backward.
+        The attention is exchanged between whole steps only, never between a forward pass and its
+        backward.
         """
         training, saved = self.lm.training, self.lm.generation_config
         # A shipped generation config may hold penalties and warpers; the sampler is ours alone.
@@ -116,8 +115,7 @@ class Policy:
     def frozen_copy(self) -> Policy:
         """A copy without gradients that shares nothing with this policy: the reference model."""
         twin = copy.copy(self)
-        twin.model = copy.deepcopy(self.model).requires_grad_(False).eval()
-        twin.lm = twin.model.get_base_model() if hasattr(twin.model, "get_base_model") else twin.model
+        twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
         return twin
 
     def trainable(self) -> list[nn.Parameter]:
@@ -125,16 +123,21 @@ class Policy:
 
     @torch.no_grad()
     def self_check(self) -> float:
-        """Compare packed hidden states + `linear_logps` with the model's own logits on a prompt with two completions.
+        """Compare packed logps with the model's own logits on a prompt with two completions.
 
-        Finds what no table can know: a head with an unknown rule, attention that ignores the layout, positions that are
-        not RoPE's. Returns the largest difference in nats; raises ValueError beyond the dtype's tolerance.
+        Finds what no table can know: a head with an unknown rule, attention that ignores the
+        layout, positions that are not RoPE's. Returns the largest difference in nats; raises
+        ValueError beyond the dtype's tolerance.
         """
-        vocabulary = self.head.weight.shape[0]
-        prompt, *completions = ([(7 * i + 11 * j + 3) % vocabulary for i in range(n)] for j, n in enumerate((4, 5, 3)))
-        ours = self.logps(pack_groups([(prompt, completions)], shared=self.unshared is None, device=self.device))
+        rows = self.head.weight.shape[0]
+        prompt, *completions = (
+            [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
+        )
+        groups, is_shared = [(prompt, completions)], self.unshared is None
+        ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
         with self.generation():
-            theirs = torch.cat([self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions])
+            own = [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
+        theirs = torch.cat(own)
         if theirs.isnan().any():
             kind = self.lm.config.model_type
             raise ValueError(f"model_type {kind}: expected weights with finite logits, got NaN")
@@ -142,9 +145,10 @@ class Policy:
         dtype = self.autocast or self.head.weight.dtype
         if not difference <= check_tolerance(dtype):
             raise ValueError(
-                f"model_type {self.lm.config.model_type}: packed attention with the fused head differs from its "
-                f"own logits by {difference:.3g} nats (expected ≤ {check_tolerance(dtype)} in {dtype}); its head "
-                "or attention has a rule this trainer does not know"
+                f"model_type {self.lm.config.model_type}: packed attention with the fused head "
+                f"differs from its own logits by {difference:.3g} nats (expected ≤ "
+                f"{check_tolerance(dtype)} in {dtype}); its head or attention has a rule this "
+                "trainer does not know"
             )
         return difference
 
@@ -155,15 +159,12 @@ class Policy:
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer in transformers format (with LoRA: the merged model)."""
-        from transformers.utils import logging as logging_of_transformers
-
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
         model.set_attn_implementation(self.generation_attn)
-        logging_of_transformers.disable_progress_bar()
-        model.save_pretrained(directory)
-        logging_of_transformers.enable_progress_bar()
+        with without_bars():
+            model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
         self.lm.set_attn_implementation(NAME)
 
@@ -173,37 +174,49 @@ class Policy:
         return torch.autocast(self.device.type, dtype=self.autocast)
 
 
-def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
-    """Load `config.path`, or make a model from `config.config` for `tokenizer` (random start, torch's seed).
+class Reference:
+    """The KL term's reference: none, a frozen copy, one synced at times, or LoRA's adapter off.
 
-    Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
+    Args:
+        policy: the policy as it is at the start of training (after a warm start).
+        config: kind, and for `synced` how often and how much.
     """
-    device = _device(config.device)
-    if config.path is not None:
-        model = load_model(config)
-        tokenizer = tokenizer or load_tokenizer(config)
-    else:
-        model = from_config(dict(config.config or {}), tokenizer).to(getattr(torch, config.dtype))
-    model.to(device)
-    apply_options(model, config)
-    if config.lora is not None:
-        model = _with_adapter(model, config.lora, config.gradient_checkpointing)
-    autocast = None if config.autocast is None else getattr(torch, config.autocast)
-    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
-    check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
-    log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
-    return policy
+
+    def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
+        self.policy, self.config = policy, config
+        by_adapter = policy.model is not policy.lm
+        self.copy = None if by_adapter or config.kind == "none" else policy.frozen_copy()
+
+    @torch.no_grad()
+    def logps(self, packed: PackedGroups, temperature: float) -> Tensor:
+        """(R,) fp32 logps of the completion tokens, in the layout the policy is trained in."""
+        if self.copy is not None:
+            return self.copy.logps(packed, temperature)
+        with self.policy.without_adapter():
+            return self.policy.logps(packed, temperature)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """synced: every `sync_every` steps, reference = mixing·policy + (1 − mixing)·reference."""
+        if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
+            return
+        mine, policys = self.copy.model.parameters(), self.policy.model.parameters()
+        for own, theirs in zip(mine, policys, strict=True):
+            own.lerp_(theirs.to(own.dtype), self.config.mixing)
 
 
-def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
-    import peft
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' bars for weights, which would run through the run's own."""
+    from transformers.utils import logging
 
-    settings = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0, task_type="CAUSAL_LM"
-    )
-    if checkpointing:  # a checkpointed layer passes a gradient on only if its input asks for one
-        model.enable_input_require_grads()
-    return peft.get_peft_model(model, settings)
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def _generation_attention(lm: Any) -> str:
@@ -212,10 +225,10 @@ def _generation_attention(lm: Any) -> str:
 
 
 def _special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Every id that ends a completion (tokenizer's and generation config's), and one for padding."""
+    """Every id that ends a completion (tokenizer's, generation config's), and one for padding."""
     eos: set[int] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
-        eos |= set(value) if isinstance(value, (list, tuple)) else ({value} if value is not None else set())
+        eos |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
     if not eos:
         raise ValueError("tokenizer: has no EOS token, so no completion could end")
     pad = tokenizer.pad_token_id
@@ -232,13 +245,3 @@ def _positions(config: Any) -> float:
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
     is_stretched = isinstance(factor, (int, float))
     return max(bound, int(factor * (original or bound))) if is_stretched else bound
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # unknown, or not here
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"model.device: expected auto or a device of this machine, got {name!r}: {reason}") from error

@@ -1,43 +1,29 @@
 """What a run leaves behind, and what it shows while it goes on.
 
-In `output_dir`: config.yaml (the resolved configuration), metrics.jsonl (one JSON object per logged step, TRL's names,
-flushed line by line), completions/step_000010.md … (readable samples), curves.png, summary.json.
+In `output_dir`: config.yaml (the resolved configuration), metrics.jsonl (one JSON object per logged
+step, TRL's names, flushed line by line), completions/step_000010.md … (readable samples),
+curves.png, summary.json.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import logging
 import math
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from grpo_fast.train.curves import plot_runs, read_metrics
-from grpo_fast.train.folders import OutputFolderError, claim_folder, run_folder
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from grpo_fast.train.config import RunConfig
-
-__all__ = [
-    "OutputFolderError",
-    "RunReport",
-    "escape_control",
-    "final_line",
-    "kernels_line",
-    "memory_line",
-    "plot_runs",
-    "read_metrics",
-    "run_folder",
-]
-
-logger = logging.getLogger(__name__)
+from grpo_fast.data import escape_control
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.curves import plot_runs
+from grpo_fast.train.settings import save_config
 
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
 SHOWN = (  # in the progress line: metric, label, format
@@ -46,19 +32,28 @@ SHOWN = (  # in the progress line: metric, label, format
     ("completions/mean_length", "length", "{:.0f}"),
     ("perf/train_tok_s", "tok/s", "{:.0f}"),
 )
-COMPARED = (("eval_reward", "reward"), ("eval_accuracy_strict", "strict"), ("eval_accuracy_lenient", "lenient"))
+COMPARED = (  # before and after: metric, label
+    ("eval_reward", "reward"),
+    ("eval_accuracy_strict", "strict"),
+    ("eval_accuracy_lenient", "lenient"),
+)
+
+
+class OutputFolderError(ValueError):
+    """The output folder cannot be used; the message says why and what to do."""
 
 
 class RunReport:
     """Writes a run's folder and shows its progress. Use as a context manager, or call `close`.
 
     Raises:
-        OutputFolderError: `output_dir` holds files of something else (an earlier run), or cannot be made.
+        OutputFolderError: `output_dir` holds files of something else (an earlier run), or cannot be
+            made.
     """
 
-    def __init__(self, output_dir: str | Path, config: RunConfig, *, stream: TextIO | None = None) -> None:
-        from grpo_fast.train.config import save_config
-
+    def __init__(
+        self, output_dir: str | Path, config: RunConfig, *, stream: TextIO | None = None
+    ) -> None:
         self.folder = claim_folder(output_dir)
         self.total_steps = int(config.steps)
         save_config(config, self.folder / "config.yaml")
@@ -66,7 +61,6 @@ class RunReport:
         self._stream = stream or sys.stdout
         self._progress = _start_bar(self._stream, self.total_steps) if config.log.progress else None
         self._plain = self._progress is None and config.log.progress
-        atexit.register(self.close)  # a run that ends in an exception still gives the terminal back
 
     def __enter__(self) -> RunReport:
         return self
@@ -75,39 +69,39 @@ class RunReport:
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl and move the progress on. Values: numbers, 0-d tensors; NaN, inf → null."""
+        """Append a line of numbers or 0-d tensors to metrics.jsonl and move the progress on."""
         values = {name: float(value) for name, value in metrics.items()}
-        line = {"step": int(step), **{name: _json_number(value) for name, value in values.items()}}
+        line = {"step": int(step), **plain_json(values)}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         self._show(step, values)
 
     def note(self, text: str) -> None:
         """One line for the person watching, above the progress bar."""
+        text = escape_control(text)
         if self._progress is not None:
-            self._progress.console.print(escape_control(text), markup=False, highlight=False)
+            self._progress.console.print(text, markup=False, highlight=False)
         else:
-            print(escape_control(text), file=self._stream, flush=True)
+            print(text, file=self._stream, flush=True)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write completions/step_….md. A row: `prompt` (text or messages), `completion`, and any numbers or texts."""
+        """Write completions/step_….md. A row: `prompt` (text or messages), other texts, numbers."""
         path = self.folder / "completions" / f"step_{int(step):06d}.md"
         path.parent.mkdir(exist_ok=True)
-        parts = [f"# Step {int(step)}\n", *(_row_markdown(number, row) for number, row in enumerate(rows, start=1))]
-        path.write_text("\n".join(parts), encoding="utf-8")
+        parts = [_row_markdown(number, row) for number, row in enumerate(rows, start=1)]
+        path.write_text("\n".join([f"# Step {int(step)}\n", *parts]), encoding="utf-8")
         return path
 
     def finish(self, summary: Mapping[str, Any]) -> str:
         """Write summary.json and curves.png; print and return the line before → after.
 
-        `summary["before"]` and `summary["after"]`, where present, are the metrics of two evaluations.
+        `summary["before"]` and `summary["after"]`, where present, are evaluations' metrics.
         """
         self.close()
-        _write_atomically(self.folder / "summary.json", json.dumps(_plain_json(summary), indent=2) + "\n")
-        try:
-            plot_runs([self.folder], self.folder / "curves.png")
-        except ImportError:
-            self.note("curves.png was not drawn: matplotlib is not installed (pip install 'grpo_fast[train]')")
+        whole = self.folder / "summary.json.tmp"
+        whole.write_text(json.dumps(plain_json(summary), indent=2) + "\n", encoding="utf-8")
+        whole.replace(self.folder / "summary.json")
+        plot_runs([self.folder], self.folder / "curves.png")
         line = final_line(summary.get("before") or {}, summary.get("after") or {})
         if line:
             self.note(line)
@@ -115,17 +109,19 @@ class RunReport:
 
     def close(self) -> None:
         """Stop the progress bar and close metrics.jsonl; calling it again does nothing."""
-        atexit.unregister(self.close)
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
         self._metrics.close()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        text = " · ".join(f"{label} {form.format(values[key])}" for key, label, form in SHOWN if key in values)
-        held_out = " · ".join(f"{label} {_shown(values, key)}" for key, label in COMPARED if key in values)
+        shown = [
+            f"{label} {form.format(values[key])}" for key, label, form in SHOWN if key in values
+        ]
+        text = " · ".join(shown)
+        held_out = [f"{label} {_shown(values, key)}" for key, label in COMPARED if key in values]
         if held_out and (self._plain or self._progress is not None):
-            self.note(f"step {step}/{self.total_steps} · held out: {held_out}")
+            self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(held_out)}")
         if self._progress is not None and text:
             self._progress.update(self._progress.task_ids[0], completed=step, status=text)
         every = max(1, self.total_steps // PLAIN_LINES)
@@ -134,12 +130,17 @@ class RunReport:
 
 
 def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """`reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict 1.2% ± 0.3 → 94.1% ± 1.5 (n=256)`; empty without both evaluations."""
+    """`reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict 1.2% ± 0.3 → 94.1% ± 1.5 (n=256, …)`.
+
+    Empty without both evaluations.
+    """
     parts: list[str] = []
     for key, label in COMPARED:
         if key in before and key in after:
             change = f"{_shown(before, key)} → {_shown(after, key)}"
-            if not (parts and parts[-1].endswith(change)):  # where strict and lenient are one, say it once
+            if not (
+                parts and parts[-1].endswith(change)
+            ):  # where strict and lenient are one, say it once
                 parts.append(f"{label} {change}")
     if parts and "eval_n" in after:
         parts[-1] += f" (n={after['eval_n']:.0f}, ± one standard error)"
@@ -147,16 +148,16 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def memory_line(summary: Mapping[str, Any]) -> str:
-    """`memory of a training step: 1.24 GiB predicted (micro-batches of up to 4096 tokens), 1.31 GiB measured`.
+    """`memory of a training step: 1.24 GiB predicted (micro-batches …), 1.31 GiB measured`.
 
-    Without a GPU the measured part is the growth of the whole process: libraries, rollouts and evaluation, too.
+    Without a GPU the measured part is the growth of the whole process, libraries and rollouts, too.
     """
     predicted, peak = summary["predicted_memory"], summary["peak_memory"]
     said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
+    size = f"micro-batches of up to {summary['largest_microbatch']} tokens"
     grown = f"the whole process grew by {summary['process_growth'] / 2**30:.2f} GiB"
-    return f"memory of a training step: {said} (micro-batches of up to {summary['largest_microbatch']} tokens), " + (
-        grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
-    )
+    found = grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
+    return f"memory of a training step: {said} ({size}), {found}"
 
 
 def kernels_line(summary: Mapping[str, Any]) -> str:
@@ -165,31 +166,14 @@ def kernels_line(summary: Mapping[str, Any]) -> str:
     return f"kernels: {summary['backend']}" + (f" (slower; {reason})" if reason else "")
 
 
-def escape_control(text: str) -> str:
-    r"""Model text made safe to see: control, bidi and invisible characters become \x1b, \u202e …; \n and \t stay."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE else _escaped(c) for c in text)
-
-
-_INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
 def _start_bar(stream: TextIO, total: int) -> Progress | None:
     """A live bar on a terminal, None elsewhere."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        return None
     console = Console(file=stream)
     if not console.is_terminal:
         return None
-    status = TextColumn("{task.fields[status]}")
-    progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), status, console=console)
+    bar, status = BarColumn(bar_width=24), TextColumn("{task.fields[status]}")
+    columns = (bar, MofNCompleteColumn(), TimeRemainingColumn(), status)
+    progress = Progress(*columns, console=console)
     progress.add_task("train", total=total, status="")
     progress.start()
     return progress
@@ -214,35 +198,20 @@ def _short(value: Any) -> str:
 
 def _fenced(text: str) -> str:
     """A code block that the text cannot close."""
-    longest = run = 0
-    for character in text:
-        run = run + 1 if character == "`" else 0
-        longest = max(longest, run)
-    fence = "`" * max(3, longest + 1)
+    fence = max(re.findall("`+", text), key=len, default="``") + "`"
+    fence = fence if len(fence) > 3 else "```"
     return f"{fence}text\n{escape_control(text)}\n{fence}"
 
 
-def _json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _plain_json(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """What JSON has a word for; numbers that are not finite are null."""
     if isinstance(value, Mapping):
-        return {str(key): _plain_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_json(item) for item in value]
+        return {str(key): plain_json(item) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    return str(value) if isinstance(value, Path) else _json_number(float(value))
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    if isinstance(value, Path):
+        return str(value)
+    return float(value) if math.isfinite(value) else None
 
 
 def _shown(metrics: Mapping[str, float], key: str) -> str:
@@ -251,3 +220,59 @@ def _shown(metrics: Mapping[str, float], key: str) -> str:
     if "accuracy" in key:
         return f"{100 * value:.1f}% ± {100 * error:.1f}"
     return f"{value:.3f} ± {error:.3f}"
+
+
+# ---------------------------------------------------------------------------------------- folder
+def run_folder(root: str | Path, name: str) -> Path:
+    """The folder `name` inside `root`. Raises OutputFolderError for a name that leads elsewhere."""
+    base = Path(root)
+    bad = any(c in "/\\:" or unicodedata.category(c)[0] == "C" for c in name)
+    bad = bad or not name.strip() or name in (".", "..")
+    if bad or (base / name).resolve().parent != base.resolve():
+        raise OutputFolderError(f"name: expected a plain folder name inside {base}, got {name!r}")
+    return base / name
+
+
+def check_folder(folder: str | Path) -> None:
+    """Raise OutputFolderError for a folder that is occupied or not writable. Creates nothing."""
+    try:
+        existing = _nearest_existing(Path(folder).absolute())
+        occupants = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, error) from error
+    if occupants:
+        listed = ", ".join(occupants[:3]) + (", …" if len(occupants) > 3 else "")
+        raise OutputFolderError(
+            f"output_dir: {folder} is occupied (it holds {listed}); choose an empty or new folder "
+            "with output_dir=… or --name …"
+        )
+    if not os.path.isdir(existing):
+        raise _unusable(folder, f"{existing} is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _unusable(folder, f"{existing} is not writable")
+
+
+def claim_folder(folder: str | Path) -> Path:
+    """The folder, made where it does not exist. Raises OutputFolderError as `check_folder` does."""
+    check_folder(folder)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return Path(folder)
+
+
+def _nearest_existing(path: Path) -> Path:
+    """`path`, or what is there above it. Raises OSError or ValueError for an impossible path."""
+    for candidate in (path, *path.parents):
+        try:
+            os.lstat(candidate)
+            return candidate
+        except FileNotFoundError:
+            continue
+    return path
+
+
+def _unusable(folder: str | Path, reason: object) -> OutputFolderError:
+    shown = reason.strerror if isinstance(reason, OSError) else reason
+    return OutputFolderError(f"output_dir: cannot use {folder} as a folder: {shown}")

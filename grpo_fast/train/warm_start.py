@@ -1,4 +1,4 @@
-"""A short supervised start: a random model learns what a solution looks like. Its loss is −linear_logps(…).mean()."""
+"""A short supervised start: a random model learns what a solution looks like."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from grpo_fast.attention import PackedGroups, pack_groups
-from grpo_fast.rollout.hf import encode_prompts
+from grpo_fast.data import Example
+from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import OptimConfig, WarmStartConfig
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.policy import Policy
@@ -17,15 +16,13 @@ from grpo_fast.train.policy import Policy
 
 def warm_start(
     policy: Policy,
-    examples: Sequence,
+    examples: Sequence[Example],
     config: WarmStartConfig,
     *,
     seed: int,
-    log: Callable[[int, dict[str, float]], Any] = lambda step, metrics: None,
-) -> float:
-    """Train on the examples' gold solutions, each ended by EOS, for `config.steps` steps; returns the last loss.
-
-    `log` is called as log(0, metrics) after every step: the run's own steps begin when this is over.
+    log: Callable[[int, dict[str, float]], Any],  # called as log(0, metrics) after every step
+) -> None:
+    """Train on the gold solutions, each ended by EOS; the loss is −mean(logps).
 
     Raises ValueError when no example has a solution.
     """
@@ -36,19 +33,18 @@ def warm_start(
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
     rng = random.Random(f"{seed}/warm start")
     policy.model.train()
-    loss = torch.zeros(())
     for step in range(1, config.steps + 1):
-        packed = pack_solutions(policy, rng.sample(usable, min(config.batch_size, len(usable))))
-        loss = -policy.logps(packed).mean()
+        chosen = rng.sample(usable, min(config.batch_size, len(usable)))
+        loss = -policy.logps(_packed(policy, chosen)).mean()
         loss.backward()
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
-    return loss.item()
 
 
-def pack_solutions(policy: Policy, examples: Sequence) -> PackedGroups:
+def _packed(policy: Policy, examples: Sequence[Example]) -> PackedGroups:
     """Prompts with their gold solutions, each ended by EOS, in place of sampled completions."""
     _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
-    solutions = [policy.tokenizer(e.solution, add_special_tokens=False)["input_ids"] for e in examples]
-    eos = policy.tokenizer.eos_token_id
-    return pack_groups([(p, [ids + [eos]]) for p, ids in zip(prompt_ids, solutions, strict=True)], device=policy.device)
+    texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)
+    solutions = ([*text["input_ids"], policy.tokenizer.eos_token_id] for text in texts)
+    groups = [(prompt, [ids]) for prompt, ids in zip(prompt_ids, solutions, strict=True)]
+    return pack_groups(groups, device=policy.device)

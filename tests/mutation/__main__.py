@@ -49,14 +49,26 @@ class Copy:
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, self.folder / name, ignore=shutil.ignore_patterns("__pycache__", "_csrc"))
+                shutil.copytree(
+                    source,
+                    self.folder / name,
+                    ignore=shutil.ignore_patterns("__pycache__", "_csrc"),
+                )
             else:
                 shutil.copy2(source, self.folder / name)
 
     def environment(self, engine: str) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_"))}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_"))
+        }
         # Without .pyc files: two mutants of one size within a second would otherwise be taken for one another.
-        kept |= {"PYTHONDONTWRITEBYTECODE": "1", "GRPO_FAST_CACHE": str(self.cache), "OPENBLAS_NUM_THREADS": "1"}
+        kept |= {
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "GRPO_FAST_CACHE": str(self.cache),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         kept["PYTHONPATH"] = os.pathsep.join([str(self.folder), str(self.folder / "tests")])
         if engine != "csrc":
             kept["GRPO_FAST_DISABLE_CSRC"] = "1"
@@ -141,7 +153,11 @@ def baseline(copies: list[Copy], mutants: list[Mutant]) -> list[str]:
         begin = time.monotonic()
         done = copy.test(*task)
         print(f"unchanged  {time.monotonic() - begin:6.1f} s  {task[0]}", flush=True)
-        return "" if done.returncode == 0 else f"{task[0]} fails with nothing planted:\n{done.stdout[-1500:]}"
+        return (
+            ""
+            if done.returncode == 0
+            else f"{task[0]} fails with nothing planted:\n{done.stdout[-1500:]}"
+        )
 
     tasks = list(dict.fromkeys((m.suite, m.engine) for m in mutants))
     return [message for message in in_parallel(copies, tasks, one) if message]
@@ -149,7 +165,10 @@ def baseline(copies: list[Copy], mutants: list[Mutant]) -> list[str]:
 
 def report(verdicts: list[Verdict], left_out: int) -> int:
     """Print the table; the exit status."""
-    count = {outcome: sum(v.outcome == outcome for v in verdicts) for outcome in ("killed", "SURVIVED", "ERROR")}
+    count = {
+        outcome: sum(v.outcome == outcome for v in verdicts)
+        for outcome in ("killed", "SURVIVED", "ERROR")
+    }
     print(f"\n{'bug':34} {'outcome':9} {'s':>6}  first failing test")
     for v in verdicts:
         print(f"{v.mutant.name:34} {v.outcome:9} {v.seconds:6.1f}  {v.detail}")
@@ -188,10 +207,20 @@ def judge_all(mutants: list[Mutant], jobs: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutation", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--list", action="store_true", help="print the bugs and check the patterns")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="bugs whose name starts with NAME")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="work on N copies side by side")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="bugs whose name starts with NAME",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="work on N copies side by side"
+    )
     options = parser.parse_args()
     mutants = all_mutants()
     wrong = problems(mutants, lambda file: (ROOT / file).read_text())

@@ -5,8 +5,12 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 ROW, RULE, DOORS = "csrc/rows/row_kernels.h", "csrc/rows/chunk.h", "csrc/api/rows.cpp"
-ROWS, MATH, LINEAR, WEIGHTS = (f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights"))
-EPILOGUE, ADDED, CHUNKS = (f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "added_rows", "chunks"))
+ROWS, MATH, LINEAR, WEIGHTS = (
+    f"grpo_fast/kernels/{x}_triton.py" for x in ("rows", "math", "linear", "weights")
+)
+EPILOGUE, ADDED, CHUNKS = (
+    f"grpo_fast/kernels/{x}.py" for x in ("epilogue_triton", "added_rows", "chunks")
+)
 
 CSRC = [
     Mutant("csrc-target-column", ROW,

@@ -10,53 +10,53 @@ from typing import NamedTuple
 
 # What pytest is given for each kind of bug: the fitting tests, fast enough to be run once per bug.
 SUITES: dict[str, list[str]] = {
-    "leaves": ["tests/test_objectives.py"],
-    "estimators": ["tests/test_objectives.py", "-k", "kl or k3"],
-    "traps": ["tests/test_loss_traps.py"],
-    "logps": ["tests/test_loss_parity.py", "-k", "logps or totals or kl_estimators"],
-    "kl": ["tests/test_loss_parity.py", "-k", "kl"],
-    "fused": ["tests/test_loss_parity.py", "-k", "test_linear or test_logits"],
-    "sampling": ["tests/test_loss_extras.py", "-k", "sampling or sampler or at_once"],
-    "off_policy": ["tests/test_loss_extras.py", "-k", "off_policy"],
-    "entropy": ["tests/test_loss_extras.py", "-k", "entropy and not metrics"],
-    "rules": ["tests/test_loss_extras.py", "-k", "softcap or temperature or oracle"],
-    "gradient": ["tests/test_loss_finite_differences.py"],
-    "inert": ["tests/test_contract_poison.py"],
-    "accuracy": ["tests/test_contract_accuracy.py", "-k", "confident or many_chunks"],
-    "edges": ["tests/test_loss_edge_shapes.py", "-k", "not two_to_the_31"],
-    "refusals": ["tests/test_refusals.py"],
-    "splits": ["tests/test_splits.py"],
-    "autograd": ["tests/test_loss_autograd.py"],
-    "grad_filter": ["tests/test_grad_filter.py", "-k", "masses or one_chunk or chunk"],
-    "hidden_rows": ["tests/test_hidden_rows.py"],
-    "graphs": ["tests/test_cuda_graphs.py"],
+    "leaves": ["tests/objective/test_objectives.py"],
+    "estimators": ["tests/objective/test_objectives.py", "-k", "kl or k3"],
+    "traps": ["tests/loss/test_loss_traps.py"],
+    "logps": ["tests/loss/test_loss_parity.py", "-k", "logps or totals or kl_estimators"],
+    "kl": ["tests/loss/test_loss_parity.py", "-k", "kl"],
+    "fused": ["tests/loss/test_loss_parity.py", "-k", "test_linear or test_logits"],
+    "sampling": ["tests/loss/test_loss_extras.py", "-k", "sampling or sampler or at_once"],
+    "off_policy": ["tests/loss/test_loss_extras.py", "-k", "off_policy"],
+    "entropy": ["tests/loss/test_loss_extras.py", "-k", "entropy and not metrics"],
+    "rules": ["tests/loss/test_loss_extras.py", "-k", "softcap or temperature or oracle"],
+    "gradient": ["tests/loss/test_loss_finite_differences.py"],
+    "inert": ["tests/loss/test_contract_poison.py"],
+    "accuracy": ["tests/loss/test_contract_accuracy.py", "-k", "confident or many_chunks"],
+    "edges": ["tests/loss/test_loss_edge_shapes.py", "-k", "not two_to_the_31"],
+    "refusals": ["tests/loss/test_refusals.py"],
+    "splits": ["tests/loss/test_splits.py"],
+    "autograd": ["tests/loss/test_loss_autograd.py"],
+    "grad_filter": ["tests/kernels/test_grad_filter.py", "-k", "masses or one_chunk or chunk"],
+    "hidden_rows": ["tests/loss/test_hidden_rows.py"],
+    "graphs": ["tests/gpu/test_cuda_graphs.py"],
     "survivors": ["tests/test_mutation_survivors.py"],
-    "train": ["tests/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
     "csrc": [
-        "tests/test_csrc_loss.py",
-        "tests/test_csrc.py",
+        "tests/kernels/test_csrc_loss.py",
+        "tests/kernels/test_csrc.py",
         "-k",
         "not loader and not instruction_sets and not gemm and not added and not printer",
     ],
-    "csrc_gemm": ["tests/test_gemm_cpu.py"],
-    "csrc_linear": ["tests/test_linear_cpu.py"],
-    "nan": ["tests/test_nan_is_seen.py", "-k", "torch"],
-    "csrc_nan": ["tests/test_nan_is_seen.py", "-k", "cpu"],
-    "triton_nan": ["tests/triton_tools/cases_nan.py", "-k", "every_loss"],
-    "workspace": ["tests/test_workspace.py"],
+    "csrc_gemm": ["tests/kernels/test_gemm_cpu.py"],
+    "csrc_linear": ["tests/kernels/test_linear_cpu.py"],
+    "nan": ["tests/loss/test_nan_is_seen.py", "-k", "torch"],
+    "csrc_nan": ["tests/loss/test_nan_is_seen.py", "-k", "cpu"],
+    "triton_nan": ["tests/kernels/triton_tools/cases_nan.py", "-k", "every_loss"],
+    "workspace": ["tests/kernels/test_workspace.py"],
     "csrc_sums": [
         "tests/test_mutation_survivors.py",
-        "tests/test_grad_filter.py",
-        "tests/test_contract_accuracy.py",
+        "tests/kernels/test_grad_filter.py",
+        "tests/loss/test_contract_accuracy.py",
         "-k",
         "fused",
     ],
-    "triton_rows": ["tests/triton_tools/cases_rows.py", "-k", "logps_and_gradient"],
-    "triton_kl": ["tests/triton_tools/cases_rows.py", "-k", "every_kl"],
-    "triton_leaf": ["tests/triton_tools/cases_rows.py", "-k", "every_leaf"],
+    "triton_rows": ["tests/kernels/triton_tools/cases_rows.py", "-k", "logps_and_gradient"],
+    "triton_kl": ["tests/kernels/triton_tools/cases_rows.py", "-k", "every_kl"],
+    "triton_leaf": ["tests/kernels/triton_tools/cases_rows.py", "-k", "every_leaf"],
     "triton_survivors": ["tests/test_mutation_survivors.py", "-k", "triton"],
-    "triton_linear": ["tests/triton_tools/cases_linear.py"],
-    "triton_weights": ["tests/triton_tools/cases_weights.py"],
+    "triton_linear": ["tests/kernels/triton_tools/cases_linear.py"],
+    "triton_weights": ["tests/kernels/triton_tools/cases_weights.py"],
 }
 
 
@@ -81,7 +81,9 @@ class Mutant(NamedTuple):
     @property
     def engine(self) -> str:
         """Who computes: "torch" (C++ kernels switched off), "csrc" or "triton" (its interpreter)."""
-        return self.suite.partition("_")[0] if self.suite.startswith(("csrc", "triton")) else "torch"
+        return (
+            self.suite.partition("_")[0] if self.suite.startswith(("csrc", "triton")) else "torch"
+        )
 
 
 def all_mutants() -> list[Mutant]:
@@ -94,7 +96,9 @@ def all_mutants() -> list[Mutant]:
 def problems(mutants: list[Mutant], read) -> list[str]:
     """What is wrong with the list: a name twice, a pattern that does not occur exactly once."""
     found = [
-        f"{m.name}: the name occurs twice" for i, m in enumerate(mutants) if m.name in {x.name for x in mutants[:i]}
+        f"{m.name}: the name occurs twice"
+        for i, m in enumerate(mutants)
+        if m.name in {x.name for x in mutants[:i]}
     ]
     for m in mutants:
         count = read(m.file).count(m.old)

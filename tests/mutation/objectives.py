@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-LEAVES, KL, WEIGHTS, TOKENS = (f"grpo_fast/{x}.py" for x in ("objectives", "kl", "aggregation", "kernels/tokens"))
+LEAVES, KL, WEIGHTS, TOKENS = (
+    f"grpo_fast/{x}.py" for x in ("objectives", "kl", "aggregation", "kernels/tokens")
+)
 
 MUTANTS = [
     # ---- leaves

@@ -1,1 +1,3 @@
-"""Whole programs, small enough to read: tests/test_integration_examples.py runs them."""
+"""Whole programs, small enough to read: tests/integrations/test_integration_examples.py runs
+them.
+"""

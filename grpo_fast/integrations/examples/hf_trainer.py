@@ -1,4 +1,4 @@
-"""GRPO in transformers' `Trainer`, by its `compute_loss`: rows as for SFT, with an advantage each."""
+"""GRPO in transformers' `Trainer`, by its `compute_loss`: rows as for SFT, an advantage each."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ from grpo_fast.integrations.causal_lm import check_head, policy_loss
 
 
 class PolicyTrainer(Trainer):
-    """`Trainer` on rows of input_ids, attention_mask, labels (L,), advantages () and, where given, old_logps and
-    ref_logps (L-1,).
+    """`Trainer` on rows of input_ids, attention_mask, labels (L,), advantages () and, where given,
+    old_logps and ref_logps (L-1,).
 
-    The loss divides by the tokens of the whole step, all micro-batches and ranks, as `Trainer` counts them from the
-    labels: `loss_config.aggregation` is "token_mean_global". `args.remove_unused_columns` must be False.
+    The loss divides by the tokens of the whole step, all micro-batches and ranks, as `Trainer`
+    counts them from the labels: `loss_config.aggregation` is "token_mean_global".
+    `args.remove_unused_columns` must be False.
     """
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if loss_config.aggregation != "token_mean_global":
-            raise ValueError(f"aggregation: expected 'token_mean_global', got {loss_config.aggregation!r}")
+            raise ValueError(
+                f"aggregation: expected 'token_mean_global', got {loss_config.aggregation!r}"
+            )
         if self.args.remove_unused_columns:
-            raise ValueError("remove_unused_columns: expected False, got True (it would remove the advantages)")
+            raise ValueError(
+                "remove_unused_columns: expected False, got True (it would remove the advantages)"
+            )
         check_head(self.model)
         self.loss_config = loss_config
-        self.model_accepts_loss_kwargs = True  # the loss is normalised for the whole step: Trainer divides no more
+        self.model_accepts_loss_kwargs = (
+            True  # the loss is normalised for the whole step: Trainer divides no more
+        )
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
 
     def compute_loss(
@@ -39,8 +46,9 @@ class PolicyTrainer(Trainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         output = policy_loss(
-            model, inputs, inputs["advantages"].float(), self.loss_config, old_logps=inputs.get("old_logps"),
-            ref_logps=inputs.get("ref_logps"), num_items_in_batch=num_items_in_batch,
+            model, inputs, inputs["advantages"].float(), self.loss_config,
+            old_logps=inputs.get("old_logps"), ref_logps=inputs.get("ref_logps"),
+            num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
         for name, value in output.metrics.items():
             self.seen[name].append(value)

@@ -30,14 +30,19 @@ def train(
     for _ in range(steps):
         model.eval()
         input_ids = model.generate(
-            prompts.repeat_interleave(group_size, 0), do_sample=True, top_k=0, max_new_tokens=max_new_tokens
+            prompts.repeat_interleave(group_size, 0),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=max_new_tokens,
         )
         completions = input_ids[:, prompts.shape[1] :]
         after_end = (completions == end).cumsum(1) - (completions == end).int() > 0
         completions = completions.masked_fill(after_end, -100)
         rewards = reward(completions)
         advantages = group_advantages(rewards, group_size=group_size)
-        labels = torch.cat([torch.full_like(input_ids[:, : prompts.shape[1]], -100), completions], 1)
+        labels = torch.cat(
+            [torch.full_like(input_ids[:, : prompts.shape[1]], -100), completions], 1
+        )
         batch = {"input_ids": input_ids, "labels": labels}
         model.train()
         old_logps = None  # the first update computes them anyway
@@ -47,5 +52,7 @@ def train(
             output.loss.backward()
             optimizer.step()
             old_logps = output.logps if old_logps is None else old_logps
-            history.append({"reward": float(rewards.mean())} | {k: float(v) for k, v in output.metrics.items()})
+            history.append(
+                {"reward": float(rewards.mean())} | {k: float(v) for k, v in output.metrics.items()}
+            )
     return history

@@ -1,4 +1,6 @@
-"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken instead of torch's."""
+"""Our matrix product for the CPU (csrc/api/gemm.cpp); route.py says where it is taken instead of
+torch's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ logger = logging.getLogger("grpo_fast")
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
-    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can. Asked once."""
+    """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can. Asked
+    once.
+    """
     if dtype not in (torch.float32, torch.bfloat16):
         return f"it multiplies float32 and bfloat16, not {dtype}"
     reason = loader.load("gemm")
@@ -32,7 +36,9 @@ def unavailable(dtype: torch.dtype) -> str | None:
 
 
 def vendor_rounds() -> bool:
-    """Whether torch may round fp32 operands on the CPU, as `torch.set_float32_matmul_precision("medium")` has it."""
+    """Whether torch may round fp32 operands on the CPU, as
+    `torch.set_float32_matmul_precision("medium")` has it.
+    """
     return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
 
 
@@ -49,14 +55,20 @@ def uses_tiles(x: Tensor) -> bool:
 
 
 def _is_right(tiles: bool) -> bool:
-    """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface needs a look."""
+    """Whether a small bf16 product agrees with the widened one: what lies outside torch's interface
+    needs a look.
+    """
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))  # whole tiles and edges
+    # Whole tiles and edges.
+    a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))
     out = torch.empty(130, 70)
     torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, tiles, *[None] * 6)
     error = (out - a.float() @ b.float().t()).abs().amax().item()
     if not error <= 1e-4:
-        logger.warning("grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead", error)
+        logger.warning(
+            "grpo_fast: the bf16 product is off by %g on a self-check; widening to fp32 instead",
+            error,
+        )
     return error <= 1e-4
 
 

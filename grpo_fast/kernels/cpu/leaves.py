@@ -1,7 +1,9 @@
-"""The loss leaves for C++: prints the functions of objectives.py and kl.py as a header for csrc/rows.cpp.
+"""The loss leaves for C++: prints the functions of losses.py and kl.py as a header for
+csrc/rows/loss.h.
 
-The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the vocabulary has one
-C++ counterpart, in double. Nothing is written by hand per loss; the header is made when the kernels are compiled.
+The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the
+vocabulary has one C++ counterpart, in double. Nothing is written by hand per loss; the header is
+made when the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ OPERATORS: dict[type, str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
 WORDS = {
-    "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1", "where": "where",
-    "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum", "maximum": "maximum",
+    "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1",
+    "where": "where", "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum",
+    "maximum": "maximum",
 }  # fmt: skip
 # Helpers of kl.py that are words themselves: each reader has its own.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
@@ -44,7 +47,9 @@ struct ValueAndSlope {
 // A NaN argument comes out as NaN everywhere, as in torch.
 inline double where(bool condition, double a, double b) { return condition ? a : b; }
 inline bool where(bool condition, bool a, bool b) { return condition ? a : b; }
-inline double clamp(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
+inline double clamp(double x, double low, double high) {
+  return x < low ? low : x > high ? high : x;
+}
 inline double minimum(double a, double b) { return b < a || b != b ? b : a; }
 inline double maximum(double a, double b) { return b > a || b != b ? b : a; }
 inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
@@ -67,7 +72,8 @@ def header() -> str:
     """The text of leaves.h.
 
     Raises:
-        ValueError: a leaf uses something outside of the vocabulary; the message names the leaf and the expression.
+        ValueError: a leaf uses something outside of the vocabulary; the message names the leaf and
+            the expression.
         OSError: the python sources are not there.
     """
     text = print_header(objective_leaves(), kl_leaves())
@@ -75,7 +81,9 @@ def header() -> str:
 
 
 def marker() -> str:
-    """What a library built with this header holds as a string: how a prebuilt one is known to have the same leaves."""
+    """What a library built with this header holds as a string: how a prebuilt one is known to have
+    the same leaves.
+    """
     return marker_of(print_header(objective_leaves(), kl_leaves()))
 
 
@@ -84,7 +92,9 @@ def marker_of(text: str) -> str:
 
 
 def print_header(objectives: list[Callable], estimators: list[Callable]) -> str:
-    """A header with every leaf and the two tables `objective` and `kl_estimator`, which choose by number."""
+    """A header with every leaf and the two tables `objective` and `kl_estimator`, which choose by
+    number.
+    """
     functions: dict[Callable, str] = {}  # in the order in which C++ must see them: helpers first
     for leaf in (*objectives, *estimators):
         add_function(leaf, functions)
@@ -97,20 +107,23 @@ def print_header(objectives: list[Callable], estimators: list[Callable]) -> str:
 
 
 def table(name: str, arguments: tuple[str, ...], leaves: list[Callable]) -> str:
-    """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0], p[1], …"""
+    """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0],
+    p[1], …
+    """
     lines = []
     for index, leaf in enumerate(leaves):
         extra = leaf.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             raise ValueError(
-                f"{leaf.__name__}: expected the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more, "
-                f"got {inspect.signature(leaf)}"
+                f"{leaf.__name__}: expected the arguments {', '.join(arguments)} and at most "
+                f"{MAX_PARAMS} more, got {inspect.signature(leaf)}"
             )
         values = ", ".join([*arguments, *(f"p[{i}]" for i in range(extra))])
         lines.append(f"    case {index}: return {function_name(leaf)}({values});")
     signature = ", ".join(f"double {argument}" for argument in arguments)
     head = f"constexpr int64_t k_{name}_count = {len(leaves)};\n"
-    head += f"inline ValueAndSlope {name}(int64_t index, {signature}, [[maybe_unused]] const double* p) {{\n"
+    head += f"inline ValueAndSlope {name}(int64_t index, {signature},\n"
+    head += "    [[maybe_unused]] const double* p) {\n"
     return head + "  switch (index) {\n" + "\n".join(lines) + "\n  }\n  return {NAN, NAN};\n}\n"
 
 
@@ -130,7 +143,9 @@ def add_function(leaf: Callable, functions: dict[Callable, str]) -> None:
 
 
 class LeafPrinter:
-    """One leaf as a C++ function of doubles. A name gets a trailing underscore, so it is no C++ keyword or word."""
+    """One leaf as a C++ function of doubles. A name gets a trailing underscore, so it is no C++
+    keyword or word.
+    """
 
     def __init__(self, leaf: Callable) -> None:
         self.leaf = leaf
@@ -144,7 +159,11 @@ class LeafPrinter:
     def function(self) -> str:
         arguments = ", ".join(f"double {argument.arg}_" for argument in self.tree.args.args)
         lines = [line for statement in self.tree.body for line in self.statement(statement)]
-        return f"inline ValueAndSlope {function_name(self.leaf)}({arguments}) {{\n" + "\n".join(lines) + "\n}\n"
+        return (
+            f"inline ValueAndSlope {function_name(self.leaf)}({arguments}) {{\n"
+            + "\n".join(lines)
+            + "\n}\n"
+        )
 
     def statement(self, statement: ast.stmt) -> list[str]:
         match statement:
@@ -156,7 +175,8 @@ class LeafPrinter:
                 self.local.add(name)
                 return [f"  {declared}{name}_ = {text};"]
             case ast.Assign(
-                targets=[ast.Tuple(elts=[ast.Name(id=value), ast.Name(id=slope)])], value=ast.Call() as call
+                targets=[ast.Tuple(elts=[ast.Name(id=value), ast.Name(id=slope)])],
+                value=ast.Call() as call,
             ):
                 pair = f"{value}_and_{slope}_"
                 self.local |= {value, slope}
@@ -178,8 +198,12 @@ class LeafPrinter:
                 return f"({self.expression(left)} {OPERATORS[type(op)]} {self.expression(right)})"
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return f"(-{self.expression(operand)})"
-            case ast.Compare(left=left, ops=[compare], comparators=[right]) if type(compare) in OPERATORS:
-                return f"({self.expression(left)} {OPERATORS[type(compare)]} {self.expression(right)})"
+            case ast.Compare(left=left, ops=[compare], comparators=[right]) if (
+                type(compare) in OPERATORS
+            ):
+                return (
+                    f"({self.expression(left)} {OPERATORS[type(compare)]} {self.expression(right)})"
+                )
             case ast.Call(func=function, args=args, keywords=[]):
                 return f"{self.callee(function)}({', '.join(map(self.expression, args))})"
         raise self.refusal(node)
@@ -198,7 +222,9 @@ class LeafPrinter:
                 return WORDS[word]
             case ast.Name(id=name) if name in HELPERS:
                 return HELPERS[name]
-            case ast.Name(id=name) if isinstance(self.leaf.__globals__.get(name), types.FunctionType):
+            case ast.Name(id=name) if isinstance(
+                self.leaf.__globals__.get(name), types.FunctionType
+            ):
                 function = self.leaf.__globals__[name]
                 self.callees.append(function)
                 return function_name(function)

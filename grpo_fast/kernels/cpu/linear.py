@@ -1,10 +1,12 @@
-"""hidden → log-probabilities, and exponentials for the gradient GEMMs, on the CPU (csrc/api/linear.cpp).
+"""hidden → log-probabilities, and exponentials for the gradient GEMMs, on the CPU
+(csrc/api/linear.cpp).
 
-The product hidden·Wᵀ is taken block by block, and what a softmax needs of a block is summed while it is in cache:
-without a gradient no logits exist. With one, every logit is written once, as the exponential that is its d-logit up to
-a coefficient by row (gpu/exponentials.py has the algebra); no row kernel runs. For bf16 inputs the exponentials have 16 bits
-and two digits more than bf16, which dW's product uses where an element dominates a sum (gemm.mm_); those that dominate
-a row of dH come beside them in fp32.
+The product hidden·Wᵀ is taken block by block, and what a softmax needs of a block is summed while
+it is in cache: without a gradient no logits exist. With one, every logit is written once, as the
+exponential that is its d-logit up to a coefficient by row (gpu/exponentials.py has the algebra); no
+row kernel runs. For bf16 inputs the exponentials have 16 bits and two digits more than bf16, which
+dW's product uses where an element dominates a sum (gemm.mm_); those that dominate a row of dH come
+beside them in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from torch import Tensor
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.cpu.gemm import uses_tiles
 from grpo_fast.kernels.cpu.rows import rule_arguments, vector
-from grpo_fast.kernels.types import POSITIVE16, Dominant, Exponentials, LogitRule, RowStats, detached
+from grpo_fast.kernels.types import (
+    POSITIVE16,
+    Dominant,
+    Exponentials,
+    LogitRule,
+    RowStats,
+    detached,
+)
 
 
 @functools.cache
@@ -28,14 +37,21 @@ def _door() -> Any:
 
 
 def _rows(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule, *more: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    rule: LogitRule,
+    *more: Any,
 ) -> tuple:
     out, has_weights, known, return_entropy = more
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
-    hidden, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (detached(hidden), detached(weight)))
+    hidden, weight = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (detached(hidden), detached(weight))
+    )
     return _door()(
-        hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps, *rule_arguments(rule),
-        return_entropy, uses_tiles(weight),
+        hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps,
+        *rule_arguments(rule), return_entropy, uses_tiles(weight),
     )  # fmt: skip
 
 
@@ -51,14 +67,16 @@ def head_logps(
 ) -> RowStats:
     """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
 
-    Equals `row_logps(hidden @ weight.T + bias, …)`. `logits_out` receives the raw logits and changes no bit of the
-    other outputs. A target id outside [0, V) is never read: its logp is NaN.
+    Equals `row_logps(hidden @ weight.T + bias, …)`. `logits_out` receives the raw logits and
+    changes no bit of the other outputs. A target id outside [0, V) is never read: its logp is NaN.
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy, *_ = _rows(hidden, weight, bias, target_ids, rule, logits_out, False, None, return_entropy)
+    lse, logps, entropy, *_ = _rows(
+        hidden, weight, bias, target_ids, rule, logits_out, False, None, return_entropy
+    )
     return lse, logps, entropy if return_entropy else None
 
 
@@ -73,11 +91,12 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see `Exponentials`.
+    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see
+    `Exponentials`.
 
-    Of a matrix in 16 bits those come on top that make up more than a 16th of their row, before they were rounded.
-    `known`: the statistics of these rows from another call; they are then not computed again, and the bits of `out`
-    are the same.
+    Of a matrix in 16 bits those come on top that make up more than a 16th of their row, before they
+    were rounded. `known`: the statistics of these rows from another call; they are then not
+    computed again, and the bits of `out` are the same.
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.
@@ -87,4 +106,6 @@ def head_exponentials(
         hidden, weight, bias, target_ids, rule, out, True, known, return_entropy
     )
     stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
-    return Exponentials(stats, unit, target_unit, Dominant(*dominant) if out.dtype == POSITIVE16 else None)
+    return Exponentials(
+        stats, unit, target_unit, Dominant(*dominant) if out.dtype == POSITIVE16 else None
+    )

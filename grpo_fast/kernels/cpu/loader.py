@@ -1,7 +1,9 @@
-"""Finds or builds the C++ kernels: prebuilt library → compile into a cache folder → a reason why there is none.
+"""Finds or builds the C++ kernels: prebuilt library → compile into a cache folder → a reason why
+there is none.
 
-A library is one `csrc/api/<name>.cpp`. It is written against torch's stable ABI, so g++ or clang++ takes seconds, and one
-file serves every torch from 2.11 on and every Python. Nothing is compiled at install time.
+A library is one `csrc/api/<name>.cpp`. It is written against torch's stable ABI, so g++ or clang++
+takes seconds, and one file serves every torch from 2.11 on and every Python. Nothing is compiled at
+install time.
 
 Environment:
     GRPO_FAST_DISABLE_CSRC=1   behave as if there were no compiler
@@ -49,7 +51,10 @@ _NATIVE = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["
 # name → (compiler flags, what /proc/cpuinfo must list for the code to run)
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "native": (_NATIVE, set()),
-    "avx512": (["-march=skylake-avx512"], {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
+    "avx512": (
+        ["-march=skylake-avx512"],
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+    ),
     "avx2": (["-march=haswell"], {"avx2", "fma", "f16c", "bmi2"}),
     "generic": ([], set()),
 }
@@ -65,7 +70,8 @@ class CsrcUnavailable(RuntimeError):
 
 
 def load(library: str = "rows") -> str | None:
-    """Make `torch.ops.grpo_fast_<library>` exist. Returns None, or the reason why it cannot. Answered once per process.
+    """Make `torch.ops.grpo_fast_<library>` exist. Returns None, or the reason why it cannot.
+    Answered once per process.
 
     The first library that cannot be used is told at WARNING level: torch does the work, slower.
 
@@ -120,7 +126,9 @@ def _load(library: str) -> str | None:
         if reason is None:
             logger.info("grpo_fast: C++ kernels '%s': prebuilt %s", library, prebuilt.name)
             return None
-        logger.warning("grpo_fast: the prebuilt %s does not load, compiling instead: %s", prebuilt, reason)
+        logger.warning(
+            "grpo_fast: the prebuilt %s does not load, compiling instead: %s", prebuilt, reason
+        )
     return _load_compiled(library, wanted)
 
 
@@ -158,7 +166,9 @@ def _prebuilt(library: str, wanted: str) -> Path | None:
         if library != "rows" or _has_our_leaves(path):
             return path
         logger.warning(
-            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and kl.py have", path
+            "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and "
+            "kl.py have",
+            path,
         )
     return None
 
@@ -220,7 +230,9 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def cpu_vendor() -> str:
-    """As Linux names it ("GenuineIntel", "AuthenticAMD"); elsewhere and on other machines an empty string."""
+    """As Linux names it ("GenuineIntel", "AuthenticAMD"); elsewhere and on other machines an empty
+    string.
+    """
     found = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
     return found[1] if found else ""
 
@@ -232,7 +244,8 @@ def compile_library(
     extra_flags: Sequence[str] = (),
     folder: Path | None = None,
 ) -> tuple[Path | None, str | None]:
-    """Compile csrc/api/<library>.cpp unless the cache has it. Returns (path, None) or (None, reason).
+    """Compile csrc/api/<library>.cpp unless the cache has it. Returns (path, None) or (None,
+    reason).
 
     The file's name holds a hash of all that goes into it: sources, flags, compiler, CPU, torch.
     """
@@ -248,7 +261,9 @@ def compile_library(
 
         def build(output: Path) -> None:
             (output.parent / "leaves.h").write_text(printed, encoding="utf-8")
-            reason = _run_compiler(command, [*flags, f"-I{source.parents[1]}", f"-I{output.parent}"], source, output)
+            reason = _run_compiler(
+                command, [*flags, f"-I{source.parents[1]}", f"-I{output.parent}"], source, output
+            )
             if reason:
                 raise CsrcUnavailable(reason)
             by = shlex.join(command)
@@ -287,7 +302,9 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     line = [*command, *flags, f"-I{torch_folder / 'include'}", str(source), "-o", str(output)]
     line += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S)
+        done = subprocess.run(
+            line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the compiler did not run: {error}"
     if done.returncode == 0 and output.is_file():

@@ -1,8 +1,10 @@
-"""Row kernels in C++ for the CPU (csrc/api/rows.cpp): the doors of reference.py on vector instructions.
+"""Row kernels in C++ for the CPU (csrc/api/rows.cpp): the doors of reference.py on vector
+instructions.
 
-`row_logps` reads the logits from memory once; `row_grad_` reads and writes them once, and so does `row_loss_`, which is
-both with the loss between them. One exponential per element and sweep (two under a soft cap). A row's result depends on
-that row only, bitwise: not on the thread count, nor on the chunk.
+`row_logps` reads the logits from memory once; `row_grad_` reads and writes them once, and so does
+`row_loss_`, which is both with the loss between them. One exponential per element and sweep (two
+under a soft cap). A row's result depends on that row only, bitwise: not on the thread count, nor on
+the chunk.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def row_logps(
 ) -> RowStats:
     """(lse, logps, entropy) of every row, fp32 (C,); the formulas are those of reference.row_logps.
 
-    A target id outside [0, V), as masked slots may hold, is never read: its logp is NaN, its lse and entropy are right.
+    A target id outside [0, V), as masked slots may hold, is never read: its logp is NaN, its lse
+    and entropy are right.
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.
@@ -84,8 +87,8 @@ def row_grad_(
     lse, logps, entropy = (vector(x) for x in stats)
     entropy = None if grad_entropy is None else entropy
     door("row_grad_")(
-        detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy, vector(grad_logps),
-        vector(grad_entropy), *rule_arguments(rule),
+        detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
+        vector(grad_logps), vector(grad_entropy), *rule_arguments(rule),
     )  # fmt: skip
     return out
 
@@ -106,7 +109,13 @@ def leaf_arguments(key: str) -> tuple:
     config, (objectives, estimators) = LossConfig.from_key(key), _leaf_numbers()
     params = config.params
     padding = (0.0,) * (leaves.MAX_PARAMS - len(params))
-    return objectives[config.loss_type], estimators[config.kl_estimator], config.kl_times_ratio, *params, *padding
+    return (
+        objectives[config.loss_type],
+        estimators[config.kl_estimator],
+        config.kl_times_ratio,
+        *params,
+        *padding,
+    )
 
 
 def row_loss_(
@@ -119,10 +128,12 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache; see reference.row_loss_.
+    """`row_logps`, the loss of every row, and `row_grad_`, while the row is in cache; see
+    reference.row_loss_.
 
-    The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for the `grad_logps`
-    that are returned. Between them the leaves run in double, from C++ printed off their Python source (leaves.py).
+    The statistics are those of `row_logps`, bit for bit, and the d-logits those of `row_grad_` for
+    the `grad_logps` that are returned. Between them the leaves run in double, from C++ printed off
+    their Python source (leaves.py).
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.

@@ -1,16 +1,18 @@
 """CUDA graphs: what may be recorded, and the one question that the host asks for it.
 
-A graph holds launches, not decisions: while a stream is recorded, no value may reach the host. `linear_grpo_loss`,
-`logits_grpo_loss`, `grpo_loss`, `linear_logps`, `logits_logps`, their gradients and `LossOutput.metrics` then do
+A graph holds launches, not decisions: while a stream is recorded, no value may reach the host.
+`linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`, `logits_logps`, their gradients
+and `LossOutput.metrics` then do
 
-    no compaction    rows without a coefficient stay in the GEMMs, as exact zeros (so they must be finite); a target of
-                     -100 is selected away
-    no value checks  bad values in tensors are not reported, neither while recording nor on replay; ids are clamped
+    no compaction    rows without a coefficient stay in the GEMMs, as exact zeros (so they must be
+                     finite); a target of -100 is selected away
+    no value checks  bad values in tensors are not reported; ids are clamped
 
-and refuse what cannot be had without looking: `completion_mask` and `grad_filter` (the number of tokens or columns that
-are left shapes the work) and `validate="full"`. Pack the batch (`cu_seqlens`, whose values may change between replays)
-and give a slot that does not count the advantage 0 and `num_items_in_batch`, with beta = 0. Everything that is no
-tensor is recorded as it is. Call once before recording: kernels are compiled and loaded then. Read `metrics` inside.
+and refuse what cannot be had without looking: `completion_mask` and `grad_filter` (the number of
+tokens or columns that are left shapes the work) and `validate="full"`. Pack the batch
+(`cu_seqlens`, whose values may change between replays) and give a slot that does not count the
+advantage 0 and `num_items_in_batch`, with beta = 0. Everything that is no tensor is recorded as it
+is. Call once before recording: kernels are compiled and loaded then. Read `metrics` inside.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Block sizes of the Triton kernels, by vocabulary, dtype and architecture: a table, no autotune.
 
-Timing-based autotune would make a run depend on the noise of its first step, and it changes the order of the sums.
-Every entry is compiled in tests/test_triton_compile.py for sm_80, 90, 100, 120 and gfx942: no spills, shared memory
-within the device's limit. The entries were chosen by those reports (registers, spills, tensor-core instructions), not
-by timings.
+Timing-based autotune would make a run depend on the noise of its first step, and it changes the
+order of the sums. Every entry is compiled in tests/kernels/test_triton_compile.py for sm_80, 90,
+100, 120 and gfx942: no spills, shared memory within the device's limit. The entries were chosen by
+those reports (registers, spills, tensor-core instructions), not by timings.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-# A vocabulary is cut into slices of this many columns. The width is a constant, so the cut (and with it the order of
-# the sums, hence every bit of a log-probability) depends on V alone, never on the number of rows. A program takes one
-# slice of 128 rows: at 2752 rows (a chunk of 1 GiB at V = 151936) and 4096 columns 814 of them fill 132 multiprocessors
-# 6.2 times and the 7th round runs nearly empty; 2048 columns leave 5% less idle. 1024 would leave another 3% and start
-# twice as many programs.
+# A vocabulary is cut into slices of this many columns. The width is a constant, so the cut (and
+# with it the order of the sums, hence every bit of a log-probability) depends on V alone, never on
+# the number of rows. A program takes one slice of 128 rows: at 2752 rows (a chunk of 1 GiB at V =
+# 151936) and 4096 columns 814 of them fill 132 multiprocessors 6.2 times and the 7th round runs
+# nearly empty; 2048 columns leave 5% less idle. 1024 would leave another 3% and start twice as many
+# programs.
 SLICE_COLUMNS = 2048
 
-# Rows that are worked on side by side: what they hold of hidden is read again for every tile of W and stays in L2, with
-# those tiles (of 5.5 slices, 11 MB at H = 4096; L2: 50 MB on an H100, 60 on an H200). 3072 rows of 4096: a chunk fits.
+# Rows that are worked on side by side: what they hold of hidden is read again for every tile of W
+# and stays in L2, with those tiles (of 5.5 slices, 11 MB at H = 4096; L2: 50 MB on an H100, 60 on
+# an H200). 3072 rows of 4096: a chunk fits.
 GROUP_BYTES = 24 << 20
 
 
@@ -34,10 +36,12 @@ class RowConfig(NamedTuple):
 
 
 class LinearConfig(NamedTuple):
-    """One program works on BLOCK_T rows and one vocabulary slice, BLOCK_V columns by BLOCK_H of the hidden size.
+    """One program works on BLOCK_T rows and one vocabulary slice, BLOCK_V columns by BLOCK_H of the
+    hidden size.
 
-    The epilogue takes a tile of logits in pieces of `piece` columns: registers for a piece, not for the tile. The bits
-    of a log-probability depend on `piece` and `block_h` and on nothing else here.
+    The epilogue takes a tile of logits in pieces of `piece` columns: registers for a piece, not for
+    the tile. The bits of a log-probability depend on `piece` and `block_h` and on nothing else
+    here.
     """
 
     block_t: int
@@ -50,7 +54,9 @@ class LinearConfig(NamedTuple):
 
 
 def architecture(device: torch.device) -> str:
-    """`"sm_90"`, `"gfx942"`, … of the device a launch on `device` goes to; `"interpreter"` under TRITON_INTERPRET."""
+    """`"sm_90"`, `"gfx942"`, … of the device a launch on `device` goes to; `"interpreter"` under
+    TRITON_INTERPRET.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
     return _architecture(device.index if device.type == "cuda" else None)
@@ -67,18 +73,19 @@ def _architecture(index: int | None) -> str:
 def row_config(vocab: int) -> RowConfig:
     """Blocks of the row kernels, the same for all of them: their sums then agree bit for bit.
 
-    Eight warps take 8 columns per thread: one vector load of 16 bits, two of fp32. 16 columns spill (fp32 on sm_80, and
-    16 bits on sm_120 with Triton 3.6). A vocabulary that fits a smaller block takes it, so that lanes and registers are
-    not spent on padding.
+    Eight warps take 8 columns per thread: one vector load of 16 bits, two of fp32. 16 columns spill
+    (fp32 on sm_80, and 16 bits on sm_120 with Triton 3.6). A vocabulary that fits a smaller block
+    takes it, so that lanes and registers are not spent on padding.
     """
     return RowConfig(1024, 4) if vocab <= 1024 else RowConfig(2048, 8)
 
 
-# (architecture or "other", 16-bit inputs?, aligned?) -> blocks. "Aligned" means rows of 16-byte multiples, which tensor
-# descriptors (TMA) and vector loads need; odd rows are loaded element by element, where a large tile spills (for fp32
-# already 32 x 64). 128 x 128 spills everywhere but on sm_90 and gfx942: on sm_100 with a soft cap, with Triton 3.6 (and
-# Triton 3.9 fails to compile pieces of a tile with 8 warps there). With TMA on sm_120 Triton 3.6 writes to the stack.
-# fp32 runs on the FMA units (IEEE).
+# (architecture or "other", 16-bit inputs?, aligned?) -> blocks. "Aligned" means rows of 16-byte
+# multiples, which tensor descriptors (TMA) and vector loads need; odd rows are loaded element by
+# element, where a large tile spills (for fp32 already 32 x 64). 128 x 128 spills everywhere but on
+# sm_90 and gfx942: on sm_100 with a soft cap, with Triton 3.6 (and Triton 3.9 fails to compile
+# pieces of a tile with 8 warps there). With TMA on sm_120 Triton 3.6 writes to the stack. fp32 runs
+# on the FMA units (IEEE).
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
     ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
@@ -88,18 +95,20 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Without entropy, soft cap, bias and temperatures by row the epilogue is light enough for twice the tile (with a bias
-# Triton 3.6 spills): a third less traffic from L2 per product, 1/85 instead of 1/64 byte per flop, which is what bounds
-# a tile of 128 x 128 on Hopper.
+# Without entropy, soft cap, bias and temperatures by row the epilogue is light enough for twice the
+# tile (with a bias Triton 3.6 spills): a third less traffic from L2 per product, 1/85 instead of
+# 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
+    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
 
 
 def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) -> LinearConfig:
-    """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to the next.
+    """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to
+    the next.
 
-    `light`: no entropy, no soft cap, no bias, one temperature. An entry of `_LIGHT` has the `piece` and `block_h` of
+    `light`: no entropy, no soft cap, no bias, one temperature. An entry of `_LIGHT` has the `piece`
+        and `block_h` of
     its neighbour in `_LINEAR`, so that asking for the entropy changes no bit of a log-probability.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned

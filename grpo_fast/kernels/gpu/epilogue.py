@@ -1,7 +1,9 @@
-"""What happens to a tile of logits in the registers of the hidden -> logps kernel: statistics, and the store.
+"""What happens to a tile of logits in the registers of the hidden -> logps kernel: statistics, and
+the store.
 
-The tile is taken in pieces of a fixed number of columns, from left to right. Only a piece then needs registers beside
-the tile itself (a tile of 128 x 256 spills otherwise), and the order of the sums does not depend on the tile.
+The tile is taken in pieces of a fixed number of columns, from left to right. Only a piece then
+needs registers beside the tile itself (a tile of 128 x 256 spills otherwise), and the order of the
+sums does not depend on the tile.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ def fold(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Take COLS columns of logits into the running sums of their rows, and store what was asked for.
+    """Take COLS columns of logits into the running sums of their rows, and store what was asked
+    for.
 
-    CLEAN: no target of any row is among the columns and all of them lie in the vocabulary; the bits are the same.
+    CLEAN: no target of any row is among the columns and all of them lie in the vocabulary; the bits
+        are the same.
     """
     high, rest, moment, z_target = sums
     target, normaliser, inv_temperature = row
@@ -62,14 +66,18 @@ def fold(
     below = z - raised[:, None]
     e = exp_fp32(below)
     if ENTROPY:
-        # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size of the logits.
-        moment = (moment + (high - raised) * rest) * shrink + tl.sum(e * tl.maximum(below, FLOOR), 1)
+        # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size of
+        # the logits.
+        moment = (moment + (high - raised) * rest) * shrink + tl.sum(
+            e * tl.maximum(below, FLOOR), 1
+        )
     rest = rest * shrink + tl.sum(e, 1)
     if STORE == "exponentials":
         e *= exp_fp32(raised - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
-        # The maximum makes a NaN 0: what a row without coefficient stores must be finite, whatever the row holds.
+        # The maximum makes a NaN 0: what a row without coefficient stores must be finite, whatever
+        # the row holds.
         e = tl.maximum(e, 0.0)
         store_tile(out, e, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     return raised, rest, moment, z_target
@@ -81,21 +89,23 @@ def fold_parts(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`fold` in PARTS (1, 2 or 4) pieces from left to right, so that only a piece needs registers beside the tile."""
+    """`fold` in PARTS (1, 2 or 4) pieces from left to right, so that only a piece needs registers
+    beside the tile.
+    """
     if PARTS == 1:
         sums = fold(
-            raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA, CLEAN,
-            BLOCK_T, COLS,
+            raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
+            STORE_TMA, CLEAN, BLOCK_T, COLS,
         )  # fmt: skip
     else:
         left, right = halves(raw, BLOCK_T, COLS)
         sums = fold_parts(
-            left, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA, CLEAN,
-            BLOCK_T, COLS // 2, PARTS // 2,
+            left, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
+            STORE_TMA, CLEAN, BLOCK_T, COLS // 2, PARTS // 2,
         )  # fmt: skip
         sums = fold_parts(
-            right, start + COLS // 2, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA,
-            CLEAN, BLOCK_T, COLS // 2, PARTS // 2,
+            right, start + COLS // 2, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE,
+            ENTROPY, STORE_TMA, CLEAN, BLOCK_T, COLS // 2, PARTS // 2,
         )  # fmt: skip
     return sums
 
@@ -106,10 +116,12 @@ def fold_tile(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`fold` of a whole tile; with BRANCH one without a target takes 8 instead of 17 instructions per logit.
+    """`fold` of a whole tile; with BRANCH one without a target takes 8 instead of 17 instructions
+    per logit.
 
-    Four of five tiles of 128 x 256 are such ones at V = 151936. (A loop with a branch is not warp specialised; with
-    entropy, bias, a soft cap or fp32 operands the branch costs registers that some architectures do not have.)
+    Four of five tiles of 128 x 256 are such ones at V = 151936. (A loop with a branch is not warp
+    specialised; with entropy, bias, a soft cap or fp32 operands the branch costs registers that
+    some architectures do not have.)
     """
     if BRANCH:
         target, _, _ = row
@@ -117,17 +129,17 @@ def fold_tile(
         is_here = (target >= start) & (target < start + COLS)
         if (tl.max(is_here.to(tl.int32), 0) > 0) | (start + COLS > V):
             sums = fold_parts(
-                raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA, False,
-                BLOCK_T, COLS, PARTS,
+                raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
+                STORE_TMA, False, BLOCK_T, COLS, PARTS,
             )  # fmt: skip
         else:
             sums = fold_parts(
-                raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA, True,
-                BLOCK_T, COLS, PARTS,
+                raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
+                STORE_TMA, True, BLOCK_T, COLS, PARTS,
             )  # fmt: skip
     else:
         sums = fold_parts(
-            raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY, STORE_TMA, False,
-            BLOCK_T, COLS, PARTS,
+            raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
+            STORE_TMA, False, BLOCK_T, COLS, PARTS,
         )  # fmt: skip
     return sums

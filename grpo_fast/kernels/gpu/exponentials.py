@@ -1,18 +1,21 @@
-"""hidden -> log-probabilities and exponentials in 16 bits: what the gradient GEMMs need, written once, before the loss is known.
+"""hidden -> log-probabilities and exponentials in 16 bits: what the gradient GEMMs need, written
+once, before the loss is known.
 
     E_j = exp(z_j - s)·f_j, 0 in the target column,             f = 1 - tanh² (1 without a soft cap)
-    d raw_j = g·unit·E_j,                                       unit = -exp(s - lse)·logit_scale/temperature
-    d raw_y = g·target_unit,                                    target_unit = (1 - p_y)·f_y·logit_scale/temperature
+    d raw_j = g·unit·E_j,               unit = -exp(s - lse)·logit_scale/temperature
+    d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
-g = dL/dlp multiplies rows of dH = E·W and rows of hidden in dW = Eᵀ·hidden, so the big matrix is never touched again.
-The target column, which is the largest of its row, stays out of the 16 bits: it is added in fp32, one row of W to a
-row of dH and one row of hidden to a row of dW, and nothing cancels when p_y is close to 1.
-s is free: bf16 has as many digits everywhere. It must be known before the row is, and near lse: s = z[target], one dot
-product per row (target_kernel): lse - s = -lp. Rows with -lp > FAR, and rows with NaN, are swept a second time with
-s = lse, by programs that end at once where no row of theirs is far; the host waits for nothing.
-Every E is finite, in a row of NaN too, so that a row with g = 0 is inert.
+g = dL/dlp multiplies rows of dH = E·W and rows of hidden in dW = Eᵀ·hidden, so the big matrix is
+never touched again. The target column, which is the largest of its row, stays out of the 16 bits:
+it is added in fp32, one row of W to a row of dH and one row of hidden to a row of dW, and nothing
+cancels when p_y is close to 1. s is free: bf16 has as many digits everywhere. It must be known
+before the row is, and near lse: s = z[target], one dot product per row (target_kernel): lse - s =
+-lp. Rows with -lp > FAR, and rows with NaN, are swept a second time with s = lse, by programs that
+end at once where no row of theirs is far; the host waits for nothing. Every E is finite, in a row
+of NaN too, so that a row with g = 0 is inert.
 
-HBM per logit: 2 bytes written. The lse, lp and entropy are those of `head_logps`, bit for bit: the same kernel.
+HBM per logit: 2 bytes written. The lse, lp and entropy are those of `head_logps`, bit for bit: the
+same kernel.
 """
 
 from __future__ import annotations
@@ -42,8 +45,12 @@ def target_kernel(
     for start in range(0, H, BLOCK_H):
         offs_h = start + tl.arange(0, BLOCK_H)
         mask = offs_h < depth
-        h = tl.load(hidden_ptr + row * stride_hidden_t + offs_h, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(weight_ptr + target * stride_weight_v + offs_h * stride_weight_h, mask=mask, other=0.0)
+        h = tl.load(hidden_ptr + row * stride_hidden_t + offs_h, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        w = tl.load(
+            weight_ptr + target * stride_weight_v + offs_h * stride_weight_h, mask=mask, other=0.0
+        )
         total += h * w.to(tl.float32)
     raw = tl.sum(total, 0)
     if bias_ptr is not None:
@@ -65,7 +72,9 @@ def units_kernel(
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
     z_target, slope = scores(raw_target, logit_scale, softcap, inv_temperature)
     normaliser = tl.where(is_far(lse, z_target), lse, z_target)
-    tl.store(unit_ptr + rows, -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature), mask=in_rows)
+    tl.store(
+        unit_ptr + rows, -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature), mask=in_rows
+    )
     target_unit = -expm1(tl.load(logps_ptr + rows, mask=in_rows, other=0.0)) * slope
     tl.store(target_unit_ptr + rows, target_unit, mask=in_rows)
 
@@ -74,8 +83,9 @@ def target_logits(p: Problem) -> Tensor:
     """(T,) fp32 raw logits of the targets."""
     raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
-        target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw, p.weight.shape[0],
-        p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0), p.weight.stride(1), BLOCK_H=512, num_warps=2,
+        target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw,
+        p.weight.shape[0], p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0),
+        p.weight.stride(1), BLOCK_H=512, num_warps=2,
     )  # fmt: skip
     return raw
 
@@ -91,19 +101,26 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see `Exponentials`.
+    """The statistics that `head_logps` gives, and the exponentials E, written to `out`; see
+    `Exponentials`.
 
-    `known`: the statistics of these rows from another call; they are then not computed again, and the bits of `out`
-    are the same. A target id outside [0, V) has no column, and counts as a logit of 0. None is kept in more digits.
+    `known`: the statistics of these rows from another call; they are then not computed again, and
+        the bits of `out`
+    are the same. A target id outside [0, V) has no column, and counts as a logit of 0. None is kept
+    in more digits.
 
     Raises:
         ValueError: hidden and weight of different dtype.
     """
     p = problem(hidden, weight, bias, target_ids, rule)
     rows = p.hidden.shape[0]
-    unit, target_unit = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2))
+    unit, target_unit = (
+        torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
+    )
     if not rows:
-        return Exponentials(known or statistics(p, return_entropy=return_entropy), unit, target_unit, None)
+        return Exponentials(
+            known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
+        )
     raw_target = target_logits(p)
     if known is None:
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
@@ -113,7 +130,7 @@ def head_exponentials(
     sweep(p, None, out, raw_target, stats[0], only_far=known is None)
     temperature_ptr, *scalars = rule_arguments(rule)
     launch(
-        units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit, target_unit, rows,
-        *scalars, BLOCK_T=128, num_warps=4,
+        units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit,
+        target_unit, rows, *scalars, BLOCK_T=128, num_warps=4,
     )  # fmt: skip
     return Exponentials(stats, unit, target_unit, None)

@@ -1,17 +1,18 @@
-"""hidden -> log-probabilities without logits: the head's GEMM with the softmax statistics in its epilogue.
+"""hidden -> log-probabilities without logits: the head's GEMM with the softmax statistics in its
+epilogue.
 
-    raw = hidden · Wᵀ + bias,   z = softcap·tanh(logit_scale·raw/softcap)/temperature   ->   lse, lp, entropy
+    raw = hidden · Wᵀ + bias, z = softcap·tanh(logit_scale·raw/softcap)/temperature -> lse, lp, H
 
-HBM: hidden and W are read (W once per 24 MiB of hidden), 16·ceil(V/2048) bytes per row of
-partial sums are written and read. No logits exist, unless somebody asks for them: the same kernel with one more store,
-of the raw logits or of the exponentials of exponentials.py, so the log-probabilities of a pass with gradient and of one
-without are equal bit for bit.
+HBM: hidden and W are read (W once per 24 MiB of hidden), 16·ceil(V/2048) bytes per row of partial
+sums are written and read. No logits exist, unless somebody asks for them: the same kernel with one
+more store, of the raw logits or of the exponentials of exponentials.py, so the log-probabilities of
+a pass with gradient and of one without are equal bit for bit.
 
-One program takes BLOCK_T rows and one slice of 2048 columns and keeps (max, Σe, Σe·(z - max), z[target]) per row in
-registers, the sums without the target; a second kernel joins the slices of a row in their order. The slices depend on V
-alone and the tile on the device, the dtype and the layout of W alone, so a row's result depends on that row, W and its
-scalars: not on the batch around it.
-Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
+One program takes BLOCK_T rows and one slice of 2048 columns and keeps (max, Σe, Σe·(z - max),
+z[target]) per row in registers, the sums without the target; a second kernel joins the slices of a
+row in their order. The slices depend on V alone and the tile on the device, the dtype and the
+layout of W alone, so a row's result depends on that row, W and its scalars: not on the batch around
+it. Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
 """
 
 from __future__ import annotations
@@ -41,28 +42,40 @@ def load_tile(
     source, row_start, n_rows, stride_row, col_start, n_cols, stride_col,
     ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLS of a matrix, zeros outside of it: through its tensor descriptor, or by predicated loads."""
+    """ROWS x COLS of a matrix, zeros outside of it: through its tensor descriptor, or by predicated
+    loads.
+    """
     if USE_TMA:
         tile = source.load([row_start, col_start])
     else:
         # The corner in int64, inside the tile int32: half the registers of int64 throughout.
         offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
-        corner = source + tl.cast(row_start, tl.int64) * stride_row + tl.cast(col_start, tl.int64) * stride_col
+        corner = (
+            source
+            + tl.cast(row_start, tl.int64) * stride_row
+            + tl.cast(col_start, tl.int64) * stride_col
+        )
         inside = (offs_r < n_rows - row_start)[:, None] & (offs_c < n_cols - col_start)[None, :]
-        tile = tl.load(corner + offs_r[:, None] * stride_row + offs_c[None, :] * stride_col, mask=inside, other=0.0)
+        tile = tl.load(
+            corner + offs_r[:, None] * stride_row + offs_c[None, :] * stride_col,
+            mask=inside,
+            other=0.0,
+        )
     return tile
 
 
 @triton.jit(do_not_specialize=["n_rows", "group_blocks"])
 def slice_kernel(
-    hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr, partial_ptr,
-    n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t, slice_columns, group_blocks,
-    logit_scale, softcap, temperature,
-    STORE: tl.constexpr, ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
-    BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
+    hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr,
+    partial_ptr, n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t,
+    slice_columns, group_blocks, logit_scale, softcap, temperature, STORE: tl.constexpr,
+    ONLY_FAR: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr, STORE_TMA: tl.constexpr,
+    BRANCH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of them. So does their
-    # part of hidden, which they read once per tile: a group of row blocks takes all slices before the next one starts.
+    # Neighbouring programs share a slice of W: its tiles come from L2 for all but the first of
+    # them. So does their part of hidden, which they read once per tile: a group of row blocks takes
+    # all slices before the next one starts.
     row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
     first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
     place = tl.program_id(0) % (group_blocks * slices)
@@ -72,7 +85,8 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # No column but the target's own may match; in int32, half the registers and comparisons of the ids' int64.
+    # No column but the target's own may match; in int32, half the registers and comparisons of the
+    # ids' int64.
     target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
@@ -102,8 +116,12 @@ def slice_kernel(
     for start in tl.range(first, stop, BLOCK_V):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in tl.range(0, H, BLOCK_H):
-            a = load_tile(hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA)
-            b = load_tile(weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA)
+            a = load_tile(
+                hidden, row_start, n_rows, stride_hidden_t, h, H, 1, BLOCK_T, BLOCK_H, USE_TMA
+            )
+            b = load_tile(
+                weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA
+            )
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
         high, rest, moment, z_target = fold_tile(
             raw, start, (high, rest, moment, z_target), (target, normaliser, row_inv_temperature),
@@ -127,7 +145,9 @@ def join_kernel(
     partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Join the slices of BLOCK_T rows, BLOCK_S at a time, first to last: the same online sum as inside a slice."""
+    """Join the slices of BLOCK_T rows, BLOCK_S at a time, first to last: the same online sum as
+    inside a slice.
+    """
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
@@ -153,7 +173,9 @@ def join_kernel(
         shrink_s = exp_fp32(below_s)
         if entropy_ptr is not None:
             moment_s = tl.load(here + 3 * plane, mask=mask, other=0.0)
-            moment = (moment + (high - raised) * rest) * shrink + tl.sum((moment_s + below_s * rest_s) * shrink_s, 0)
+            moment = (moment + (high - raised) * rest) * shrink + tl.sum(
+                (moment_s + below_s * rest_s) * shrink_s, 0
+            )
         rest = rest * shrink + tl.sum(rest_s * shrink_s, 0)
         high = raised
     lse, lp, entropy = finish(high, rest, moment, z_target, inside)
@@ -164,7 +186,9 @@ def join_kernel(
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Rows that start on 16 bytes and lie contiguous: what vector loads and tensor descriptors need."""
+    """Rows that start on 16 bytes and lie contiguous: what vector loads and tensor descriptors
+    need.
+    """
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
@@ -180,7 +204,9 @@ def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
     """hidden and weight as the kernel takes them: tensors, or tensor descriptors for TMA."""
     if not config.use_tma:
         return hidden, weight
-    return tiles(hidden, config.block_t, config.block_h), tiles(weight, config.block_v, config.block_h)
+    return tiles(hidden, config.block_t, config.block_h), tiles(
+        weight, config.block_v, config.block_h
+    )
 
 
 class Problem(NamedTuple):
@@ -197,12 +223,17 @@ class Problem(NamedTuple):
         return triton.cdiv(self.weight.shape[0], SLICE_COLUMNS)
 
 
-def problem(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule) -> Problem:
-    """Check the dtypes; the tile must not depend on how this batch happens to lie in memory (its sums would), so an
-    unaligned hidden, which is small, is copied to an aligned one, and W alone decides.
+def problem(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, rule: LogitRule
+) -> Problem:
+    """Check the dtypes; the tile must not depend on how this batch happens to lie in memory (its
+    sums would), so an unaligned hidden, which is small, is copied to an aligned one, and W alone
+    decides.
     """
     if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}")
+        raise ValueError(
+            f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
+        )
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
 
@@ -220,23 +251,31 @@ def sweep(
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     temperature_ptr, *scalars = rule_arguments(p.rule)
-    is_light = not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
-    config = linear_config(p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light)
+    is_light = (
+        not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
+    )
+    config = linear_config(
+        p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light
+    )
     store_tma = config.use_tma and raw_target is not None and is_aligned(out)
-    # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and not in the exponentials
-    # from known statistics, where Triton 3.6 spills on sm_100).
+    # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and
+    # not in the exponentials from known statistics, where Triton 3.6 spills on sm_100).
     has_room = is_light and p.hidden.dtype.itemsize == 2 and partial is not None
-    group_blocks = max(GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1)
+    group_blocks = max(
+        GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
+    )
     destination = tiles(out, config.block_t, config.piece) if store_tma else out
     launch(
-        slice_kernel, triton.cdiv(rows, config.block_t) * p.slices, *sources(p.hidden, p.weight, config), p.bias,
-        p.target_ids, temperature_ptr, destination, raw_target, lse,
-        partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0), p.weight.stride(1),
-        0 if out is None else out.stride(0), SLICE_COLUMNS, group_blocks, *scalars,
-        STORE="" if out is None else "logits" if raw_target is None else "exponentials", ONLY_FAR=only_far,
-        ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
+        slice_kernel, triton.cdiv(rows, config.block_t) * p.slices,
+        *sources(p.hidden, p.weight, config), p.bias, p.target_ids, temperature_ptr, destination,
+        raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
+        p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
+        group_blocks, *scalars,
+        STORE="" if out is None else "logits" if raw_target is None else "exponentials",
+        ONLY_FAR=only_far, ENTROPY=has_entropy, USE_TMA=config.use_tma, STORE_TMA=store_tma,
         BRANCH=has_room, BLOCK_T=config.block_t, BLOCK_V=config.block_v, BLOCK_H=config.block_h,
-        PARTS=config.block_v // config.piece, num_warps=config.num_warps, num_stages=config.num_stages,
+        PARTS=config.block_v // config.piece, num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -248,11 +287,13 @@ def statistics(
     lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     entropy = torch.empty_like(lse) if return_entropy else None
     if rows:
-        partial = torch.empty(4 if return_entropy else 3, p.slices, rows, dtype=torch.float32, device=device)
+        partial = torch.empty(
+            4 if return_entropy else 3, p.slices, rows, dtype=torch.float32, device=device
+        )
         sweep(p, partial, out, raw_target)
         launch(
-            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, lse, logps, entropy, rows, p.weight.shape[0],
-            p.slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, lse, logps, entropy, rows,
+            p.weight.shape[0], p.slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
         )  # fmt: skip
     return lse, logps, entropy
 
@@ -269,20 +310,26 @@ def head_logps(
 ) -> RowStats:
     """lse, log-probability of the target and (when asked for) entropy of every row, each (T,) fp32.
 
-    Equals `row_logps(hidden @ weight.T + bias, ...)` with fp32 logits that never leave the registers. `hidden` and
-    `weight` share one dtype (fp32, bf16, fp16), with any strides; `logits_out` (fp32, bf16 or fp16, contiguous last
-    dimension) receives the raw logits and changes no bit of the other outputs. A target id outside [0, V) counts as a
-    logit of 0.
+    Equals `row_logps(hidden @ weight.T + bias, ...)` with fp32 logits that never leave the
+    registers. `hidden` and `weight` share one dtype (fp32, bf16, fp16), with any strides;
+    `logits_out` (fp32, bf16 or fp16, contiguous last dimension) receives the raw logits and changes
+    no bit of the other outputs. A target id outside [0, V) counts as a logit of 0.
 
     Raises:
         ValueError: hidden and weight of different dtype.
     """
-    return statistics(problem(hidden, weight, bias, target_ids, rule), return_entropy=return_entropy, out=logits_out)
+    return statistics(
+        problem(hidden, weight, bias, target_ids, rule),
+        return_entropy=return_entropy,
+        out=logits_out,
+    )
 
 
 def aligned_copy(matrix: Tensor) -> Tensor:
     """The same (T, H) values in rows that start on 16 bytes."""
     columns = matrix.shape[1]
     per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
-    copy = torch.empty(matrix.shape[0], per_row, dtype=matrix.dtype, device=matrix.device)[:, :columns]
+    copy = torch.empty(matrix.shape[0], per_row, dtype=matrix.dtype, device=matrix.device)[
+        :, :columns
+    ]
     return copy.copy_(matrix)

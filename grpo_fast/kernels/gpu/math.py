@@ -1,6 +1,8 @@
-"""Scalar building blocks of the Triton kernels: from raw logits to z, and from running sums to lse, lp and entropy.
+"""Scalar building blocks of the Triton kernels: from raw logits to z, and from running sums to lse,
+lp and entropy.
 
-Both files of kernels use these very functions, so a row's numbers do not depend on which of them computed it.
+Both files of kernels use these very functions, so a row's numbers do not depend on which of them
+computed it.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The running maximum starts here and not at -inf: a leading block of -inf columns then gives exp(-inf) = 0 and no
-# inf - inf. It lies below every logit that means something and above the -3e38 that masks a column.
+# The running maximum starts here and not at -inf: a leading block of -inf columns then gives
+# exp(-inf) = 0 and no inf - inf. It lies below every logit that means something and above the -3e38
+# that masks a column.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -21,7 +24,7 @@ def exp_fp32(x):
 
 @triton.jit
 def expm1_minus(x):
-    """e^x - 1 - x: the series x²/2 · (1 + x/3 · (1 + x/4 · …)) where the difference would cancel."""
+    """e^x - 1 - x: the series x²/2 · (1 + x/3 · (1 + …)) where the difference would cancel."""
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
     tail = 1.0 + s / 9.0 * (1.0 + s / 10.0 * (1.0 + s / 11.0 * (1.0 + s / 12.0)))
     tail = 1.0 + s / 5.0 * (1.0 + s / 6.0 * (1.0 + s / 7.0 * (1.0 + s / 8.0 * tail)))
@@ -43,10 +46,12 @@ def log1p(x):
 
 @triton.jit
 def finish(high, rest, moment, z_target, inside):
-    """lse, lp, entropy from the maximum, Σ e and Σ e·(z - high) over all columns but the target, and the target's z.
+    """lse, lp, entropy from the maximum, Σ e and Σ e·(z - high) over all columns but the target,
+    and the target's z.
 
-    With the target outside of the sum the log-probability of a token that is nearly certain is -log1p(rest): it keeps
-    its digits, where z[target] - lse would be a difference of two numbers of the size of the logits.
+    With the target outside of the sum the log-probability of a token that is nearly certain is
+    -log1p(rest): it keeps its digits, where z[target] - lse would be a difference of two numbers of
+    the size of the logits.
     """
     below = z_target - high
     e_target = tl.where(inside, exp_fp32(below), 0.0)
@@ -63,9 +68,12 @@ def softcapped(x, softcap):
     u = x / softcap
     t = exp_fp32(-2.0 * tl.abs(u))
     large = tl.where(u < 0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
-    # 1 - t has few digits left for a small u; least-squares fit of tanh, relative error 7e-8 for |u| <= 0.5.
+    # 1 - t has few digits left for a small u; least-squares fit of tanh, relative error 7e-8 for
+    # |u| <= 0.5.
     w = u * u
-    fit = w * (-0.33333327 + w * (0.13332961 + w * (-0.05389886 + w * (0.02129668 + w * -0.0066456))))
+    fit = w * (
+        -0.33333327 + w * (0.13332961 + w * (-0.05389886 + w * (0.02129668 + w * -0.0066456)))
+    )
     tanh = tl.where(tl.abs(u) < 0.5, u + u * fit, large)
     slope = 4.0 * t / ((1.0 + t) * (1.0 + t))
     return softcap * tanh, slope
@@ -93,8 +101,9 @@ def scores(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# A row's weights are exp(z - z[target]) as long as lse - z[target] stays below this, so far from both ends of the range
-# of bf16 and of fp32 that sums and products with anything reasonable stay inside.
+# A row's weights are exp(z - z[target]) as long as lse - z[target] stays below this, so far from
+# both ends of the range of bf16 and of fp32 that sums and products with anything reasonable stay
+# inside.
 FAR = tl.constexpr(40.0)
 
 

@@ -1,19 +1,21 @@
 """Row kernels in Triton: one program owns one row of logits, whatever its length.
 
-    row_logps    logits -> lse, logps, entropy                    HBM: one read of (C, V)
-    row_grad_    logits, dL/dlogps -> d-logits                    HBM: one read, one write
-    row_loss_    both, and the loss's slope between them          HBM: one read, one write (the second read is the row
-                                                                  that this program has just left in L2)
+    row_logps    logits -> lse, logps, entropy            HBM: one read of (C, V)
+    row_grad_    logits, dL/dlogps -> d-logits            HBM: one read, one write
+    row_loss_    both, and the loss's slope between them  HBM: one read, one write (the second read
+                                                          is the row that was just left in L2)
 
-With z = softcap·tanh(logit_scale·raw/softcap)/temperature, p = softmax(z), lp = log p[target], H = -Σ p·log p:
+With z = softcap·tanh(logit_scale·raw/softcap)/temperature, p = softmax(z), lp = log p[target],
+H = -Σ p·log p:
 
     d z_j   = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),     g = dL/dlp, g_H = dL/dH
     d raw_j = d z_j · (1 - tanh²) · logit_scale / temperature
 
-Sums are fp32 and online: a running maximum per row, running sums per lane, reduced across lanes once, in a fixed order.
-A row's numbers depend on that row alone. Lengths, strides and hyperparameters are run-time arguments.
-`enable_fp_fusion=False` everywhere: whether a multiply and an add are fused would depend on what surrounds them, and
-the same row would get different last bits from two kernels that share this source.
+Sums are fp32 and online: a running maximum per row, running sums per lane, reduced across lanes
+once, in a fixed order. A row's numbers depend on that row alone. Lengths, strides and
+hyperparameters are run-time arguments. `enable_fp_fusion=False` everywhere: whether a multiply and
+an add are fused would depend on what surrounds them, and the same row would get different last bits
+from two kernels that share this source.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.configs import row_config
-from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, expm1_minus, finish, inverse_temperature, scores
+from grpo_fast.kernels.gpu.math import (
+    FLOOR,
+    exp_fp32,
+    expm1,
+    expm1_minus,
+    finish,
+    inverse_temperature,
+    scores,
+)
 from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
@@ -40,10 +50,20 @@ RATIO_MAX = tl.constexpr(LOG_RATIO_MAX)
 
 
 @triton.jit
-def statistics(row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr):
+def statistics(
+    row_ptr,
+    target,
+    V,
+    logit_scale,
+    softcap,
+    inv_temperature,
+    ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """First loop over the row -> lse, lp, entropy."""
     offs_v = tl.arange(0, BLOCK_V)
-    # Read before the second loop may overwrite the row; the barriers of the reductions below keep it there.
+    # Read before the second loop may overwrite the row; the barriers of the reductions below keep
+    # it there.
     inside = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=inside, other=0.0).to(tl.float32)
     z_target, target_slope = scores(raw_target, logit_scale, softcap, inv_temperature)
@@ -52,7 +72,9 @@ def statistics(row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROP
     moment = tl.zeros([BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
         z, _ = scores(raw, logit_scale, softcap, inv_temperature)
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
         raised = tl.maximum(high, tl.max(z, 0))
@@ -60,7 +82,8 @@ def statistics(row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROP
         below = z - raised
         e = exp_fp32(below)
         if ENTROPY:
-            # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size of the logits.
+            # Σ e·(z - max), not Σ e·z: the entropy is then no difference of two numbers of the size
+            # of the logits.
             moment = (moment + (high - raised) * rest) * shrink + tl.where(e > 0, e * below, 0.0)
         rest = rest * shrink + e
         high = raised
@@ -69,10 +92,12 @@ def statistics(row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROP
 
 @triton.jit
 def write_gradient(
-    row_ptr, out_ptr, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap, inv_temperature,
-    ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+    row_ptr, out_ptr, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
+    inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Second loop over the row: d raw-logits, or zeros without a look at the row when nothing flows into it."""
+    """Second loop over the row: d raw-logits, or zeros without a look at the row when nothing flows
+    into it.
+    """
     offs_v = tl.arange(0, BLOCK_V)
     if (g == 0.0) & (g_entropy == 0.0):
         for start in range(0, V, BLOCK_V):
@@ -82,11 +107,14 @@ def write_gradient(
         g_target = -g * expm1(lp)
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
-            raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            raw = tl.load(
+                row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
             z, slope = scores(raw, logit_scale, softcap, inv_temperature)
             logp = z - lse
             p = exp_fp32(logp)
-            # The target column stays out of the sum g·(1 - p): nothing cancels when p is close to 1.
+            # The target column stays out of the sum g·(1 - p): nothing cancels when p is close to
+            # 1.
             d = tl.where(cols == target, g_target, -g * p)
             if ENTROPY:
                 d -= tl.where(p > 0, g_entropy * p * (logp + entropy), 0.0)
@@ -112,9 +140,9 @@ def row_logps_kernel(
 
 @triton.jit
 def row_grad_kernel(
-    logits_ptr, out_ptr, target_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr, grad_logps_ptr, grad_entropy_ptr,
-    V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature,
-    BLOCK_V: tl.constexpr,
+    logits_ptr, out_ptr, target_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    grad_logps_ptr, grad_entropy_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap,
+    temperature, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lse = tl.load(lse_ptr + row)
@@ -124,14 +152,17 @@ def row_grad_kernel(
         entropy = tl.load(entropy_ptr + row)
         g_entropy = tl.load(grad_entropy_ptr + row)
     write_gradient(
-        logits_ptr + row * stride_logits_t, out_ptr + row * stride_out_t, tl.load(target_ptr + row), lse,
-        tl.load(logps_ptr + row), entropy, tl.load(grad_logps_ptr + row), g_entropy, V, logit_scale, softcap,
-        inverse_temperature(temperature_ptr, temperature, row), grad_entropy_ptr is not None, BLOCK_V,
+        logits_ptr + row * stride_logits_t, out_ptr + row * stride_out_t, tl.load(target_ptr + row),
+        lse, tl.load(logps_ptr + row), entropy, tl.load(grad_logps_ptr + row), g_entropy, V,
+        logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
+        grad_entropy_ptr is not None, BLOCK_V,
     )  # fmt: skip
 
 
 @triton.jit
-def loss_and_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr):
+def loss_and_slope(
+    lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
+):
     """The leaf's loss and d loss / d lp, called with as many hyperparameters as it has."""
     tl.static_assert(N_PARAMS <= 4)
     if N_PARAMS == 0:
@@ -149,17 +180,19 @@ def loss_and_slope(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N
 
 @triton.jit
 def row_loss_kernel(
-    logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
-    ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr, losses_ptr, grad_logps_ptr,
-    V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature, p0, p1, p2, p3,
-    OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
-    ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+    logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr,
+    kl_weights_ptr, old_logps_ptr, ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    losses_ptr, grad_logps_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature,
+    p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
+    KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_t
     target = tl.load(target_ptr + row)
     inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
-    lse, lp, entropy = statistics(row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROPY, BLOCK_V)
+    lse, lp, entropy = statistics(
+        row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROPY, BLOCK_V
+    )
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)
     if entropy_ptr is not None:
@@ -183,7 +216,8 @@ def row_loss_kernel(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # Comparisons inside the leaf and a weight of 0 would hide a NaN; what does not count may hold one anywhere.
+    # Comparisons inside the leaf and a weight of 0 would hide a NaN; what does not count may hold
+    # one anywhere.
     counts = (target >= 0) & (target < V)
     nothing = lp - lp
     loss = tl.where(counts, loss + nothing, 0.0)
@@ -194,13 +228,15 @@ def row_loss_kernel(
     if grad_entropy_ptr is not None:
         g_entropy = tl.load(grad_entropy_ptr + row, mask=counts, other=0.0)
     write_gradient(
-        row_ptr, out_ptr + row * stride_out_t, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
-        inv_temperature, grad_entropy_ptr is not None, BLOCK_V,
+        row_ptr, out_ptr + row * stride_out_t, target, lse, lp, entropy, g, g_entropy, V,
+        logit_scale, softcap, inv_temperature, grad_entropy_ptr is not None, BLOCK_V,
     )  # fmt: skip
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-    """Start `programs` programs of `kernel` on the device of its first tensor (tests put a compiler in this place)."""
+    """Start `programs` programs of `kernel` on the device of its first tensor (tests put a compiler
+    in this place).
+    """
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with on_device:
@@ -235,16 +271,18 @@ def row_logps(
 ) -> RowStats:
     """lse, log-probability of the target and (when asked for) entropy of every row, each (C,) fp32.
 
-    The same door as `reference.row_logps`. `logits` is fp32, bf16 or fp16 with a contiguous last dimension and any row
-    stride. A target id outside [0, V) is never read; its row gets the log-probability of a raw logit of 0.
+    The same door as `reference.row_logps`. `logits` is fp32, bf16 or fp16 with a contiguous last
+    dimension and any row stride. A target id outside [0, V) is never read; its row gets the
+    log-probability of a raw logit of 0.
     """
     lse, logps, entropy = outputs(logits, return_entropy)
     if logits.shape[0]:
         temperature_ptr, *scalars = rule_arguments(rule)
         block_v, num_warps = row_config(logits.shape[1])
         launch(
-            row_logps_kernel, logits.shape[0], logits, target_ids.contiguous(), temperature_ptr, lse, logps, entropy,
-            logits.shape[1], logits.stride(0), *scalars, BLOCK_V=block_v, num_warps=num_warps,
+            row_logps_kernel, logits.shape[0], logits, target_ids.contiguous(), temperature_ptr,
+            lse, logps, entropy, logits.shape[1], logits.stride(0), *scalars, BLOCK_V=block_v,
+            num_warps=num_warps,
         )  # fmt: skip
     return lse, logps, entropy
 
@@ -259,9 +297,11 @@ def row_grad_(
     *,
     out: Tensor | None = None,  # (C, V)
 ) -> Tensor:
-    """d raw-logits, written to `out` (default: over `logits`) and returned; the same door as `reference.row_grad_`.
+    """d raw-logits, written to `out` (default: over `logits`) and returned; the same door as
+    `reference.row_grad_`.
 
-    `out` is `logits` itself or memory that does not overlap it. A row with nothing flowing into it becomes exact zeros.
+    `out` is `logits` itself or memory that does not overlap it. A row with nothing flowing into it
+    becomes exact zeros.
     """
     out = logits if out is None else out
     if logits.shape[0]:
@@ -269,16 +309,19 @@ def row_grad_(
         temperature_ptr, *scalars = rule_arguments(rule)
         block_v, num_warps = row_config(logits.shape[1])
         launch(
-            row_grad_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr, lse, logps,
-            None if grad_entropy is None else entropy, vector(grad_logps), vector(grad_entropy),
-            logits.shape[1], logits.stride(0), out.stride(0), *scalars, BLOCK_V=block_v, num_warps=num_warps,
+            row_grad_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,
+            lse, logps, None if grad_entropy is None else entropy, vector(grad_logps),
+            vector(grad_entropy), logits.shape[1], logits.stride(0), out.stride(0), *scalars,
+            BLOCK_V=block_v, num_warps=num_warps,
         )  # fmt: skip
     return out
 
 
 @functools.cache
 def device_function(leaf: Callable) -> Any:
-    """A leaf of objectives.py or kl.py as a Triton function: the same source, with `tl` bound to Triton."""
+    """A leaf of objectives.py or kl.py as a Triton function: the same source, with `tl` bound to
+    Triton.
+    """
     return bind(leaf, tl, triton.jit, {"expm1": expm1, "expm1_minus": expm1_minus})
 
 
@@ -292,7 +335,8 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """One kernel from logits to the gradient of a token-level loss; the same door as `reference.row_loss_`.
+    """One kernel from logits to the gradient of a token-level loss; the same door as
+    `reference.row_loss_`.
 
     lse, logps and entropy are those of `row_logps`, bit for bit.
     """
@@ -305,12 +349,14 @@ def row_loss_(
     temperature_ptr, *scalars = rule_arguments(rule)
     block_v, num_warps = row_config(logits.shape[1])
     launch(
-        row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr, advantages, weights,
-        kl_weights if has_kl else None, old_logps, ref_logps if has_kl else None, grad_entropy,
-        lse, logps, entropy, losses, grad_logps, logits.shape[1], logits.stride(0), out.stride(0),
-        *scalars, *config.params, *[0.0] * (4 - len(config.params)),
+        row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,
+        advantages, weights, kl_weights if has_kl else None, old_logps,
+        ref_logps if has_kl else None, grad_entropy, lse, logps, entropy, losses, grad_logps,
+        logits.shape[1], logits.stride(0), out.stride(0), *scalars, *config.params,
+        *[0.0] * (4 - len(config.params)),
         OBJECTIVE=device_function(OBJECTIVES[config.loss_type].leaf), N_PARAMS=len(config.params),
-        KL=device_function(KL_ESTIMATORS[config.kl_estimator]), KL_TIMES_RATIO=bool(config.kl_times_ratio),
+        KL=device_function(KL_ESTIMATORS[config.kl_estimator]),
+        KL_TIMES_RATIO=bool(config.kl_times_ratio),
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy, losses, grad_logps)

@@ -1,7 +1,9 @@
-"""gradient *= upstream on a GPU, at no cost where the upstream gradient is 1 (it is, for `loss.backward()`).
+"""gradient *= upstream on a GPU, at no cost where the upstream gradient is 1 (it is, for
+`loss.backward()`).
 
-The factor lies on the device: to look at it from the host would wait for everything before it. Every program looks for
-itself and is done at once if it is 1; otherwise one read and one write of the gradient.
+The factor lies on the device: to look at it from the host would wait for everything before it.
+Every program looks for itself and is done at once if it is 1; otherwise one read and one write of
+the gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +28,21 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
         for start in range(first, tl.cast(size, tl.int64), step):
             at = start + tl.arange(0, BLOCK)
             values = tl.load(gradient_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-            tl.store(gradient_ptr + at, (values * factor).to(gradient_ptr.dtype.element_ty), mask=at < size)
+            tl.store(
+                gradient_ptr + at,
+                (values * factor).to(gradient_ptr.dtype.element_ty),
+                mask=at < size,
+            )
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient (contiguous, fp32 or 16 bits) times factor (one element), in place; nothing is written when it is 1."""
+    """gradient (contiguous, fp32 or 16 bits) times factor (one element), in place; nothing is
+    written when it is 1.
+    """
     size = gradient.numel()
     if size:
         programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
-        rows.launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
+        rows.launch(
+            scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8
+        )
     return gradient

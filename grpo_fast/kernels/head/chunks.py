@@ -1,11 +1,14 @@
-"""The logits of one chunk and their gradient, in the two forms that the chunk loop of loop.py knows.
+"""The logits of one chunk and their gradient, in the two forms that the chunk loop of loop.py
+knows.
 
-    LogitChunks         raw logits in fp32 (vendor GEMM, or kernels from hidden with a store), a row kernel writes the
-                        d-logits over them; for 16-bit inputs on a GPU beside them, in 16 bits.   4 or 6 bytes a logit
-    ExponentialChunks   the GEMM's epilogue writes exponentials E once; d-logits = coefficient of the row · E, so no row
-                        kernel runs and nothing is written again (gpu/exponentials.py, cpu/linear.py).      2 or 4 bytes
+    LogitChunks        raw logits in fp32 (vendor GEMM, or kernels from hidden with a store); a row
+                       kernel writes the d-logits over them, for 16-bit inputs on a GPU beside them
+                       in 16 bits: 4 or 6 bytes per logit
+    ExponentialChunks  the GEMM's epilogue writes exponentials E once; d-logits = coefficient of the
+                       row · E, so no row kernel runs (gpu/exponentials.py, cpu/linear.py): 2 or 4
 
-Both have the same methods. A chunk has C rows; its buffers have the padded rows of h, of which the last stay unset.
+Both have the same methods. A chunk has C rows; its buffers have the padded rows of h, of which the
+last stay unset.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
-# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever the vocabulary.
+# The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever
+# the vocabulary.
 ROW_ELEMENTS = 64
 
 
@@ -35,7 +39,9 @@ class LogitChunks:
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         # GEMMs that take 16 bits get d-logits in 16 bits, rounded once, by the row kernel.
         self.has_narrow = not is_wide(weight) and (weight.is_cuda or route.backend == "triton")
-        self.bytes_per_logit = self.dtype.itemsize + (weight.dtype.itemsize if self.has_narrow else 0)
+        self.bytes_per_logit = self.dtype.itemsize + (
+            weight.dtype.itemsize if self.has_narrow else 0
+        )
         self.most_rows = 0  # rows of the workspace
         self._logits: Tensor | None = None
         self._narrow: Tensor | None = None
@@ -43,7 +49,9 @@ class LogitChunks:
     def workspace(self, rows: int) -> Tensor:
         """(rows, V): the one buffer of logits of this pass."""
         if self._logits is None:
-            self._logits = take_workspace(self.most_rows, self.weight.shape[0], self.weight, self.dtype)
+            self._logits = take_workspace(
+                self.most_rows, self.weight.shape[0], self.weight, self.dtype
+            )
         return self._logits[:rows]
 
     def release(self) -> None:
@@ -65,8 +73,12 @@ class LogitChunks:
         matmul_wide(h, self.weight, out=z)
         return z if self.bias is None else z.add_(self.bias)
 
-    def logps(self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool) -> RowStats:
-        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the logits stay."""
+    def logps(
+        self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
+    ) -> RowStats:
+        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the logits
+        stay.
+        """
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
             z = self._raw_logits(h)[:count]
@@ -88,11 +100,14 @@ class LogitChunks:
                 z[:count], d[:count], target_ids, terms, config, rule, return_entropy=has_entropy
             )
             return ChunkGradients(d), part
-        # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give them here.
+        # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give
+        # them here.
         stats = self.logps(h, target_ids, rule, return_entropy=has_entropy)
         losses, g = row_coefficients(stats[1], terms, config)
         z = self.workspace(h.shape[0])
-        self.kernels.row_grad_(z[:count], target_ids, stats, g, terms.grad_entropy, rule, out=d[:count])
+        self.kernels.row_grad_(
+            z[:count], target_ids, stats, g, terms.grad_entropy, rule, out=d[:count]
+        )
         return ChunkGradients(d), RowLoss(*stats, losses, g)
 
     def gradients(
@@ -106,7 +121,9 @@ class LogitChunks:
         *,
         held: bool,
     ) -> ChunkGradients:
-        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: `logps` of this very chunk came last."""
+        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: `logps` of this very chunk came
+        last.
+        """
         if not held:
             self.logps(h, target_ids, rule, return_entropy=False)
         z, d, count = self.workspace(h.shape[0]), self._gradient(h.shape[0]), target_ids.shape[0]
@@ -115,7 +132,9 @@ class LogitChunks:
 
 
 class ExponentialChunks:
-    """d-logits as the product of a coefficient by row and of a matrix that does not depend on the loss."""
+    """d-logits as the product of a coefficient by row and of a matrix that does not depend on the
+    loss.
+    """
 
     has_entropy_gradient = False  # E knows the logps' gradient only
 
@@ -144,7 +163,9 @@ class ExponentialChunks:
     def _fill(self, h: Tensor, target_ids: Tensor, rule: LogitRule, **options) -> RowStats:
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
-        self._filled = self.door(h[:count], self.weight, self.bias, target_ids, rule, out, **options)
+        self._filled = self.door(
+            h[:count], self.weight, self.bias, target_ids, rule, out, **options
+        )
         return self._filled.stats
 
     def _times(self, g: Tensor, target_ids: Tensor, rows: int) -> ChunkGradients:
@@ -155,8 +176,12 @@ class ExponentialChunks:
         rest = None if dominant is None else dominant.rest(matrix)
         return ChunkGradients(matrix, Coefficients(by_row, by_target, target_ids, rest))
 
-    def logps(self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool) -> RowStats:
-        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the exponentials stay."""
+    def logps(
+        self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
+    ) -> RowStats:
+        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the
+        exponentials stay.
+        """
         return self._fill(h, target_ids, rule, return_entropy=return_entropy)
 
     def row_loss(

@@ -1,16 +1,18 @@
-"""Opt-in: leave vocabulary columns out of the gradient GEMMs whose share of the gradient is certified to be small.
+"""Opt-in: leave vocabulary columns out of the gradient GEMMs whose share of the gradient is
+certified to be small.
 
-After the row kernel a chunk's d-logits (C, V) are known, and with them the mass of every column, m_j = Σ_t |d_tj|. The
-lightest columns are left out as long as their masses add up to at most `tolerance`·Σ_j m_j; the others are gathered, so
-it does not matter where in the vocabulary they lie. The masses hold the rows' coefficients: a column that is likely for
-a clipped token only has none.
+After the row kernel a chunk's d-logits (C, V) are known, and with them the mass of every column,
+m_j = Σ_t |d_tj|. The lightest columns are left out as long as their masses add up to at most
+`tolerance`·Σ_j m_j; the others are gathered, so it does not matter where in the vocabulary they
+lie. The masses hold the rows' coefficients: a column that is likely for a clipped token only has
+none.
 
 What is left out is known exactly, not estimated. With δ = Σ of the masses left out,
 
     ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
 
-The loss and the log-probabilities do not change. A row's dH then depends on its chunk (which columns stay does), so the
-bitwise invariance to batching is given up; runs stay reproducible.
+The loss and the log-probabilities do not change. A row's dH then depends on its chunk (which
+columns stay does), so the bitwise invariance to batching is given up; runs stay reproducible.
 """
 
 from __future__ import annotations
@@ -41,16 +43,25 @@ class Filtered(NamedTuple):
         zero = torch.zeros((), dtype=torch.float64, device=like.device)
         return cls(zero, zero, zero, zero)
 
-    def add(self, dropped: Tensor | float, total: Tensor, rows: int, kept: int, of: int) -> Filtered:
+    def add(
+        self, dropped: Tensor | float, total: Tensor, rows: int, kept: int, of: int
+    ) -> Filtered:
         return Filtered(
-            self.dropped + dropped, self.total + total, self.columns + rows * kept, self.elements + rows * of
+            self.dropped + dropped,
+            self.total + total,
+            self.columns + rows * kept,
+            self.elements + rows * of,
         )
 
     def shares(self) -> Tensor:
-        """(2,) fp32: the share of the mass that was left out, and the share of the columns that stayed."""
+        """(2,) fp32: the share of the mass that was left out, and the share of the columns that
+        stayed.
+        """
         whole = self.elements.clamp(min=1)
         stayed = torch.where(self.elements > 0, self.columns / whole, 1.0)
-        return torch.stack([self.dropped / self.total.clamp(min=torch.finfo(torch.float64).tiny), stayed]).float()
+        return torch.stack(
+            [self.dropped / self.total.clamp(min=torch.finfo(torch.float64).tiny), stayed]
+        ).float()
 
 
 def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -1,4 +1,6 @@
-"""dH, dW and db from the d-logits of one chunk after another, by the matrix products of products.py."""
+"""dH, dW and db from the d-logits of one chunk after another, by the matrix products of
+products.py.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from grpo_fast.kernels.head.products import (
 )
 from grpo_fast.kernels.types import AddedRows, Dominant, Wanted, add_rows_, pad_rows
 
-# Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them are active.
+# Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
+# are active.
 GATHER_BELOW = 0.9
 
 
 class Coefficients(NamedTuple):
-    """What turns exponentials into d-logits: by_row[:, None]·matrix, and by_target in the targets' columns."""
+    """What turns exponentials into d-logits: by_row[:, None]·matrix, and by_target in the targets'
+    columns.
+    """
 
     by_row: Tensor  # (padded C,) fp32
     by_target: Tensor  # (padded C,) fp32
@@ -38,8 +43,8 @@ class Coefficients(NamedTuple):
 class ChunkGradients(NamedTuple):
     """d-logits of a chunk: the matrix itself, or with coefficients a matrix of exponentials.
 
-    Exponentials are finite in every row and 0 in the target's column; a row whose coefficients are 0 counts as exact
-    zeros.
+    Exponentials are finite in every row and 0 in the target's column; a row whose coefficients are
+    0 counts as exact zeros.
     """
 
     matrix: Tensor  # (padded C, V)
@@ -55,7 +60,8 @@ class GradientSums:
         index: (T,) the row of hidden that predicts each target; None: t.
         repeats: a row of hidden may predict several targets: its gradients are summed.
         is_only: all rows come in one call of `add`.
-        is_wide: gradients are returned as they are summed; else in the dtypes of hidden, weight and bias.
+        is_wide: gradients are returned as they are summed; else in the dtypes of hidden, weight and
+            bias.
         tolerance: share of Σ|d-logits| that may be left out (grad_filter.py); None: nothing.
     """
 
@@ -83,7 +89,14 @@ class GradientSums:
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
 
-    def add(self, rows: slice | Tensor, h: Tensor, d_logits: ChunkGradients, count: int, keep: Tensor | None) -> None:
+    def add(
+        self,
+        rows: slice | Tensor,
+        h: Tensor,
+        d_logits: ChunkGradients,
+        count: int,
+        keep: Tensor | None,
+    ) -> None:
         """Add one chunk.
 
         Args:
@@ -91,8 +104,8 @@ class GradientSums:
             h: (padded C, H) its hidden rows.
             d_logits: its d-logits.
             count: C, the rows that are no padding.
-            keep: those with a coefficient, None for all; the others are exact zeros, left out of every GEMM when they
-                are many.
+            keep: those with a coefficient, None for all; the others are exact zeros, left out of
+                every GEMM when they are many.
         """
         if keep is not None and keep.shape[0] == 0:
             return
@@ -101,7 +114,10 @@ class GradientSums:
         if keep is not None and gathers(keep, count):
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
-            index, count = keep + index.start if isinstance(index, slice) else index[keep], keep.shape[0]
+            index, count = (
+                keep + index.start if isinstance(index, slice) else index[keep],
+                keep.shape[0],
+            )
         elif count < d.shape[0]:
             d[count:].zero_()
         if by is None:
@@ -117,8 +133,12 @@ class GradientSums:
         if self.wanted.bias:
             self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)
 
-    def _add_weighted(self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor) -> None:
-        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in their order."""
+    def _add_weighted(
+        self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
+    ) -> None:
+        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in
+        their order.
+        """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
         if self.wanted.hidden:
@@ -126,16 +146,24 @@ class GradientSums:
             if by.rest is not None:
                 rest = by.rest if columns is None else by.rest.of_columns(columns)
                 added = rest.added_to(added, by.by_row)
-            self._keep_hidden(weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index)
+            self._keep_hidden(
+                weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index
+            )
         if self.wanted.weight:
-            self._keep_weight(d, h, columns, by.by_row, AddedRows(target, h[:count], ids=by.target_ids))
+            self._keep_weight(
+                d, h, columns, by.by_row, AddedRows(target, h[:count], ids=by.target_ids)
+            )
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, target)
 
-    def _filter(self, d: Tensor, count: int, by: Coefficients | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d, W and the columns that the filter leaves of both; None for all. Targets' coefficients always stay."""
+    def _filter(
+        self, d: Tensor, count: int, by: Coefficients | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """d, W and the columns that the filter leaves of both; None for all. Targets' coefficients
+        always stay.
+        """
         if self.tolerance is None or self.filtered is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
@@ -155,7 +183,9 @@ class GradientSums:
             self.d_hidden = dh.to(self.hidden_dtype)
             return
         if self.d_hidden is None:
-            self.d_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden_dtype, device=dh.device)
+            self.d_hidden = torch.zeros(
+                self.hidden.shape, dtype=self.hidden_dtype, device=dh.device
+            )
         if self.repeats:
             assert isinstance(index, Tensor)
             add_rows_(self.d_hidden, index, dh.to(self.hidden_dtype))
@@ -170,7 +200,9 @@ class GradientSums:
         scales: Tensor | None = None,
         added: AddedRows | None = None,
     ) -> None:
-        """dW += dᵀ·diag(scales)·h, and `added`; every column of `columns` occurs once: no order is in question."""
+        """dW += dᵀ·diag(scales)·h, and `added`; every column of `columns` occurs once: no order is
+        in question.
+        """
         if not self.wanted.weight:
             return
         if columns is None:
@@ -181,7 +213,9 @@ class GradientSums:
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)
         own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
-        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales))
+        self.d_weight.index_add_(
+            0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales)
+        )
         if added is not None:
             added.add_to_(self.d_weight)
 
@@ -203,7 +237,11 @@ class GradientSums:
                 continue
             dtype = self.sum_dtype if self.is_wide else like.dtype
             is_missing = sum_ is None
-            results.append(torch.zeros(like.shape, dtype=dtype, device=like.device) if is_missing else sum_.to(dtype))
+            results.append(
+                torch.zeros(like.shape, dtype=dtype, device=like.device)
+                if is_missing
+                else sum_.to(dtype)
+            )
         return results[0], results[1], results[2]
 
 

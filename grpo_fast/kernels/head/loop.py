@@ -1,14 +1,16 @@
 """hidden → loss: the chunk loop over rows, one for all devices. Nothing of size N·V ever exists.
 
-For each chunk of C rows: hidden·Wᵀ and its statistics lse, logp, entropy → coefficients (grpo_fast/objective) →
-d-logits → dH = d·W, dW += dᵀ·hidden in fp32. Chunks come in two kinds (chunks.py). 6·N·V·H flops when the coefficients
-of a chunk follow from the chunk (token-level losses, or everything in one chunk); otherwise the last chunk is kept and
-the others are formed again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one chunk, bounded by
+For each chunk of C rows: hidden·Wᵀ and its statistics lse, logp, entropy → coefficients
+(grpo_fast/objective) → d-logits → dH = d·W, dW += dᵀ·hidden in fp32. Chunks come in two kinds
+(chunks.py). 6·N·V·H flops when the coefficients of a chunk follow from the chunk (token-level
+losses, or everything in one chunk); otherwise the last chunk is kept and the others are formed
+again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one chunk, bounded by
 `workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits.
 
-A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least ROW_MULTIPLE rows
-(zero-padded), so a small batch meets the same GEMM kernel as a large one. (On a GPU that is so for logps, from a kernel
-of ours; whether the vendor's dH keeps it for every number of rows is not measured.)
+A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least
+ROW_MULTIPLE rows (zero-padded), so a small batch meets the same GEMM kernel as a large one. (On a
+GPU that is so for logps, from a kernel of ours; whether the vendor's dH keeps it for every number
+of rows is not measured.)
 """
 
 from __future__ import annotations
@@ -22,14 +24,23 @@ from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
 from grpo_fast.kernels.head.gradients import GradientSums, gathers
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, LogitRule, RowLoss, RowStats, Wanted, pad_rows, padded
+from grpo_fast.kernels.types import (
+    ActiveRows,
+    LogitRule,
+    RowLoss,
+    RowStats,
+    Wanted,
+    pad_rows,
+    padded,
+)
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
 
 class LinearHead:
-    """One pass of T active rows through the head: logits by chunk, and the gradients that come back.
+    """One pass of T active rows through the head: logits by chunk, and the gradients that come
+    back.
 
     Args:
         hidden, weight, bias: (N, H), (V, H), (V,).
@@ -60,8 +71,12 @@ class LinearHead:
         self.chunk = (ExponentialChunks if has_exponentials else LogitChunks)(weight, bias, route)
         self.chunk_rows = self._chunk_rows()
         self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
-        self.held: slice | None = None  # the chunk whose logits or exponentials are in the workspace, from `logps`
-        self.filtered: Tensor | None = None  # (2,) what the filter left out, from the last gradients
+        self.held: slice | None = (
+            None  # the chunk whose logits or exponentials are in the workspace, from `logps`
+        )
+        self.filtered: Tensor | None = (
+            None  # (2,) what the filter left out, from the last gradients
+        )
 
     def _chunk_rows(self) -> int:
         """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
@@ -93,8 +108,9 @@ class LinearHead:
 
     def _sums(self, wanted: Wanted) -> GradientSums:
         return GradientSums(
-            self.hidden, self.weight, self.bias, wanted, index=self.rows.hidden_index, repeats=self.rows.repeats,
-            is_only=self.is_single_chunk, is_wide=self.is_wide, tolerance=self.tolerance,
+            self.hidden, self.weight, self.bias, wanted, index=self.rows.hidden_index,
+            repeats=self.rows.repeats, is_only=self.is_single_chunk, is_wide=self.is_wide,
+            tolerance=self.tolerance,
         )  # fmt: skip
 
     def _finished(self, sums: GradientSums) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +119,8 @@ class LinearHead:
         return sums.finish()
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole work: 2·T·V·H.
+        """(lse, logps, entropy) of all active rows, (T,) fp32. Without gradients this is the whole
+        work: 2·T·V·H.
 
         With `keep` the last chunk stays in the workspace, ready for `gradients`.
         """
@@ -114,9 +131,13 @@ class LinearHead:
             targets, rule = self._targets(chunk)
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
                 h = self._hidden(chunk)
-                stats = self.head_logps(h, self.weight, self.bias, targets, rule, return_entropy=return_entropy)
+                stats = self.head_logps(
+                    h, self.weight, self.bias, targets, rule, return_entropy=return_entropy
+                )
             else:
-                stats = self.chunk.logps(self._padded(chunk), targets, rule, return_entropy=return_entropy)
+                stats = self.chunk.logps(
+                    self._padded(chunk), targets, rule, return_entropy=return_entropy
+                )
                 self.held = chunk
             parts.append(stats)
         if not keep:
@@ -127,7 +148,9 @@ class LinearHead:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
-        """One sweep, 6·T·V·H: row losses and (dH, dW, db) of a loss whose coefficients follow row by row."""
+        """One sweep, 6·T·V·H: row losses and (dH, dW, db) of a loss whose coefficients follow row
+        by row.
+        """
         sums, parts = self._sums(wanted), []
         for chunk in self.chunks():
             h, (targets, rule) = self._padded(chunk), self._targets(chunk)
@@ -141,9 +164,11 @@ class LinearHead:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that gave `known`.
+        """(dH, dW, db) of Σ g·logp + g_entropy·entropy, all (T,), after a sweep of `logps` that
+        gave `known`.
 
-        The chunk that `logps` kept comes first; the others are computed again, for active rows only.
+        The chunk that `logps` kept comes first; the others are computed again, for active rows
+        only.
         """
         sums = self._sums(wanted)
         for chunk in reversed(list(self.chunks())) if any(wanted) else ():
@@ -161,7 +186,13 @@ class LinearHead:
             targets, rule = self._targets(index)
             stats: RowStats = tuple(None if x is None else x[index] for x in known)  # type: ignore[assignment]
             here = g[index], None if g_entropy is None else g_entropy[index]
-            sums.add(index, h, self.chunk.gradients(h, targets, rule, stats, *here, held=is_held), count, keep)
+            sums.add(
+                index,
+                h,
+                self.chunk.gradients(h, targets, rule, stats, *here, held=is_held),
+                count,
+                keep,
+            )
         return self._finished(sums)
 
 

@@ -1,4 +1,6 @@
-"""The three matrix products of a chunk, by the vendor's GEMM or our own: which call, for each dtype and device."""
+"""The three matrix products of a chunk, by the vendor's GEMM or our own: which call, for each dtype
+and device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import own_product
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32 output.
+# Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32
+# output.
 WIDEN_ROWS = 16384
 # Rows of a matrix of exponentials that are widened at a time.
 COLUMN_SUM_ROWS = 64
@@ -21,7 +24,9 @@ def is_wide(x: Tensor) -> bool:
 
 
 def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
-    """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ, products exact and sums in fp32 for 16-bit inputs."""
+    """out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ, products exact and sums in fp32 for 16-bit
+    inputs.
+    """
     if own_product(h):
         gemm.mm_(h, weight.t(), out)
     elif is_wide(h):
@@ -37,8 +42,8 @@ def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
 def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     """(C, H) = d (C, V) · weight (V, H), summed in fp32.
 
-    d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU may round it to the
-    weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps 16 digits.
+    d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU
+    may round it to the weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps 16 digits.
     """
     if own_product(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
@@ -54,10 +59,14 @@ def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     return dh
 
 
-def weighted_product(matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype) -> Tensor:
-    """(C, H) = diag(scales)·matrix · weight + added, for (C,) scales; summed in fp32, rounded to `dtype` once.
+def weighted_product(
+    matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype
+) -> Tensor:
+    """(C, H) = diag(scales)·matrix · weight + added, for (C,) scales; summed in fp32, rounded to
+    `dtype` once.
 
-    `matrix`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those 16 bits where the
+    `matrix`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those
+        16 bits where the
     product takes such.
     """
     count = scales.shape[0]
@@ -83,10 +92,11 @@ def accumulate_outer(
     scales: Tensor | None = None,
     added: AddedRows | None = None,
 ) -> Tensor:
-    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the weight's dtype.
+    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the
+    weight's dtype.
 
-    `scales` (C,) fp32: the rows of d are exponentials, to be multiplied by these (exact zeros where they are 0). `added`:
-    rows that the sum gets on top.
+    `scales` (C,) fp32: the rows of d are exponentials, to be multiplied by these (exact zeros where
+    they are 0). `added`: rows that the sum gets on top.
     """
     is_own = own_product(h)
     if scales is not None and not (is_own and d.dtype in (torch.float32, POSITIVE16)):
@@ -103,7 +113,9 @@ def accumulate_outer(
     return total
 
 
-def _accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool) -> Tensor:
+def _accumulate_outer(
+    total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_only: bool
+) -> Tensor:
     if is_wide(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
@@ -123,14 +135,22 @@ def _accumulate_outer(total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
-    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], for a matrix (C, V) of exponentials and (C,) fp32 coefficients."""
+    """(V,) fp32 = Σ_t coefficients[t]·matrix[t], for a matrix (C, V) of exponentials and (C,) fp32
+    coefficients.
+    """
     if not matrix.is_cuda:
         total = coefficients.new_zeros(matrix.shape[1])
         for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):
-            total += coefficients[t : t + COLUMN_SUM_ROWS] @ widened(matrix[t : t + COLUMN_SUM_ROWS])
+            total += coefficients[t : t + COLUMN_SUM_ROWS] @ widened(
+                matrix[t : t + COLUMN_SUM_ROWS]
+            )
         return total
-    # Three 16-bit numbers hold the 24 digits of an fp32 one: one thin GEMM, no fp32 copy of the matrix.
-    parts, left = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype), coefficients
+    # Three 16-bit numbers hold the 24 digits of an fp32 one: one thin GEMM, no fp32 copy of the
+    # matrix.
+    parts, left = (
+        coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype),
+        coefficients,
+    )
     for i in range(3):
         parts[:, i] = left
         left = left - parts[:, i].float()

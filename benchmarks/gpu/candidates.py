@@ -1,0 +1,173 @@
+"""Kernel configurations worth a try: compiled without a GPU, kept where nothing spills.
+
+    python -m benchmarks.gpu.tune --compile sm_90     writes
+    benchmarks/results/candidates-sm_90.json
+
+tune.py times the survivors on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.patch import patched
+from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
+
+ROWS = 64
+# Without multicast a tile of R x C reads (R + C)/(R·C) bytes per flop from L2: 1/85 for 128 x 256,
+# 1/64 for 128 x 128, 1/51 for 64 x 256. At 785 TFLOP/s these are 9, 12 and 15 TB/s: smaller tiles
+# cannot be worth a try.
+TILES = [(128, 256, 64), (256, 128, 64), (128, 128, 64), (64, 256, 64)]
+KINDS = ("exponentials", "linear", "linear store")
+LOOPS = ("", "flatten", "specialize")
+
+
+class Candidate(NamedTuple):
+    """One configuration of one kernel at one dtype.
+
+    Attributes:
+        kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (fp32 logits stored,
+            too) or "exponentials" (stored in 16 bits).
+        config: the fields of RowConfig or LinearConfig.
+        loop: one of loops.py, or "" for the shipped one.
+    """
+
+    kind: str
+    dtype: str
+    config: tuple
+    loop: str = ""
+
+    @property
+    def line(self) -> str:
+        """As it stands in the tables of grpo_fast/kernels/gpu/configs.py."""
+        name = "RowConfig" if self.kind == "rows" else "LinearConfig"
+        return f"{name}{tuple(self.config)}{' ' * bool(self.loop)}{self.loop}"
+
+    def make(self) -> RowConfig | LinearConfig:
+        """As the kernels take it."""
+        return RowConfig(*self.config) if self.kind == "rows" else LinearConfig(*self.config)
+
+
+def candidates() -> list[Candidate]:
+    """For sm_90: registers bound the columns of a thread, shared memory the stages."""
+    found = [
+        Candidate("rows", dtype, (block_v, warps))
+        for dtype in ("float32", "bfloat16")
+        for block_v, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16, 32))
+        if 4 <= block_v // (32 * warps) <= 32
+    ]
+    for kind in KINDS:
+        for (block_t, block_v, block_h), stages, loop in itertools.product(TILES, (3, 4), LOOPS):
+            fits = (block_t + block_v) * block_h * 2 * stages <= 228 * 1024
+            if fits and (block_t >= 128 or loop != "specialize"):
+                # Wider pieces of the epilogue than 32 columns spill.
+                config = LinearConfig(block_t, block_v, block_h, 8, stages, piece=32, use_tma=True)
+                found.append(Candidate(kind, "bfloat16", tuple(config), loop))
+    return found
+
+
+@contextlib.contextmanager
+def using(candidate: Candidate) -> Iterator[None]:
+    """Inside, the doors of the kernels take this configuration."""
+    from benchmarks.gpu.loops import using_loop
+    from grpo_fast.kernels.gpu import linear, rows
+
+    config = candidate.make()
+
+    def chosen(*args: Any, **options: Any) -> RowConfig | LinearConfig:
+        return config
+
+    loop = using_loop(candidate.loop) if candidate.loop else contextlib.nullcontext()
+    with patched(rows, row_config=chosen), patched(linear, linear_config=chosen), loop:
+        yield
+
+
+def call_of(
+    candidate: Candidate, rows: int, hidden: int, vocab: int, device: str
+) -> Callable[[], Any]:
+    """A call of the kernel as the engine makes it: on a device, or on "cpu" for the compiler.
+
+    It returns what the kernel's door does; for "exponentials" (lse, logps, the matrix).
+    """
+    from grpo_fast.kernels.gpu import exponentials, linear
+    from grpo_fast.kernels.gpu.rows import row_loss_
+    from grpo_fast.kernels.types import LogitRule
+    from grpo_fast.objective.coefficients import RowTerms
+    from grpo_fast.objective.config import LossConfig
+
+    dtype, rule = getattr(torch, candidate.dtype), LogitRule(1.0, None, 1.0)
+    targets = torch.randint(vocab, (rows,), device=device)
+    if candidate.kind == "rows":
+        logits = torch.randn(rows, vocab, device=device).to(dtype)
+        d_logits, v = torch.empty_like(logits), torch.ones(rows, device=device)
+        terms, config = RowTerms(v, v, old_logps=v), LossConfig(loss_type="dapo")
+        return lambda: row_loss_(
+            logits, d_logits, targets, terms, config, rule, return_entropy=False
+        )
+    states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
+    head = (states, weight, None, targets, rule)
+    if candidate.kind == "exponentials":
+        matrix = states.new_empty(rows, vocab)
+        return lambda: (*exponentials.head_exponentials(*head, matrix).stats[:2], matrix)
+    is_stored = candidate.kind == "linear store"
+    out = torch.empty(rows, vocab, device=device) if is_stored else None
+    return lambda: linear.head_logps(*head, return_entropy=False, logits_out=out)
+
+
+def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
+    """Registers, spills and shared memory of every candidate on `arch`, without a GPU, in minutes.
+
+    What is compiled stays in Triton's cache, where a run on a GPU of this architecture finds it.
+    """
+    found = []
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        entries = pool.map(compile_one, itertools.repeat(arch), chosen)
+        for candidate, entry in zip(chosen, entries, strict=True):
+            found.append(entry)
+            where = f"{arch} {candidate.kind:12} {candidate.dtype:8} {candidate.line:62}"
+            print(f"{where} {verdict(entry)}", flush=True)
+    return found
+
+
+def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
+    """One entry of the report. The active driver of this process is a fake one afterwards."""
+    from benchmarks.gpu.fake_driver import compile_launches
+    from benchmarks.gpu.resources import SHARED_LIMIT, resources
+
+    entry: dict[str, Any] = {**candidate._asdict(), "starts": False}
+    try:
+        with using(candidate), compile_launches(arch) as compiled:
+            call_of(candidate, ROWS, 896, 32000, "cpu")()
+        counted = ("slice_kernel", "row_loss_kernel")
+        costs = [resources(kernel) for name, kernel in compiled if name in counted]
+        for field in ("registers", "spills", "shared"):
+            entry[field] = max(getattr(c, field) for c in costs)
+        entry["matrix"] = min(c.matrix for c in costs)
+        entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
+        if (
+            candidate.kind != "rows"
+        ):  # a loop that cannot be specialised is left as it was, silently
+            is_specialized = max(c.counts["USETMAXREG"] for c in costs) > 0
+            entry["starts"] &= entry["matrix"] > 0
+            entry["starts"] &= is_specialized == (candidate.loop == "specialize")
+    except (
+        Exception
+    ) as error:  # the compiler refuses a tile in many ways; it is listed and left out
+        first = str(error).splitlines()[0][:160] if str(error) else ""
+        entry["reason"] = f"{type(error).__name__}: {first}"
+    return entry
+
+
+def verdict(entry: dict[str, Any]) -> str:
+    if "reason" in entry:
+        return f"does not compile: {entry['reason']}"
+    numbers = ", ".join(f"{name} {entry[name]}" for name in ("registers", "spills", "shared"))
+    return ("starts: " if entry["starts"] else "dropped: ") + numbers

@@ -1,0 +1,77 @@
+"""A Triton driver that knows a target and nothing else: kernels compile for it without a GPU.
+
+`kernel.warmup(...)` asks the active driver for the target and then runs the true specialisation and
+the true compiler on CPU tensors. `compile_launches` puts that in the place of the launches of the
+package's own doors: what is compiled is what those doors would start, argument by argument. The
+driver stays active: use it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from benchmarks.gpu.patch import patched
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class TargetOnlyDriver:
+    launcher_cls = None
+    utils = None
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        # A JIT function keeps one backend per device number: with one number for all, every
+        # architecture would silently get the code of the first.
+        return list(TARGETS.values()).index(self.target)
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return name
+
+
+@contextlib.contextmanager
+def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
+    """Inside, the doors of the kernels compile for `arch`; yields (kernel name, result) pairs."""
+    from grpo_fast.kernels.gpu import configs, exponentials, linear, rows
+
+    compiled: list[tuple[str, Any]] = []
+
+    def warmup(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+        result = kernel.warmup(*args, grid=(programs,), enable_fp_fusion=False, **options)
+        compiled.append((kernel.fn.__name__, result))
+
+    driver.set_active(TargetOnlyDriver(TARGETS[arch]))
+    configs._architecture.cache_clear()
+    try:
+        with contextlib.ExitStack() as stack:
+            for module in (rows, linear, exponentials):
+                stack.enter_context(patched(module, launch=warmup))
+            yield compiled
+    finally:
+        configs._architecture.cache_clear()

@@ -1,0 +1,243 @@
+"""The expected time of every configuration of the bars on one H200, from bytes and flops.
+
+    python -m benchmarks.gpu.predict                       a table in Markdown
+    python -m benchmarks.gpu.predict --against FILE.json   predicted beside measured, from a GPU
+
+Counted from grpo_fast/kernels/head/loop.py and chunks.py and kernels/gpu/ (Triton, 16-bit inputs).
+Matrix products run at the vendor library's rate, our own GEMM kernel at a fraction of it that is
+assumed, memory at the copy's rate; what a GEMM's own epilogue moves is added in full, so overlap
+can only make it faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+from typing import Any, NamedTuple
+
+from benchmarks.kernels.shapes import MODELS, Shape, name_of
+from grpo_fast.kernels.gpu.configs import SLICE_COLUMNS
+from grpo_fast.kernels.head.gradients import GATHER_BELOW
+from grpo_fast.kernels.types import ROW_MULTIPLE, padded
+
+# One NVIDIA H200: limits that other people's work reports, and assumptions.
+GEMM_FLOPS = 785e12  # bf16 on random data, 770-800 seen
+COPY_BYTES = 4.3e12  # per second, read + write
+TRITON_GEMM = 0.9  # assumed: rate of slice_kernel's inner loop over the vendor library's
+START = 3e-6  # assumed: seconds before a program's first product
+PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
+# Between two tiles, nothing overlapped: the instructions of the SASS (1030 a thread where no target
+# is among the columns, 2060 for 0.19 of the tiles; 1320 and 2660 with exponentials stored), 8 warps
+# on 4 schedulers of 1.755 GHz.
+EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
+CHUNK_SYNC = 40e-6  # assumed: seconds that the host needs to see which rows of a chunk are active
+WORKSPACE = 1 << 30  # grpo_fast/kernels/workspace.py
+STORED = (
+    2  # bytes per logit: exponentials in 16 bits, which the epilogue of the forward GEMM writes
+)
+MIB = 2**20
+
+
+class Case(NamedTuple):
+    """A configuration, its bar, and the operations whose ratio the bar is about."""
+
+    operation: str
+    shape: Shape
+    bar: str
+    active: float = 1.0
+    inactive: str = "masked"
+
+
+class Estimate(NamedTuple):
+    """Seconds of the limit and of ours, bytes beyond inputs and gradients, where the time goes."""
+
+    limit: float
+    ours: float
+    workspace: float
+    parts: dict[str, float]
+
+
+def cases() -> list[Case]:
+    """What has a bar, then the other models."""
+    bars = {"qwen2.5-0.5b": "<= 1.4x", "qwen3-1.7b": "<= 1.2x", "qwen3-8b": "<= 1.12x"}
+    found = [
+        Case("linear_grpo_loss", Shape(8192, *MODELS[name]), bar) for name, bar in bars.items()
+    ]
+    large = MODELS["qwen3-8b"]
+    found.append(Case("linear_grpo_loss", Shape(131072, *large), "workspace <= 1 GiB"))
+    for inactive in ("masked", "zero-advantage", "clipped"):
+        bar = ">= 2.5x faster than all rows active"
+        found.append(Case("linear_grpo_loss", Shape(8192, *large), bar, 0.2, inactive))
+    for name in ("qwen2.5-0.5b", "qwen3-8b"):
+        shape = Shape(8192, *MODELS[name])
+        found.append(Case("linear_logps", shape, "<= 1.3x, no workspace"))
+        found.append(Case("linear_logps_backward", shape, ""))
+    logits = Shape(8192, 64, 151936)
+    found.append(Case("logits_grpo_loss_inplace", logits, ">= 0.8 of the copy (<= 1.25x)"))
+    found.append(Case("logits_grpo_loss", logits, ""))
+    others = ("qwen2.5-1.5b", "qwen2.5-7b", "llama-3-8b", "gemma-3-4b")
+    return found + [Case("linear_grpo_loss", Shape(8192, *MODELS[name]), "") for name in others]
+
+
+def estimate(case: Case) -> Estimate:
+    n, h, v = case.shape
+    if case.operation.startswith("logits"):
+        return logits_loss(n, v)
+    if case.operation == "linear_logps":
+        seconds = slices(n, h, v)
+        partial = 3 * 4 * n * -(-v // SLICE_COLUMNS)
+        return Estimate(gemm(n, h, v), seconds, partial, {"slice_kernel": seconds})
+    # Masked rows never reach the head; the others are known to be inactive once their logp is.
+    # Whole completions have advantage zero: one in eight at the least is active.
+    share = case.active
+    if case.inactive == "zero-advantage":
+        share = max(1, round(8 * case.active)) / 8
+    kept = round(n * share)
+    parts, workspace = sweep(kept if case.inactive == "masked" else n, kept, case.shape)
+    if case.operation == "linear_logps_backward" and chunk_plan(n, v)[0] > 1:
+        parts["slice_kernel, forward"] = slices(n, h, v)
+    return Estimate(3 * gemm(n, h, v), sum(parts.values()), workspace, parts)
+
+
+def sweep(rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
+    """(seconds by part, bytes of workspace): `rows` rows, `kept` of them with a gradient."""
+    n, h, v = shape
+    chunks, chunk_rows = chunk_plan(rows, v)
+    stored = STORED * v / COPY_BYTES  # seconds to write or read a row
+    gathers = kept < GATHER_BELOW * rows
+    parts = {
+        "forward GEMM and its stores": max(forward(rows, chunk_rows, h, v), stored * rows),
+        "gather of the active rows": 2 * stored * kept if gathers else 0.0,
+        "dH and dW products": 2 * gemm(kept, h, v),
+        "dW accumulated in fp32": (4 + 8 * (chunks - 1)) * v * h / COPY_BYTES,
+        "dW to 16 bits": 6 * v * h / COPY_BYTES,
+        "host waits": chunks * CHUNK_SYNC,
+    }
+    # At the end dW is there in fp32 and in the weight's dtype.
+    return parts, STORED * chunk_rows * v + 4 * v * h
+
+
+def chunk_plan(rows: int, v: int) -> tuple[int, int]:
+    """(chunks, rows of each) as the chunk loop cuts them."""
+    most = max(WORKSPACE // (STORED * v), 1)
+    chunks = -(-rows // most)
+    return chunks, max(padded(-(-rows // chunks)), ROW_MULTIPLE)
+
+
+def gemm(n: int, h: int, v: int) -> float:
+    return 2 * n * h * v / GEMM_FLOPS
+
+
+def slices(
+    n: int, h: int, v: int, epilogue: float = EPILOGUE, columns: int = SLICE_COLUMNS
+) -> float:
+    """slice_kernel: a program takes a block of rows and a slice of columns, then the next one."""
+    rows, width = TILE
+    tile = gemm(rows, h, width) * PROCESSORS / TRITON_GEMM + epilogue
+    free = [0.0] * PROCESSORS
+    for first in range(0, v, columns):
+        seconds = START + -(-min(columns, v - first) // width) * tile
+        for _ in range(-(-n // rows)):
+            heapq.heapreplace(free, free[0] + seconds)
+    return max(free)
+
+
+def forward(rows: int, chunk_rows: int, h: int, v: int) -> float:
+    """`slices` with a store, over all chunks."""
+    full, rest = divmod(rows, chunk_rows)
+    seconds = full * slices(chunk_rows, h, v, EPILOGUE_STORE)
+    return seconds + (slices(rest, h, v, EPILOGUE_STORE) if rest else 0.0)
+
+
+def logits_loss(n: int, v: int) -> Estimate:
+    """One read and one write, and a second read: the rows in flight, 8 per SM, outgrow the L2."""
+    once = 2 * n * v / COPY_BYTES
+    names = ("first read", "second read past the L2", "write")
+    parts = {f"row_loss_kernel, {name}": once for name in names}
+    return Estimate(2 * once, sum(parts.values()), 0.0, parts)
+
+
+def command(case: Case) -> str:
+    """What measures it."""
+    n, h, v = case.shape
+    models = [name for name in name_of(case.shape).split(", ") if name]
+    where = f"--model {models[0]} --tokens {n}" if models else f"--shapes {n},{h},{v}"
+    rows = f" --active {case.active:g} --inactive {case.inactive}" if case.active < 1 else ""
+    return f"python -m benchmarks {case.operation} --device cuda {where}{rows}"
+
+
+def label(case: Case) -> str:
+    rows = "" if case.active == 1 else f", {case.active:g} active ({case.inactive})"
+    return f"{case.operation} {','.join(map(str, case.shape))}{rows}"
+
+
+def largest(parts: dict[str, float], count: int = 3) -> str:
+    order = sorted(parts, key=lambda name: -parts[name])[:count]
+    return ", ".join(f"{name} {parts[name] * 1e3:.1f}" for name in order)
+
+
+def report() -> str:
+    """The predictions as a table in Markdown, each with the command that measures it."""
+    lines = [
+        "ms (× limit); workspace in MiB beyond inputs and gradients.",
+        "",
+        "| configuration (bf16) | limit ms | predicted | bar | where the time goes (ms) |",
+        "|---|---|---|---|---|",
+    ]
+    for case in cases():
+        found = estimate(case)
+        ours = f"{found.ours * 1e3:.1f} ({found.ours / found.limit:.2f}×)"
+        ours += f", {found.workspace / MIB:.0f} MiB"
+        limit, parts = f"{found.limit * 1e3:.2f}", largest(found.parts)
+        lines.append(f"| {label(case)} | {limit} | {ours} | {case.bar} | {parts} |")
+    lines += ["", "Not measured. Commands, in the same order:", "```"]
+    return "\n".join([*lines, *(command(case) for case in cases()), "```"])
+
+
+def against(paths: list[str]) -> str:
+    """Predicted beside measured, for the configurations that the results hold."""
+    from benchmarks.report.files import cases_of
+
+    measured = {key_of(case): case for case in cases_of(paths) if case.get("allocator") == "cuda"}
+    columns = "".join(f"{name:>20}" for name in ("limit ms", "ours ms", "workspace MiB"))
+    lines = [f"{'configuration':66}{columns}  (predicted / measured)"]
+    for case in cases():
+        found = measured.get((case.operation, tuple(case.shape), case.active, case.inactive))
+        rows = found["rows"] if found else {}
+        ours = rows.get("grpo_fast (auto)", {})
+        timed = [row for row in rows.values() if "median_ms" in row]
+        limits = [row["median_ms"] for row in timed if row["role"] == "limit"]
+        guess = estimate(case)
+        pairs = [
+            (guess.limit * 1e3, min(limits) if limits else None),
+            (guess.ours * 1e3, ours.get("median_ms")),
+            (guess.workspace / MIB, ours.get("workspace_mib")),
+        ]
+        cells = [f"{a:.1f} / {'not measured' if b is None else f'{b:.1f}'}" for a, b in pairs]
+        lines.append(f"{label(case):66}" + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+def key_of(case: dict[str, Any]) -> tuple:
+    return case["operation"], tuple(case["shape"]), case["active"], case["inactive"]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--against", nargs="+", metavar="FILE", help="JSON of a benchmark")
+    options = parser.parse_args(arguments)
+    try:
+        print(against(options.against) if options.against else report())
+    except ValueError as error:
+        print(f"predict: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

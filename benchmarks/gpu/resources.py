@@ -1,0 +1,79 @@
+"""What a compiled kernel costs: registers, stack, spills, shared memory, tensor-core instructions.
+
+Read from the cubin by the disassembler that ships in the Triton wheel, and from the assembly's
+metadata for AMD.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+# Bytes of shared memory one program may have; the compiler itself accepts more.
+SHARED_LIMIT = {
+    "sm_80": 166912,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "sm_120": 101376,
+    "gfx942": 65536,
+}
+# Instructions worth counting: warpgroup and warp matrix products (Hopper, before), Blackwell's, TMA
+# loads and stores, registers handed from one group of warps to another (warp specialisation), fp32
+# FMA.
+COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "FFMA")
+
+
+class Resources(NamedTuple):
+    registers: int
+    spills: int
+    shared: int
+    matrix: int
+    counts: dict[str, int]
+
+
+def _tool(name: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([str(path), *arguments], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def resources(kernel: Any) -> Resources:
+    """Resources of what `kernel.warmup` returned.
+
+    `spills` counts LDL and STL instructions, for AMD spilled registers.
+    """
+    if "cubin" not in kernel.asm:
+        return _amd(kernel)
+    return _nvidia(kernel.asm["cubin"], kernel.metadata.shared)
+
+
+@functools.cache
+def _nvidia(cubin: bytes, shared: int) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "-res-usage", file.name))
+        sass = _tool("nvdisasm", file.name)
+    if usage is None or "EXIT" not in sass:
+        raise RuntimeError("the disassembler in the Triton wheel gave nothing to read")
+    counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in (*COUNTED, "LDL", "STL")}
+    matrix = counts["HGMMA"] + counts["HMMA"] + counts["UTCHMMA"]
+    return Resources(int(usage[1]), counts["LDL"] + counts["STL"], shared, matrix, counts)
+
+
+def _amd(kernel: Any) -> Resources:
+    text = kernel.asm["amdgcn"]
+    numbers = {
+        name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+        for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+    }
+    spills = numbers["vgpr_spill_count"]
+    return Resources(
+        numbers["vgpr_count"], spills, kernel.metadata.shared, text.count("v_mfma"), numbers
+    )

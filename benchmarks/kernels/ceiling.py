@@ -1,0 +1,117 @@
+"""What this machine's CPU can do: fused multiply-adds in registers, and a copy of memory.
+
+    python -m benchmarks.kernels.ceiling     writes benchmarks/results/ceiling-CPU.json
+
+The roof of the roofline of benchmarks/report/plots.py. A loop of independent fp32 multiply-adds
+that touches no memory, on all cores at once, and the best of many short runs: no matrix product
+can be faster. It belongs to the machine on which it ran.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import RESULTS, measure
+from benchmarks.report.files import write
+
+SOURCE = r"""
+#include <ctime>
+#include <thread>
+#include <vector>
+#if defined(__AVX512F__)
+constexpr int kBytes = 64, kChains = 24;
+#else
+constexpr int kBytes = 32, kChains = 12;
+#endif
+typedef float Vec __attribute__((vector_size(kBytes)));
+
+static double now() {  // of this thread alone: what else the machine does is not counted
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+static void work(long rounds, float seed, float* sum, double* seconds) {
+  const double start = now();
+  Vec x[kChains];  // unrolled, so that each lives in a register
+#pragma GCC unroll 24
+  for (int i = 0; i < kChains; ++i) x[i] = Vec{} + seed * (i + 1);
+  const Vec a = Vec{} + 0.999f, b = Vec{} + seed;
+  for (long r = 0; r < rounds; ++r) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kChains; ++i) x[i] = x[i] * a + b;
+  }
+#pragma GCC unroll 24
+  for (int i = 1; i < kChains; ++i) x[0] += x[i];
+  *sum = x[0][0];
+  *seconds = now() - start;
+}
+
+extern "C" double rate(int threads, long rounds) {  // flop/s
+  std::vector<std::thread> pool;
+  std::vector<float> sums(threads);
+  std::vector<double> seconds(threads);
+  for (int t = 0; t < threads; ++t)
+    pool.emplace_back(work, rounds, 0.001f * (t + 1), &sums[t], &seconds[t]);
+  for (auto& thread : pool) thread.join();
+  double total = 0;
+  for (double s : seconds) total += 2.0 * rounds * kChains * (kBytes / sizeof(float)) / s;
+  return total;
+}
+"""
+ROUNDS = 2_000_000  # some milliseconds
+ATTEMPTS = 500
+COPIED = 1 << 29  # bytes
+
+
+def multiply_add_rate(threads: int) -> float:
+    """fp32 flop/s of all threads together: the best of many short runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "ceiling.cpp", Path(folder) / "ceiling.so"
+        source.write_text(SOURCE)
+        compiler = os.environ.get("CXX", "c++")
+        flags = ["-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread"]
+        subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+        rate = ctypes.CDLL(str(library)).rate
+    rate.restype, rate.argtypes = ctypes.c_double, [ctypes.c_int, ctypes.c_long]
+    return max(rate(threads, ROUNDS) for _ in range(ATTEMPTS))
+
+
+def copy_rate(threads: int) -> float:
+    """Bytes per second, read and written, of a copy that no cache holds."""
+    torch.set_num_threads(threads)
+    source = torch.ones(COPIED // 4)
+    target = torch.empty_like(source)
+    best = min(measure.seconds(lambda: target.copy_(source), 1, "cpu") for _ in range(40))
+    return 2 * COPIED / best
+
+
+def file_of(hardware: dict[str, Any]) -> Path:
+    """Where the ceiling of such a machine is stored."""
+    return RESULTS / f"ceiling-{measure.cpu_class(hardware)}.json"
+
+
+def main() -> None:
+    threads = os.cpu_count() or 1
+    found = {
+        **measure.header("ceiling", "cpu"),
+        "threads": threads,
+        "flops": {"fp32": multiply_add_rate(threads)},
+        "copy_bytes": copy_rate(threads),
+        "source": "measured: python -m benchmarks.kernels.ceiling",
+    }
+    path = file_of(found["hardware"])
+    write(path, found)
+    print(f"{found['flops']['fp32'] / 1e9:.0f} GFLOP/s, {found['copy_bytes'] / 1e9:.1f} GB/s")
+    print(f"written: {os.path.relpath(path)}")
+
+
+if __name__ == "__main__":
+    main()

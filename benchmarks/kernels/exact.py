@@ -1,0 +1,173 @@
+"""The exact answers: fp64 (fp32 where that does not fit), in blocks of rows, in plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Relative L2 error of a gradient beyond which a result is wrong, and is not timed. fp32: rounding
+# is 1e-6, so 1e-4 is a bug or a lower precision. 16 bits: logits rounded to bf16 move probabilities
+# by about 1%, which a user may accept; the error is printed.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# Largest absolute error of a logp (nats): one rounding of a logit of size 16 to bf16 is 0.06.
+LOGP_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
+
+
+class LogitRows(NamedTuple):
+    """The gradient of logits (R, V), formed row by row from the targets, lse and slope (R,)."""
+
+    logits: Tensor
+    target_ids: Tensor
+    lse: Tensor
+    slope: Tensor
+
+    def block(self, rows: slice) -> Tensor:
+        """(rows, V) of the exact gradient."""
+        gradient = torch.exp(self.logits[rows].to(self.lse.dtype) - self.lse[rows, None]).neg_()
+        gradient[torch.arange(len(gradient)), self.target_ids[rows]] += 1.0
+        return gradient.mul_(self.slope[rows, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """The exact answer by name, and how far a result is from it."""
+
+    values: dict[str, Tensor | LogitRows]
+    loss_scale: float = 1.0
+    mask: Tensor | None = None
+
+    def errors(self, result: dict[str, Tensor]) -> dict[str, float]:
+        """loss: over a token's mean |loss|; logps: largest absolute; gradients: relative L2."""
+        return {
+            name: self._error(name, value, result.get(name)) for name, value in self.values.items()
+        }
+
+    def _error(self, name: str, value: Tensor | LogitRows, found: Tensor | None) -> float:
+        if found is None:
+            return float("inf")
+        if name == "loss":
+            assert isinstance(value, Tensor)
+            return abs(float(found) - float(value)) / self.loss_scale
+        if name == "logps":
+            assert isinstance(value, Tensor) and self.mask is not None
+            return float((found.to(value.dtype) - value)[self.mask > 0].abs().max())
+        return relative_l2(found, value)
+
+
+def acceptable(errors: dict[str, float], dtype: torch.dtype) -> bool:
+    """Whether a result may be timed. NaN may not."""
+    return all(
+        error <= (LOGP_TOLERANCE if name == "logps" else TOLERANCE)[dtype]
+        for name, error in errors.items()
+    )
+
+
+def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
+    """‖value − exact‖ / ‖exact‖, a block of rows at a time; inf for a wrong shape."""
+    like = exact.logits if isinstance(exact, LogitRows) else exact
+    if value.shape != like.shape:
+        return float("inf")
+    difference = total = 0.0
+    for rows in blocks(like.shape[0], like.device, 4 * row_block(like.device)):
+        truth = exact.block(rows) if isinstance(exact, LogitRows) else exact[rows]
+        difference += float((value[rows].to(truth.dtype) - truth).square().sum())
+        total += float(truth.square().sum())
+    return (difference / total) ** 0.5 if total else (0.0 if difference == 0 else float("inf"))
+
+
+def row_block(device: torch.device) -> int:
+    """Rows whose exact logits stay small beside the head."""
+    return 1024 if device.type == "cuda" else 128
+
+
+def blocks(n: int, device: torch.device, size: int = 0) -> list[slice]:
+    size = size or row_block(device)
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = open("/proc/meminfo").read().splitlines()
+        return next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+        )
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def dtype_for(weight: Tensor) -> torch.dtype:
+    """fp64 when head, gradient and two blocks of logits fit into half of the free memory."""
+    v, h = weight.shape
+    needed = 8 * (2 * v * h + 2 * row_block(weight.device) * v)
+    return torch.float64 if needed < free_bytes(weight.device) / 2 else torch.float32
+
+
+@torch.no_grad()
+def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
+    """(N,) int64 tokens from the softmax of hidden · weightᵀ."""
+    target_ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+    for rows in blocks(len(hidden), hidden.device):
+        probabilities = torch.softmax(hidden[rows].float() @ weight.float().T, -1)
+        target_ids[rows] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    return target_ids
+
+
+@torch.no_grad()
+def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N,) log-probabilities of the targets."""
+    head = weight.to(dtype)
+    found = torch.empty(len(target_ids), dtype=dtype, device=hidden.device)
+    for rows in blocks(len(target_ids), hidden.device):
+        logits = hidden[rows].to(dtype) @ head.T
+        found[rows] = logits.gather(-1, target_ids[rows, None]).squeeze(-1) - logits.logsumexp(-1)
+    return found
+
+
+@torch.no_grad()
+def logits_lse(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """(R,) log Σ exp of every row."""
+    return torch.cat(
+        [logits[rows].to(dtype).logsumexp(-1) for rows in blocks(len(logits), logits.device)]
+    )
+
+
+def dapo(
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, float]:
+    """(loss, its slope to each logp, a token's mean absolute loss).
+
+    The loss is Σ mask·(-min(r·A, clip(r)·A)) / Σ mask.
+    """
+    advantages, mask = advantages.to(logps.dtype), mask.to(logps.dtype)
+    ratio = torch.exp(logps - old_logps.to(logps.dtype))
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages) * mask
+    slope = torch.where(ratio * advantages <= clipped * advantages, -ratio * advantages, 0.0) * mask
+    count = mask.sum()
+    return per_token.sum() / count, slope / count, float(per_token.abs().sum() / count)
+
+
+@torch.no_grad()
+def gradients(
+    hidden: Tensor, weight: Tensor, target_ids: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dH (N, H) and dW (V, H) of Σ slope·logp, in the slope's dtype; rows of slope 0 left out."""
+    head = weight.to(slope.dtype)
+    grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=slope.dtype), torch.zeros_like(head)
+    active = slope.nonzero().squeeze(-1)
+    for block in blocks(len(active), hidden.device):
+        rows = active[block]
+        h = hidden[rows].to(slope.dtype)
+        grad_logits = torch.softmax(h @ head.T, -1).neg_()
+        grad_logits[torch.arange(len(rows)), target_ids[rows]] += 1.0
+        grad_logits *= slope[rows, None]
+        grad_hidden[rows] = grad_logits @ head
+        grad_weight.addmm_(grad_logits.T, h)
+    return grad_hidden, grad_weight

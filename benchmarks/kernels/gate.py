@@ -1,0 +1,172 @@
+"""The regression gate of the CPU path: ratios to the limit against those stored for this CPU.
+
+    python -m benchmarks.kernels.gate               compares; exit code 1 when a ratio is more than
+    15% worse python -m benchmarks.kernels.gate --update      stores this run's ratios (commit the
+    file, on a quiet machine only)
+
+A ratio is ours over the limit of the same process (three GEMMs, one GEMM, a copy), so most of what
+makes a machine slow hits both sides. Measured with 1 and 2 threads, with the AVX2 code
+(GRPO_FAST_CPU=avx2) and, where the CPU has it, with the AVX-512 code. A case that looks worse is
+measured again, twice at most, and its best ratio counts (and is stored).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import RESULTS, measure
+from benchmarks.command import count as positive
+from benchmarks.command import duration
+from benchmarks.kernels.problem import STANDARD
+from benchmarks.kernels.runner import Plan, run_child
+from benchmarks.kernels.shapes import Shape
+from benchmarks.report.files import write
+
+TOLERANCE = 0.15
+ATTEMPTS = 3
+OURS = "grpo_fast (auto)"
+# Large enough that call overhead is small, small enough for a minute: the shapes of the README and
+# one for the copies.
+WORK: list[tuple[str, Shape, str]] = [
+    ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
+    ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
+    ("linear_grpo_loss", Shape(1024, 256, 8192), "bf16"),
+    ("linear_grpo_loss", Shape(512, 896, 32000), "bf16"),
+    ("linear_logps", Shape(1024, 256, 8192), "fp32"),
+    ("logits_grpo_loss_inplace", Shape(512, 64, 32000), "fp32"),
+]
+
+
+class Setting(NamedTuple):
+    """One line of the gate."""
+
+    operation: str
+    shape: Shape
+    dtype: str
+    instructions: str
+    threads: int
+
+    @property
+    def key(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        threads = f"{self.threads} threads"
+        return f"{self.operation} {shape} {self.dtype} {self.instructions} {threads}"
+
+
+def settings(threads: list[int]) -> list[Setting]:
+    """Every line; AVX-512 only where the CPU has it (without it, "native" is the AVX2 code).
+
+    Products of 16-bit numbers are in the native code alone, where the CPU has such.
+    """
+    flags = set(measure.hardware("cpu").get("instructions", []))
+    widest = {
+        "fp32": "avx512",
+        "bf16": "native" if flags & {"avx512_bf16", "amx_bf16"} else "avx512",
+    }
+    return [
+        Setting(operation, shape, dtype, widest[dtype] if is_wide else "avx2", count)
+        for is_wide in ((False, True) if "avx512f" in flags else (False,))
+        for count in threads
+        for operation, shape, dtype in WORK
+    ]
+
+
+def ratio(setting: Setting, budget: float) -> float:
+    """Ours over the limit, in a process of its own.
+
+    Raises:
+        ValueError: the case was not timed (a wrong result, a crash).
+    """
+    plan = Plan(
+        operations=[setting.operation], shapes=[setting.shape], dtypes=[setting.dtype],
+        variants=[STANDARD], device="cpu", allocators=["default"], backends=["auto"],
+        providers=["grpo_fast"], threads=setting.threads, budget=budget, rounds=25,
+    )  # fmt: skip
+    os.environ["GRPO_FAST_CPU"] = setting.instructions
+    try:
+        cases = run_child(plan, "default", quiet=True)
+    finally:
+        del os.environ["GRPO_FAST_CPU"]
+    row = cases[0]["rows"][OURS] if cases else {}
+    if "ratio_to_limit" not in row:
+        raise ValueError(
+            f"{setting.key}: not timed: {row.get('status', 'crashed')} {row.get('reason', '')}"
+        )
+    return float(row["ratio_to_limit"])
+
+
+def compare(setting: Setting, stored: float | None, budget: float) -> tuple[float, bool]:
+    """(the best ratio of some attempts, whether it is within the tolerance of the stored one)."""
+    best = float("inf")
+    for _ in range(ATTEMPTS):
+        best = min(best, ratio(setting, budget))
+        if stored is None or best <= stored * (1 + TOLERANCE):
+            return best, True
+    return best, False
+
+
+def line(setting: Setting, found: float, stored: float | None, passed: bool) -> str:
+    against = (
+        "nothing stored" if stored is None else f"stored {stored:.2f}, {found / stored - 1:+.0%}"
+    )
+    return f"{setting.key:64} {found:6.2f} x limit   {against}{'' if passed else '   REGRESSED'}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.gate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--update", action="store_true", help="store this run's ratios")
+    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2])
+    parser.add_argument(
+        "--budget", type=duration, default=2.0, help="seconds of timing for each candidate"
+    )
+    parser.add_argument("--file", help="where the ratios are stored (default: by the kind of CPU)")
+    options = parser.parse_args(arguments)
+    file = (
+        Path(options.file)
+        if options.file
+        else RESULTS / f"gate-{measure.cpu_class(measure.hardware('cpu'))}.json"
+    )
+    known: dict[str, Any] = json.loads(file.read_text())["ratios"] if file.is_file() else {}
+    if not known and not options.update:
+        print(
+            f"gate: nothing is stored for this kind of CPU ({file.name}); --update stores this run"
+        )
+    ratios, regressed = {}, 0
+    for setting in settings(options.threads):
+        try:
+            found, passed = compare(setting, known.get(setting.key), options.budget)
+        except ValueError as error:
+            print(f"gate: {error}", file=sys.stderr)
+            return 1
+        ratios[setting.key] = found
+        regressed += not (passed or options.update)
+        print(line(setting, found, known.get(setting.key), passed), flush=True)
+    if options.update:
+        write(
+            file,
+            {
+                "commit": measure.commit(),
+                "hardware": measure.hardware("cpu"),
+                "ratios": known | ratios,
+            },
+        )
+        print(f"written: {os.path.relpath(file)}")
+    print(
+        f"gate: {regressed} of {len(ratios)} ratios are more than {TOLERANCE:.0%} worse"
+        if known
+        else "gate: done"
+    )
+    return 1 if regressed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""One benchmark problem: the tensors every provider gets, and the exact answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels import exact
+from benchmarks.kernels.shapes import COMPLETIONS, Shape
+
+EPSILON = 0.2
+LOGIT_STD = 2.0
+# A peaked row: its likeliest token stands this many nats (mean, standard deviation) above all
+# others together.
+PEAK = (4.0, 2.0)
+INACTIVE = ("masked", "zero-advantage", "clipped")
+
+
+class Variant(NamedTuple):
+    """What the rows of a problem look like.
+
+    Attributes:
+        active: fraction of the completions' tokens that have a gradient.
+        inactive: why the others have none: masked out, in a completion of advantage zero, or
+            clipped (which is known only once their logp is).
+        softmax: "flat" (logits of standard deviation 2) or "peaked" (p of the target mostly above
+            0.9).
+        mask: "full", or "ragged": right-padded completions of different lengths, from a quarter of
+            the slots to all.
+    """
+
+    active: float = 1.0
+    inactive: str = "masked"
+    softmax: str = "flat"
+    mask: str = "full"
+
+
+STANDARD = Variant()
+
+
+@dataclasses.dataclass(eq=False)
+class Problem:
+    """A packed GRPO batch: 8 completions of N/8 tokens, advantages of both signs, dapo, no KL.
+
+    Rows with a gradient lie on the side of the clip that keeps it, and no ratio lies near a bound,
+    where a provider that rounds its logits to 16 bits would decide otherwise than the exact answer.
+    """
+
+    hidden: Tensor  # (N, H), requires grad
+    weight: Tensor  # (V, H), requires grad
+    target_ids: Tensor  # (N,) int64, drawn from the model's own softmax
+    advantages: Tensor  # (B,) fp32
+    old_logps: Tensor  # (N,) fp32
+    mask: Tensor  # (N,) fp32, 0 or 1
+    cu_seqlens: Tensor  # (B + 1,) int32
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.hidden.shape[0], self.hidden.shape[1], self.weight.shape[0])
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Tokens that count: the normaliser of the loss."""
+        return int(self.mask.sum())
+
+    @functools.cached_property
+    def mask_or_none(self) -> Tensor | None:
+        """(N,) bool, None when every token counts."""
+        return None if self.count == len(self.mask) else self.mask.bool()
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """(N,) fp32"""
+        return self.advantages.repeat_interleave(self.hidden.shape[0] // COMPLETIONS)
+
+    @functools.cached_property
+    def grad_logps(self) -> Tensor:
+        """(N,) fp32: what flows into the logps when their own gradient is measured."""
+        return self._loss_and_slope[1].float()
+
+    @functools.cached_property
+    def logits(self) -> Tensor:
+        """(B, N/B + 1, V): the logits as trainers have them, a spare row after each completion."""
+        n, _, v = self.shape
+        rows = n // COMPLETIONS
+        logits = self.hidden.new_zeros(COMPLETIONS, rows + 1, v).detach()
+        for i, block in enumerate(self.hidden.detach().split(rows)):
+            torch.mm(block, self.weight.detach().T, out=logits[i, :-1])
+        return logits
+
+    @functools.cached_property
+    def exact_dtype(self) -> torch.dtype:
+        """fp64, or fp32 where the fp64 head and its gradient do not fit."""
+        return exact.dtype_for(self.weight)
+
+    @functools.cached_property
+    def logps(self) -> Tensor:
+        """(N,) exact log-probabilities."""
+        return exact.logps(self.hidden, self.weight, self.target_ids, self.exact_dtype)
+
+    @functools.cached_property
+    def _loss_and_slope(self) -> tuple[Tensor, Tensor, float]:
+        return exact.dapo(self.logps, self.old_logps, self.token_advantages, self.mask, EPSILON)
+
+    def truth(self, kind: str) -> exact.Truth:
+        """The exact "loss", "dense", "logps", "logps_backward" or "logits_loss"."""
+        return getattr(self, f"_{kind}_truth")
+
+    @functools.cached_property
+    def _loss_truth(self) -> exact.Truth:
+        loss, slope, scale = self._loss_and_slope
+        return exact.Truth({"loss": loss, **self._gradients(slope)}, loss_scale=scale)
+
+    @functools.cached_property
+    def _dense_truth(self) -> exact.Truth:
+        slope = torch.full_like(self.logps, -1.0 / len(self.logps))
+        scale = float(self.logps.abs().mean())
+        return exact.Truth({"loss": -self.logps.mean(), **self._gradients(slope)}, loss_scale=scale)
+
+    @functools.cached_property
+    def _logps_truth(self) -> exact.Truth:
+        return exact.Truth({"logps": self.logps}, mask=self.mask)
+
+    @functools.cached_property
+    def _logps_backward_truth(self) -> exact.Truth:
+        gradients = self._gradients(self.grad_logps.to(self.exact_dtype))
+        return exact.Truth({"logps": self.logps, **gradients}, mask=self.mask)
+
+    @functools.cached_property
+    def _logits_loss_truth(self) -> exact.Truth:
+        """Of the loss of `logits` as they are, rounded to their dtype."""
+        logits, targets = self.logits.flatten(0, 1), spread(self.target_ids)
+        lse = exact.logits_lse(logits, self.exact_dtype)
+        logps = gathered(logits, targets).to(self.exact_dtype) - lse
+        advantages, old, mask = (
+            spread(x) for x in (self.token_advantages, self.old_logps, self.mask)
+        )
+        loss, slope, scale = exact.dapo(logps, old, advantages, mask, EPSILON)
+        rows = exact.LogitRows(logits, targets, lse, slope)
+        return exact.Truth({"loss": loss, "grad_logits": rows}, loss_scale=scale)
+
+    def _gradients(self, slope: Tensor) -> dict[str, Tensor]:
+        pair = exact.gradients(self.hidden, self.weight, self.target_ids, slope)
+        return dict(zip(("grad_hidden", "grad_weight"), pair, strict=True))
+
+
+def spread(values: Tensor) -> Tensor:
+    """(N,) per-token values in the layout of `Problem.logits`, (N + B,): zero in the spare rows."""
+    return torch.nn.functional.pad(values.view(COMPLETIONS, -1), (0, 1)).flatten()
+
+
+def gathered(logits: Tensor, target_ids: Tensor) -> Tensor:
+    return logits.gather(-1, target_ids[:, None]).squeeze(-1)
+
+
+def make_problem(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    variant: Variant = STANDARD,
+    seed: int = 0,
+) -> Problem:
+    """Random hidden states and head, targets from their softmax, the coefficients of `variant`."""
+    n, h, v = shape
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    hidden, weight = normal(n, h), normal(v, h) * (LOGIT_STD / h**0.5)
+    if variant.softmax == "peaked":
+        likeliest = weight[torch.randint(v, (n,), generator=generator, device=device)]
+        lift = math.log(v) + LOGIT_STD**2 / 2 + PEAK[0] + PEAK[1] * normal(n, 1)
+        hidden += lift * likeliest / likeliest.square().sum(-1, keepdim=True)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    target_ids = exact.draw(hidden, weight, generator)
+    logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
+    advantages, log_ratio, mask = coefficients(n, variant, generator)
+    old_logps = (logps - log_ratio.to(logps.dtype)).float()
+    cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    return Problem(hidden, weight, target_ids, advantages, old_logps, mask, cu_seqlens)
+
+
+def coefficients(
+    n: int, variant: Variant, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """advantages (B,), log ratios and mask (N,), fp32."""
+    device, slots = generator.device, n // COMPLETIONS
+
+    def uniform(count: int) -> Tensor:
+        return torch.rand(count, generator=generator, device=device)
+
+    sign = torch.tensor([1.0, -1.0], device=device).repeat(COMPLETIONS // 2)
+    advantages, signs = sign * (0.5 + uniform(COMPLETIONS)), sign.repeat_interleave(slots)
+    # Half of the rows on policy up to noise, half far on the side of the clip that keeps its
+    # gradient.
+    noise = 0.02 * torch.randn(n, generator=generator, device=device)
+    log_ratio = torch.where(uniform(n) < 0.5, -0.5 * signs, noise)
+    mask = ragged_mask(n, device) if variant.mask == "ragged" else torch.ones(n, device=device)
+    idle = uniform(n) >= variant.active
+    if variant.inactive == "masked":
+        mask = mask * ~idle
+        mask[0] = 1.0
+    elif variant.inactive == "zero-advantage":
+        advantages[max(1, round(variant.active * COMPLETIONS)) :] = 0.0
+    else:
+        log_ratio = torch.where(idle, 0.5 * signs, log_ratio)
+    return advantages, log_ratio, mask
+
+
+def ragged_mask(n: int, device: torch.device) -> Tensor:
+    """(N,) ones up to each completion's length, from a quarter of the slots to all of them."""
+    slots = n // COMPLETIONS
+    lengths = torch.linspace(slots / 4, slots, COMPLETIONS, device=device).round().clamp(min=1)
+    lengths = lengths[[3, 7, 0, 5, 2, 6, 1, 4]]
+    return (torch.arange(slots, device=device) < lengths[:, None]).float().flatten()

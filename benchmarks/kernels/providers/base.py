@@ -1,0 +1,112 @@
+"""What a provider is: a name, a step for a problem, and the reason where it cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.exact import free_bytes
+from benchmarks.kernels.problem import EPSILON, Problem
+from benchmarks.kernels.shapes import Shape
+from benchmarks.measure import Result, Step
+
+GIB = 2**30
+
+
+class Provider(NamedTuple):
+    """One candidate.
+
+    Attributes:
+        name: as printed.
+        role: "ours", "peer", "dense" (cross entropy only: cannot express the coefficients of RL) or
+            "limit".
+        prepare: Problem -> Step.
+        needs: the package it comes from, None for torch itself.
+        why_not: device type and dtype -> why it cannot run there, or None.
+        wide_logits: how many fp32 buffers of N·V it holds at once; refused where they do not fit.
+    """
+
+    name: str
+    role: str
+    prepare: Callable[[Problem], Step]
+    needs: str | None = None
+    why_not: Callable[[str, torch.dtype], str | None] = lambda device, dtype: None
+    wide_logits: float = 0.0
+
+    def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
+        """Why this provider cannot run here, or None."""
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return f"{self.needs} is not installed"
+        reason = self.why_not(device, dtype)
+        if reason or shape is None:
+            return reason
+        needed, free = self.wide_logits * 4 * shape.n * shape.v, free_bytes(torch.device(device))
+        if needed > 0.9 * free:
+            return (
+                f"needs about {needed / GIB:.0f} GiB for its logits, {free / GIB:.0f} GiB are free"
+            )
+        return None
+
+
+def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
+    """Loss and gradients to hidden and weight by autograd, fresh ones each time."""
+
+    def run() -> Result:
+        loss = loss_of()
+        grad_hidden, grad_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
+        return {"loss": loss.detach(), "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+
+    return Step(run)
+
+
+def differentiate_logps(problem: Problem, logps_of: Callable[[], Tensor]) -> Step:
+    """Logps and their gradients for `problem.grad_logps` coming in."""
+    upstream = problem.grad_logps
+
+    def run() -> Result:
+        logps = logps_of()
+        gradients = torch.autograd.grad(
+            logps, (problem.hidden, problem.weight), upstream.to(logps.dtype)
+        )
+        return {"logps": logps.detach(), "grad_hidden": gradients[0], "grad_weight": gradients[1]}
+
+    return Step(run)
+
+
+def differentiate_logits(
+    problem: Problem, loss_of: Callable[[Tensor], Tensor], inplace: bool = False
+) -> Step:
+    """Loss and its gradient to (B, L + 1, V) logits, in place where asked for."""
+    buffer = problem.logits.clone() if inplace else problem.logits
+
+    def run() -> Result:
+        logits = buffer.detach().requires_grad_()
+        loss = loss_of(logits)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        return {"loss": loss.detach(), "grad_logits": gradient.flatten(0, 1)}
+
+    reset = (lambda: buffer.copy_(problem.logits)) if inplace else None
+    return Step(run, reset, buffer.nbytes if inplace else 0)  # type: ignore[arg-type]
+
+
+def without_gradient(logps_of: Callable[[], Tensor]) -> Step:
+    def run() -> Result:
+        with torch.no_grad():
+            return {"logps": logps_of()}
+
+    return Step(run)
+
+
+def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Σ mask·(-min(r·A, clip(r)·A)) / count, all (N,) fp32, for peers that stop at logps."""
+    ratio = torch.exp(logps - old_logps)
+    clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
+    return -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / count
+
+
+def dapo_arguments(problem: Problem) -> tuple[Tensor, Tensor, Tensor, int]:
+    return problem.old_logps, problem.token_advantages, problem.mask, problem.count

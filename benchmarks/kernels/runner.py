@@ -1,0 +1,246 @@
+"""Runs cases: every provider is verified, those that are right are timed in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import ROOT, measure
+from benchmarks.kernels.exact import LOGP_TOLERANCE, TOLERANCE, acceptable
+from benchmarks.kernels.operations import OPERATIONS
+from benchmarks.kernels.problem import Problem, Variant, make_problem
+from benchmarks.kernels.providers import Provider, providers_of
+from benchmarks.kernels.providers.ours import BACKENDS
+from benchmarks.kernels.shapes import Shape, name_of
+from benchmarks.measure import Step
+from benchmarks.report.files import write
+from benchmarks.report.tables import case_table
+from grpo_fast.kernels import route
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything a run needs to know; travels to the child processes as JSON.
+
+    Attributes:
+        operations: names in OPERATIONS.
+        shapes, dtypes, variants: every combination is one case for each operation.
+        backends: of ours; empty: all that run here.
+        providers: parts of names; empty: all. The limits always run.
+        budget: seconds of timing for each provider and case.
+        rounds: at most this many; at least 2 are run, whatever the budget.
+        verify_only: check the results and stop.
+    """
+
+    operations: list[str]
+    shapes: list[Shape]
+    dtypes: list[str]
+    variants: list[Variant]
+    device: str
+    allocators: list[str]
+    backends: list[str]
+    providers: list[str]
+    threads: int
+    budget: float
+    rounds: int
+    verify_only: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        fields = json.loads(text)
+        fields["shapes"] = [Shape(*shape) for shape in fields["shapes"]]
+        fields["variants"] = [Variant(*variant) for variant in fields["variants"]]
+        return cls(**fields)
+
+    def candidates(self, operation: str) -> list[Provider]:
+        """The providers this plan asks for."""
+
+        def is_wanted(provider: Provider) -> bool:
+            if provider.role == "limit":
+                return True
+            if provider.role == "ours":
+                backend = provider.name.removeprefix("grpo_fast (").rstrip(")")
+                if backend not in (self.backends or self.distinct_backends()):
+                    return False
+            return not self.providers or any(
+                part.lower() in provider.name.lower() for part in self.providers
+            )
+
+        return [provider for provider in providers_of(operation) if is_wanted(provider)]
+
+    def distinct_backends(self) -> list[str]:
+        """Every backend of ours, less the one that "auto" is on this device."""
+        return [name for name in BACKENDS if name != self.auto_backend()]
+
+    def auto_backend(self) -> str:
+        if self.device == "cuda" and not torch.cuda.is_available():  # a dry run elsewhere
+            return "triton"
+        return route.rows_route("auto", torch.empty(0, device=self.device)).backend
+
+
+Save = Callable[[list[dict[str, Any]]], None]
+
+
+def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
+    """All cases, saved as they come in: here on a GPU, on a CPU in a child for each allocator."""
+    if plan.device == "cuda":
+        return run_cases(plan, save)
+    cases: list[dict[str, Any]] = []
+    for allocator in plan.allocators:
+        cases += run_child(plan, allocator)
+        save(cases)
+    return cases
+
+
+def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
+    """A fresh process, its allocator set before it starts. Cut short, it keeps what it has."""
+    environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    )
+    if not quiet:
+        print(f"\n# allocator: {allocator}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        plan_file, file = Path(folder) / "plan.json", Path(folder) / "cases.json"
+        plan_file.write_text(plan.to_json())
+        file.write_text("[]")
+        command = [sys.executable, "-m", "benchmarks.kernels.runner", str(plan_file), str(file)]
+        try:
+            status = subprocess.run(
+                command, env=environment, check=False, stdout=subprocess.DEVNULL if quiet else None
+            ).returncode
+        except KeyboardInterrupt:
+            status = -2
+        if status:
+            print(f"# cut short with status {status}: the cases so far are kept", file=sys.stderr)
+        return [{**case, "allocator": allocator} for case in json.loads(file.read_text())]
+
+
+def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
+    """Every case of a plan, one problem for all its operations; saved after each."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(plan.threads)
+    cases: list[dict[str, Any]] = []
+    for dtype in plan.dtypes:
+        for shape in plan.shapes:
+            for variant in plan.variants:
+                problem = make_problem(shape, DTYPES[dtype], plan.device, variant)
+                for operation in plan.operations:
+                    cases.append(run_case(operation, problem, dtype, variant, plan))
+                    save(cases)
+                del problem
+                release(plan.device)
+    return cases
+
+
+def run_case(
+    operation: str, problem: Problem, dtype_name: str, variant: Variant, plan: Plan
+) -> dict[str, Any]:
+    """Verify every provider, time those that are right, weigh them, print the table."""
+    dtype = DTYPES[dtype_name]
+    rows: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Step] = {}
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    for provider in plan.candidates(operation):
+        if provider.role == "limit" and provider.missing(plan.device, dtype):
+            continue
+        rows[provider.name], step = verify(provider, operation, problem, dtype, plan.device)
+        if step:
+            steps[provider.name] = step
+    if not plan.verify_only:
+        time_steps(steps, rows, plan)
+        weigh(rows, operation, problem.shape, dtype)
+    case = {
+        "allocator": "cuda", "operation": operation, "shape": list(problem.shape),
+        "model": name_of(problem.shape), "dtype": dtype_name, "itemsize": dtype.itemsize,
+        **variant._asdict(), "threads": plan.threads,
+        "truth": str(problem.exact_dtype).removeprefix("torch."),
+        "route": route_of(operation, problem), "rows": rows,
+    }  # fmt: skip
+    print(case_table(case), flush=True)
+    return case
+
+
+def route_of(operation: str, problem: Problem) -> str:
+    """Which code of ours "auto" takes, in words."""
+    if operation.startswith("logits"):
+        return str(route.rows_route("auto", problem.hidden))
+    return str(route.head_route("auto", problem.weight))
+
+
+def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Plan) -> None:
+    """Interleaved times and the peak memory, into the rows."""
+    for name, samples in measure.interleaved(steps, plan.device, plan.budget, plan.rounds).items():
+        rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 4) for s in samples]}
+        if rows[name]["role"] != "limit":
+            rows[name] |= measure.peak_memory(steps[name], plan.device)
+
+
+def weigh(
+    rows: dict[str, dict[str, Any]], operation: str, shape: Shape, dtype: torch.dtype
+) -> None:
+    """Each time against the fastest limit of the run, and as a rate; both count all N rows."""
+    timed = [row for row in rows.values() if "median_ms" in row]
+    limit = min(row["median_ms"] for row in timed if row["role"] == "limit")
+    for row in timed:
+        row["ratio_to_limit"] = row["median_ms"] / limit
+        row["fraction_of_limit"] = limit / row["median_ms"]
+        rate = OPERATIONS[operation].rate(shape, dtype.itemsize, row["median_ms"])
+        row["rate"], row["unit"] = rate
+
+
+def verify(
+    provider: Provider, operation: str, problem: Problem, dtype: torch.dtype, device: str
+) -> tuple[dict[str, Any], Step | None]:
+    """The provider's row so far, and its step when the result is right."""
+    row: dict[str, Any] = {"role": provider.role, "status": "ok"}
+    try:
+        reason = provider.missing(device, dtype, problem.shape)
+        if reason:
+            return row | {"status": "missing", "reason": reason}, None
+        step = provider.prepare(problem)
+        result = step()
+        if provider.role == "limit":
+            return row, step
+        truth = problem.truth("dense" if provider.role == "dense" else OPERATIONS[operation].truth)
+        row["errors"] = truth.errors(result)
+    except Exception as error:  # a peer may fail in any way; it is listed, and the others go on
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        row |= {"status": "failed", "reason": reason}
+    if row["status"] == "failed":  # outside of the handler, which keeps the step's tensors alive
+        release(device)
+        return row, None
+    if not acceptable(row["errors"], dtype):
+        bars = f"{TOLERANCE[dtype]:.0e} (gradients), {LOGP_TOLERANCE[dtype]:.0e} nats (logps)"
+        return row | {"status": "wrong", "reason": f"beyond {bars}: not timed"}, None
+    return row, step
+
+
+def release(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    run_cases(
+        Plan.from_json(Path(sys.argv[1]).read_text()), functools.partial(write, Path(sys.argv[2]))
+    )

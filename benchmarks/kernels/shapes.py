@@ -1,0 +1,88 @@
+"""The shapes that are measured: heads of real models by name, and small ones for a CPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+COMPLETIONS = 8
+
+
+class Shape(NamedTuple):
+    """N token rows, hidden size H, vocabulary V."""
+
+    n: int
+    h: int
+    v: int
+
+
+class Head(NamedTuple):
+    """Hidden size and vocabulary (rows of the weight) of a language-model head."""
+
+    h: int
+    v: int
+
+
+# From the models' own config.json. The vocabulary is that of the weight, padding rows included.
+MODELS: dict[str, Head] = {
+    "qwen2.5-0.5b": Head(896, 151936),
+    "qwen2.5-1.5b": Head(1536, 151936),
+    "qwen2.5-7b": Head(3584, 152064),
+    "qwen3-1.7b": Head(2048, 151936),
+    "qwen3-8b": Head(4096, 151936),
+    "llama-3-8b": Head(4096, 128256),
+    "gemma-3-1b": Head(1152, 262144),
+    "gemma-3-4b": Head(2560, 262144),
+    "cpu-toy": Head(64, 512),
+    "cpu-s": Head(256, 8192),
+    "cpu-m": Head(896, 32000),
+}
+
+QUICK: list[Shape] = [Shape(64, 64, 512), Shape(512, 256, 8192)]
+CPU: list[Shape] = [
+    Shape(64, 64, 512),
+    Shape(1024, 256, 8192),
+    Shape(512, 896, 32000),
+    Shape(512, 896, 151936),
+]
+# H of the bars in the first three (N = 8192, V = 151936), then another vocabulary.
+GPU: list[Shape] = [
+    Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b", "llama-3-8b")
+]
+TOKENS = (1024, 8192, 131072)
+
+
+def shape_of(text: str) -> Shape:
+    """`"N,H,V"` as a shape.
+
+    Raises:
+        ValueError: not three positive integers, or N that is no multiple of the number of
+            completions.
+    """
+    try:
+        shape = Shape(*(int(part) for part in text.split(",")))
+    except (ValueError, TypeError):
+        raise ValueError(f"shapes: expected N,H,V such as 512,896,32000, got {text!r}") from None
+    return checked(shape)
+
+
+def checked(shape: Shape) -> Shape:
+    if min(shape) < 1:
+        raise ValueError(f"shapes: expected positive sizes, got {','.join(map(str, shape))}")
+    if shape.n % COMPLETIONS:
+        raise ValueError(
+            f"tokens: expected a multiple of {COMPLETIONS} (completions of a batch), got {shape.n}"
+        )
+    return shape
+
+
+def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
+    """Every model with every number of tokens."""
+    for name in models:
+        if name not in MODELS:
+            raise ValueError(f"model: expected one of {list(MODELS)}, got {name!r}")
+    return [checked(Shape(n, *MODELS[name])) for name in models for n in tokens]
+
+
+def name_of(shape: Shape) -> str:
+    """The models that have this head, or an empty string."""
+    return ", ".join(name for name, head in MODELS.items() if head == Head(shape.h, shape.v))

@@ -1,0 +1,164 @@
+"""Everything that benchmarks/README.md says about a CPU, measured in one go, and its tables.
+
+    python -m benchmarks.report.readme                 a quarter of an hour of a quiet machine
+    python -m benchmarks.report.readme --only loss     one step; --list names them
+    python -m benchmarks.report.readme --tables        the tables again, from the committed JSON
+
+Writes benchmarks/results/cpu-STEP.json, the gate's ratios, the ceiling, kernels.png, and the tables
+into benchmarks/README.md. A step is not started after the deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import RESULTS, ROOT
+from benchmarks.report import plots
+from benchmarks.report.files import cases_of, machine
+
+PY = sys.executable
+PAGE = ROOT / "benchmarks" / "README.md"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+
+class Step(NamedTuple):
+    """A command that writes benchmarks/results/cpu-NAME.json by its option `out`."""
+
+    name: str
+    command: str  # after the interpreter
+    out: str = "--out"
+
+
+CPU = "--device cpu --allocator default"
+SMALL = "--shapes 1024,256,8192 512,896,32000"
+FAST = "--providers grpo_fast plain compile CCE"
+PARTS = "linear_logps linear_logps_backward logits_grpo_loss logits_grpo_loss_inplace"
+LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
+PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
+FAIR = "--device cpu --allocator fair"
+
+# In the order of their worth, should the time run out. Budgets are seconds for each candidate and
+# case.
+STEPS = [
+    Step(
+        "loss", f"-m benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000"
+    ),
+    Step("loss-large", f"-m benchmarks {CPU} --budget 8 --shapes 512,896,151936 {FAST}"),
+    Step("gate", "-m benchmarks.kernels.gate --update", ""),
+    Step("parts", f"-m benchmarks {PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL"),
+    Step("tokens", f"-m benchmarks {CPU} --budget 1.5 {LENGTHS} {FAST} TRL Liger"),
+    Step("fair", f"-m benchmarks {FAIR} --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST}"),
+    Step("peaked", f"-m benchmarks {CPU} --budget 1 {PEAKED} {FAST}"),
+    Step("bf16", f"-m benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16"),
+    Step("ceiling", "-m benchmarks.kernels.ceiling", ""),
+    Step("rollout", "-m benchmarks.trainers.rollout --device cpu --budget 6", "--json"),
+]
+PLOTTED = ("loss", "loss-large", "parts", "tokens")
+
+
+def file_of(name: str) -> Path:
+    return RESULTS / f"cpu-{name}.json"
+
+
+def run_steps(steps: list[Step], deadline: float) -> int:
+    started, status = time.monotonic(), 0
+    for step in steps:
+        passed = time.monotonic() - started
+        if passed > deadline:
+            print(f"== {step.name}: not started after {passed:.0f} s; --only {step.name} runs it")
+            status = 1
+            continue
+        print(f"== {step.name}", flush=True)
+        out = [step.out, str(file_of(step.name))] if step.out else []
+        command = [PY, *step.command.split(), *out]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        status = max(status, min(code, 1))
+        seconds = time.monotonic() - started - passed
+        print(f"== {step.name}: {seconds:.0f} s, exit code {code}", flush=True)
+    return status
+
+
+def tables() -> str:
+    """Every measured case as Markdown: × the limit and MiB, one table for each operation."""
+    files = [file_of(step.name) for step in STEPS if step.out == "--out"]
+    cases = cases_of(file for file in files if file.is_file())
+    heads = {f"{machine(case['hardware'])}; commit {case['commit']}." for case in cases}
+    lines = [*sorted(heads), ""]
+    for operation in dict.fromkeys(case["operation"] for case in cases):
+        chosen = [case for case in cases if case["operation"] == operation]
+        rows = [row for case in chosen for row in case["rows"].items()]
+        names = list(dict.fromkeys(name for name, row in rows if is_shown(row)))
+        lines += [f"`{operation}`", "", f"| N, H, V | limit | {' | '.join(names)} |"]
+        lines.append("|" + "---|" * (len(names) + 2))
+        for case in chosen:
+            cells = " | ".join(cell(case, name) for name in names)
+            lines.append(f"| {label(case)} | {limit(case)} | {cells} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def is_shown(row: dict[str, Any]) -> bool:
+    return row["role"] in ("ours", "peer") and row["status"] != "missing"
+
+
+def label(case: dict[str, Any]) -> str:
+    words = [", ".join(map(str, case["shape"])), case["dtype"]]
+    words += [case["allocator"]] if case["allocator"] == "fair" else []
+    words += [f"{case['active']:g} active"] if case["active"] < 1 else []
+    words += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
+    return " ".join(words)
+
+
+def limit(case: dict[str, Any]) -> str:
+    times = {name: row["median_ms"] for name, row in case["rows"].items() if row["role"] == "limit"}
+    best = min(times, key=lambda name: times[name])
+    return f"{best} {times[best]:.{0 if times[best] >= 100 else 2}f} ms"
+
+
+def cell(case: dict[str, Any], name: str) -> str:
+    row = case["rows"].get(name)
+    if row is None:
+        return ""
+    if "median_ms" not in row:
+        return str(row["status"])
+    memory = f"{max(row['workspace_mib'], 0.0):.0f} MiB"
+    error = max(value for key, value in row["errors"].items() if key != "loss")
+    return f"{row['ratio_to_limit']:.2f}× {memory}" + (f" {error:.0e}" if error > 1e-3 else "")
+
+
+def refreshed(text: str) -> str:
+    """The page with today's tables between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables()}{END}{after}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report.readme",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
+    parser.add_argument("--list", action="store_true", help="the steps and their commands")
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    parser.add_argument("--deadline", type=float, default=780, help="seconds; then no step starts")
+    options = parser.parse_args(arguments)
+    steps = [step for step in STEPS if not options.only or step.name in options.only]
+    if options.list:
+        print("\n".join(f"{step.name:12} python {step.command}" for step in steps))
+        return 0
+    status = 0 if options.tables else run_steps(steps, options.deadline)
+    plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
+    PAGE.write_text(refreshed(PAGE.read_text()))
+    print(f"written: {PAGE.relative_to(ROOT)}, benchmarks/results/kernels.png")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

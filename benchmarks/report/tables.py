@@ -1,0 +1,103 @@
+"""Cases as text: a table for each, and one line of verdict for each at the end."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from benchmarks.kernels.operations import OPERATIONS
+
+WIDTH = 132
+# What a table shows of the errors: the worst of the gradients, or the logps' own.
+SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
+
+
+def case_table(case: dict[str, Any]) -> str:
+    """One case; times with half the interquartile range, × and % of the limit of the same run."""
+    from rich.table import Table
+
+    n, h, v = case["shape"]
+    what = [f"N={n} H={h} V={v}", case["dtype"]] + ([f"({case['model']})"] if case["model"] else [])
+    if case["active"] < 1:
+        what.append(f"active {case['active']:g} ({case['inactive']})")
+    what += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
+    title = f"{OPERATIONS[case['operation']].title}   {'  '.join(what)}"
+    title += f"\ngrpo_fast (auto) is: {case['route']}"
+    table = Table(title=title, title_justify="left", box=None)
+    rates = [row["unit"] for row in case["rows"].values() if "unit" in row]
+    unit = rates[0] if rates else "rate"
+    table.add_column("", no_wrap=True)
+    for name in ("ms", "±", "× limit", "% of limit", unit, "MiB", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for name, row in case["rows"].items():
+        note = f"{row['status']}: {row['reason']}" if row.get("reason") else ""
+        table.add_row(name, *cells(row), note)
+    return rendered(table)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    errors = row.get("errors", {})
+    error = f"{max(errors[key] for key in errors if key in SHOWN):.0e}" if errors else ""
+    if "median_ms" not in row:
+        return ["", "", "", "", "", "", error]
+    digits = 1 if row["median_ms"] >= 100 else 3
+    memory = f"{row['workspace_mib']:.0f}" if "workspace_mib" in row else ""
+    return [
+        f"{row['median_ms']:.{digits}f}",
+        f"{row['spread_ms']:.{digits}f}",
+        f"{row['ratio_to_limit']:.2f}",
+        f"{row['fraction_of_limit']:.0%}",
+        f"{row['rate']:.3g}",
+        memory,
+        error,
+    ]
+
+
+def verdict(cases: list[dict[str, Any]]) -> str:
+    """For every case: ours (auto) against the limit and the fastest right peer."""
+    from rich.table import Table
+
+    title = "grpo_fast (auto) against the limit and the fastest right peer"
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("operation", "N,H,V", "dtype", "allocator", "rows"):
+        table.add_column(name, no_wrap=True)
+    for name in ("× limit", "peer's time ÷ ours"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for case in cases:
+        rows, best = case["rows"], fastest_peer(case)
+        ours = rows.get("grpo_fast (auto)", {})
+        variant = [f"{case['active']:g}", case["softmax"]]
+        variant += [case["mask"]] if case["mask"] != "full" else []
+        label = [case["operation"], ",".join(map(str, case["shape"])), case["dtype"]]
+        label += [case["allocator"], " ".join(variant)]
+        if "median_ms" not in ours:
+            reason = f"{ours.get('status', 'not run')} {ours.get('reason', '')}"
+            table.add_row(*label, "", "", reason)
+            continue
+        speed = f"{rows[best]['median_ms'] / ours['median_ms']:.2f}" if best else ""
+        table.add_row(*label, f"{ours['ratio_to_limit']:.2f}", speed, best or "no peer ran")
+    return rendered(table)
+
+
+def fastest_peer(case: dict[str, Any]) -> str | None:
+    peers = {
+        name: row
+        for name, row in case["rows"].items()
+        if row["role"] == "peer" and "median_ms" in row
+    }
+    return min(peers, key=lambda name: peers[name]["median_ms"]) if peers else None
+
+
+def rendered(table: Any) -> str:
+    """A rich table as text: in colour where the output is a terminal."""
+    import sys
+
+    from rich.console import Console
+
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, force_terminal=sys.stdout.isatty(), highlight=False).print(
+        table
+    )
+    return "\n" + "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -1,0 +1,235 @@
+"""Shared prompts against plain packing, forward + backward: attention alone, and a trunk.
+
+    python -m benchmarks.trainers.attention [--quick] [--cases 2000,64,8 ...] [--json PATH]
+
+Cases are P,C,G: tokens of the prompt, tokens of each completion, completions. Both layouts compute
+the same, which is verified (outputs, all gradients) before anything is timed; they are timed in one
+process in interleaved rounds, so that the ratio can be trusted where the milliseconds cannot. On a
+GPU every FlashAttention that is installed gets a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.kernels.exact import TOLERANCE, relative_l2
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from grpo_fast.attention import PackedGroups, dispatch, pack_groups, register
+from grpo_fast.attention.dispatch import Attention, Kind
+from grpo_fast.attention.spans import Rule
+
+Case = tuple[int, int, int]  # prompt, completion, group
+Step = Callable[[], Any]  # to a tuple of the output and the gradients
+CPU_CASES = [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)]
+GPU_CASES = [(8192, 512, 16), (1500, 250, 16), (150, 200, 8)]
+
+
+class Heads(NamedTuple):
+    """The attention and the layers around it, named after the model they come from."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    layers: int  # of the whole model that is timed: few are enough, the ratio does not depend on it
+
+
+CPU_MODELS = [Heads("gsm8k-tiny", 6, 3, 32, 512, 4)]
+GPU_MODELS = [Heads("Qwen2.5-0.5B", 14, 2, 64, 4864, 2), Heads("Qwen2.5-7B", 28, 4, 128, 18944, 1)]
+
+
+DEFAULTS = Defaults(threads=1, budget=(10.0, 0.2), rounds=(15, 15))
+
+
+def main() -> None:
+    """Times every case, prints a table, writes the JSON."""
+    options = parse_arguments()
+    rows: list[dict[str, Any]] = []
+    for case in options.cases:
+        for model in CPU_MODELS if options.device == "cpu" else GPU_MODELS:
+            rows += time_attention(case, model, options)
+            rows += time_model(case, model, options)
+    what = "attention and trunk, shared against packed, forward + backward"
+    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
+    settings["dtype"] = str(options.dtype)
+    save(options, {**measure.header(what, options.device), "settings": settings, "cases": rows})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("--cases", nargs="+", type=case_argument, metavar="P,C,G")
+    parser.add_argument("--window", type=int, help="sliding window of the attention alone")
+    options = parsed(parser, DEFAULTS)
+    on_cpu = options.device == "cpu"
+    usual = [(64, 8, 4)] if options.quick else CPU_CASES if on_cpu else GPU_CASES
+    options.cases = options.cases or usual
+    options.dtype = torch.float32 if on_cpu else torch.bfloat16
+    return options
+
+
+def case_argument(text: str) -> Case:
+    prompt, completion, group = (int(part) for part in text.split(","))
+    return prompt, completion, group
+
+
+def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
+    """One group, shared and packed, and the shared row behind each row of the packed one."""
+    prompt, completion, group = case
+    numbers = torch.arange(prompt + completion * group)
+    groups = [(numbers[:prompt], list(numbers[prompt:].split(completion)))]
+    shared, packed = (pack_groups(groups, shared=flag, device=device) for flag in (True, False))
+    row_of = torch.empty_like(numbers).to(device)
+    row_of[shared.input_ids[0]] = torch.arange(shared.layout.total, device=device)
+    return shared, packed, row_of[packed.input_ids[0]]
+
+
+# ---- attention alone ----
+
+
+def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each kernel that can: packed, shared, and shared with copied keys."""
+    shared, packed, origin = packs(case, options.device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (shared.layout.total, n, model.head_dim)
+        for n in (model.heads, *[model.kv_heads] * 2, model.heads)
+    ]
+    tensors = [
+        torch.randn(s, generator=generator).to(options.device, options.dtype) for s in shapes
+    ]
+    places = torch.arange(len(origin), device=origin.device)
+    earliest = places.new_full((shared.layout.total,), len(origin)).scatter_reduce_(
+        0, origin, places, "amin"
+    )
+    first = places == earliest[origin]
+    copies = [x[origin] for x in tensors]
+    copies[3] = copies[3] * first[:, None, None]  # the gradient of a prompt's row flows once
+    rule = Rule(model.head_dim**-0.5, options.window)
+    kind = Kind(options.device, options.dtype, model.head_dim, options.window is not None)
+    rows = []
+    for provider in dispatch.candidates(kind):
+        if provider.name in ("explicit", "flex") and kind.device == "cuda":
+            continue  # fallbacks for what FlashAttention cannot take, no contestants
+        steps = {
+            "packed": attention_step(provider.attend, copies, packed, rule),
+            "shared": attention_step(provider.attend, tensors, shared, rule),
+        }
+        error = attention_error(steps["shared"](), steps["packed"](), origin, first)
+        rows.append(
+            row_of_times(Row("attention", case, model.name, provider.name), steps, error, options)
+        )
+    return rows
+
+
+def attention_step(
+    attention: Attention, tensors: list[Tensor], pack: PackedGroups, rule: Rule
+) -> Step:
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(*leaves, pack.layout, rule)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    return step
+
+
+def attention_error(
+    shared: tuple[Tensor, ...], packed: tuple[Tensor, ...], origin: Tensor, first: Tensor
+) -> float:
+    """Largest relative L2 difference; a row's gradient is the sum of its copies'."""
+    wide = [x.double() for x in packed]
+    sums = [
+        torch.zeros_like(x, dtype=torch.float64).index_add_(0, origin, y)
+        for x, y in zip(shared, wide, strict=True)
+    ]
+    sums[0] = torch.zeros_like(sums[0]).index_copy_(0, origin[first], wide[0][first])
+    return max(relative_l2(x, y) for x, y in zip(shared, sums, strict=True))
+
+
+# ---- a whole model ----
+
+
+def time_model(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A random trunk: token ids to the gradients of all weights, through the rows that predict."""
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = Qwen2Config(
+        vocab_size=max(2, sum((case[0], case[1] * case[2]))),
+        hidden_size=model.heads * model.head_dim, intermediate_size=model.intermediate,
+        num_hidden_layers=model.layers, num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads, max_position_embeddings=case[0] + case[1],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trunk = Qwen2Model(config).to(options.device, options.dtype)
+    trunk.set_attn_implementation(register())
+    shared, packed, _ = packs(case, options.device)
+    grad = torch.randn(len(shared.predicting), config.hidden_size).to(options.device, options.dtype)
+    steps = {
+        name: model_step(trunk, pack, grad)
+        for name, pack in (("packed", packed), ("shared", shared))
+    }
+    pairs = zip(steps["shared"](), steps["packed"](), strict=True)
+    error = max(relative_l2(x, y) for x, y in pairs if y.abs().max() > 0)
+    kernel = dispatch.choose(Kind(options.device, options.dtype, model.head_dim)).name
+    named = Row("trunk", case, f"{model.name}, {model.layers} layers", kernel)
+    return [row_of_times(named, steps, error, options)]
+
+
+def model_step(trunk: Any, pack: PackedGroups, grad: Tensor) -> Step:
+    parameters = [
+        p for name, p in trunk.named_parameters() if "k_proj.bias" not in name
+    ]  # its gradient is exactly 0
+
+    def step() -> tuple[Tensor, ...]:
+        hidden = trunk(**pack.model_inputs).last_hidden_state[0].index_select(0, pack.predicting)
+        return hidden.detach(), *torch.autograd.grad(hidden, parameters, grad)
+
+    return step
+
+
+# ---- timing ----
+
+
+class Row(NamedTuple):
+    """What is timed: the attention or a trunk at a case, with a model's heads, by a kernel."""
+
+    what: str
+    case: Case
+    model: str
+    kernel: str
+
+
+def row_of_times(
+    named: Row, steps: dict[str, Step], error: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Time the steps, unless they disagree; print and return the row."""
+    what, (prompt, completion, group), model, kernel = named
+    row: dict[str, Any] = {"what": what, "model": model, "kernel": kernel, "difference": error}
+    row |= {"prompt": prompt, "completion": completion, "group": group}
+    row["tokens_ratio"] = group * (prompt + completion - 1) / (prompt + group * (completion - 1))
+    label = f"{what:<10} P={prompt:<6} C={completion:<4} G={group:<3} {model:<24} {kernel:<10}"
+    if not error <= TOLERANCE[options.dtype]:
+        print(f"{label} WRONG: the layouts differ by {error:.2g}; not timed", flush=True)
+        return row | {"wrong": True}
+    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    row["times"] = {name: measure.spread(times) for name, times in samples.items()}
+    row["memory"] = {
+        name: measure.peak_memory(step, options.device) for name, step in steps.items()
+    }
+    ms = {name: time["median_ms"] for name, time in row["times"].items()}
+    row["ratio"] = ms["packed"] / ms["shared"]
+    times = f"packed {ms['packed']:9.2f} ms  shared {ms['shared']:9.2f} ms"
+    ratios = f"ratio {row['ratio']:5.2f} (tokens {row['tokens_ratio']:.2f})"
+    print(f"{label} {times}  {ratios}  difference {error:.1g}", flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What verl, OpenRLHF and a tutorial call, against ours in its place: heads and losses.
+
+    GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks [--quick] [--device cuda]
+    [--json results.json]
+
+Forward and backward of each hook on the same tensors, interleaved in one process. A pair is
+compared before it is timed: values and gradients within 1e-3 of each other (fp32). Peak memory is
+that of one warm call.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.kernels.exact import relative_l2
+from benchmarks.trainers import packages
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+
+Step = Callable[[], Any]  # (loss, gradients)
+AGREEMENT = 1e-3
+# Qwen2.5-0.5B's head on 1024 tokens for a GPU; a quarter of its width and a sixteenth of its
+# vocabulary on a CPU.
+HEADS = {"cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
+QUICK_HEAD = (128, 64, 2048)
+BATCH = (64, 1024)  # completions and their padded length
+
+
+DEFAULTS = Defaults(threads=2, budget=(10.0, 1.0), rounds=(20, 5))
+
+
+def main() -> None:
+    options = parsed(new_parser(__doc__), DEFAULTS)
+    device, shape = options.device, QUICK_HEAD if options.quick else HEADS[options.device]
+    hooks = [head(device, *shape), *policy_losses(device), *tutorial(device)]
+    rows = [measured(name, theirs, ours, options) for name, theirs, ours in hooks]
+    report = {
+        **measure.header("hooks of other trainers, forward and backward", device),
+        "threads": options.threads,
+        "head": dict(zip(("tokens", "hidden", "vocabulary"), shape, strict=True)),
+        "batch": BATCH,
+        "cases": rows,
+    }
+    save(options, report)
+
+
+def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the two, time them in turns, take the memory of each."""
+    mine, expected = (torch.cat([x.flatten() for x in step()]) for step in (ours, theirs))
+    difference = relative_l2(mine, expected.double())
+    if not difference <= AGREEMENT:
+        raise SystemExit(f"{name}: ours differs by {difference:.1e}; a wrong result is not timed")
+    times = measure.interleaved(
+        {"theirs": theirs, "ours": ours}, options.device, options.budget, options.rounds
+    )
+    row: dict[str, Any] = {"hook": name, "difference": difference}
+    for side, step in (("theirs", theirs), ("ours", ours)):
+        row[side] = measure.spread(times[side]) | measure.peak_memory(step, options.device)
+    row["speedup"] = row["theirs"]["median_ms"] / row["ours"]["median_ms"]
+
+    def weighed(side: str) -> str:
+        return f"{side} {row[side]['median_ms']:9.2f} ms {row[side]['workspace_mib']:7.1f} MiB"
+
+    print(
+        f"{name:24} {weighed('theirs')}   {weighed('ours')}   {row['speedup']:.2f}x, "
+        f"within {difference:.0e}"
+    )
+    return row
+
+
+def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[str, Step, Step]:
+    """verl's FusedLinearForPPO with its default chunk, logps and entropy with a gradient each."""
+    functional = packages.load_verl("verl.utils.experimental.torch_functional")
+    from grpo_fast.integrations.verl_head import FastLinearForPPO
+
+    random = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=random, device=device).requires_grad_()
+    weight = (
+        torch.randn(vocabulary, hidden_size, generator=random, device=device) * 0.05
+    ).requires_grad_()
+    ids = torch.randint(vocabulary, (tokens,), generator=random, device=device)
+    slope = torch.randn(tokens, generator=random, device=device) / tokens
+
+    def step_of(module: torch.nn.Module) -> Step:
+        def step() -> tuple[Tensor, ...]:
+            log_probs, entropy = module(hidden, weight, ids, temperature=0.9)
+            loss = (slope * log_probs).sum() - 0.01 * entropy.mean()
+            return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+        return step
+
+    return "verl head", step_of(functional.FusedLinearForPPO()), step_of(FastLinearForPPO())
+
+
+def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
+    """verl's registry and OpenRLHF's PolicyLoss on (B, L) logps, with the metrics each returns."""
+    core = packages.load_verl("verl.trainer.ppo.core_algos")
+    actor = packages.load_verl("verl.workers.config").ActorConfig
+    theirs = packages.load_openrlhf_loss().PolicyLoss
+    from grpo_fast.integrations import openrlhf, verl
+
+    random = torch.Generator(device).manual_seed(0)
+    old = -torch.rand(BATCH, generator=random, device=device)
+    logps = (old + 0.1 * torch.randn(BATCH, generator=random, device=device)).requires_grad_()
+    lengths = torch.randint(BATCH[1] // 2, BATCH[1], (BATCH[0], 1), generator=random, device=device)
+    mask = torch.arange(BATCH[1], device=device) < lengths
+    advantages = (
+        torch.randn(BATCH[0], 1, generator=random, device=device).expand(BATCH).contiguous()
+    )
+    config = actor(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=8)
+
+    def differentiate(loss: Tensor) -> tuple[Tensor, ...]:
+        return loss.detach(), *torch.autograd.grad(loss, logps)
+
+    def verl_step(function: Any) -> Step:
+        return lambda: differentiate(
+            function(old, logps, advantages, mask, "token-mean", config)[0]
+        )
+
+    def openrlhf_step(module: Any) -> Step:
+        return lambda: differentiate(module(logps, old, advantages, mask)[0])
+
+    names = ("vanilla", "gspo", "geo_mean")
+    pairs = [
+        (
+            f"verl {name}",
+            verl_step(core.get_policy_loss_fn(name)),
+            verl_step(verl.policy_loss(name)),
+        )
+        for name in names
+    ]
+    options: dict[str, Any] = {"dual_clip": 3.0}
+    theirs_and_ours = [openrlhf_step(made(**options)) for made in (theirs, openrlhf.PolicyLoss)]
+    return [*pairs, ("OpenRLHF PolicyLoss", theirs_and_ours[0], theirs_and_ours[1])]
+
+
+def tutorial(device: str) -> list[tuple[str, Step, Step]]:
+    """A small causal LM: all logits and plain torch against `causal_lm.policy_loss`."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from grpo_fast import LossConfig
+    from grpo_fast.integrations.causal_lm import policy_loss
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=16384, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        initializer_range=0.3,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval().to(device)
+    count, length, prompt = 16, 160, 5
+    ids = torch.randint(2, config.vocab_size, (count, length))
+    real = torch.arange(length) < torch.randint(length - 4, length + 1, (count, 1))
+    labels = torch.where(real & (torch.arange(length) >= prompt), ids, -100)
+    batch = {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+    batch = {name: value.to(device) for name, value in batch.items()}
+    advantages = torch.randn(count).to(device)
+    parameters = list(model.parameters())
+
+    def step_of(loss_of: Callable[[], Tensor]) -> Step:
+        def step() -> tuple[Tensor, ...]:
+            loss = loss_of()
+            return loss.detach(), *torch.autograd.grad(loss, parameters)
+
+        return step
+
+    grpo = LossConfig(loss_type="grpo", compute_entropy=True)
+    theirs = step_of(lambda: plain_loss(model, batch, advantages)[0])
+    ours = step_of(lambda: policy_loss(model, batch, advantages, grpo).loss)
+    return [("causal LM, plain torch", theirs, ours)]
+
+
+def plain_loss(model: Any, batch: dict[str, Tensor], advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, entropy) of GRPO on policy over all logits, as a tutorial writes it."""
+    targets = batch["labels"][:, 1:]
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logp_all = model(**inputs).logits[:, :-1].float().log_softmax(-1)
+    logps = logp_all.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    mask = targets != -100
+    entropy = -(logp_all.exp() * logp_all).sum(-1)[mask].mean().detach()
+    ratio = torch.exp(logps - logps.detach())
+    per_token = -torch.minimum(
+        ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None]
+    )
+    per_token = torch.where(mask, per_token, 0.0)
+    return (per_token.sum(1) / mask.sum(1).clamp(min=1)).mean(), entropy
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Other people's trainers, as installed: their loss modules without what they only need to train.
+
+`make trainers` installs verl and OpenRLHF without their dependencies into a folder of its own
+(GRPO_FAST_TRAINERS), because they pin other versions of torch and transformers, and OpenRLHF's
+wheel brings a top-level package `tests`. Packages of the environment itself are found as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def load_verl(name: str) -> Any:
+    """A module of the installed verl, all of its own code imported; ray, if missing, is a stub."""
+    require("verl", "tensordict", "omegaconf", "codetiming", "transformers")
+    with stubbed("ray"):
+        return importlib.import_module(name)
+
+
+def load_openrlhf_loss() -> Any:
+    """`openrlhf.models.loss` of the installed wheel, without its package's __init__ (DeepSpeed)."""
+    require("openrlhf")
+    if "openrlhf.models" not in sys.modules:
+        package = types.ModuleType("openrlhf.models")
+        root = importlib.util.find_spec("openrlhf").submodule_search_locations[0]
+        package.__path__ = [os.path.join(root, "models")]
+        sys.modules["openrlhf.models"] = package
+    with stubbed("deepspeed"):
+        return importlib.import_module("openrlhf.models.loss")
+
+
+def require(*packages: str) -> None:
+    """Put the folder of trainers on the path.
+
+    Raises:
+        ModuleNotFoundError: one of the packages is not installed.
+    """
+    folder = os.environ.get("GRPO_FAST_TRAINERS")
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"{package} is not installed (make trainers)", name=package)
+
+
+class Anything:
+    """Stands for any class of a stubbed module: it can be named, called and subscripted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+@contextmanager
+def stubbed(name: str) -> Iterator[None]:
+    """Inside, where the package is missing, a module whose every attribute is `Anything`."""
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        yield
+        return
+
+    def attribute(wanted: str) -> type:
+        if wanted.startswith("__"):
+            raise AttributeError(wanted)
+        return Anything
+
+    module = types.ModuleType(name)
+    module.__dict__["__getattr__"] = attribute
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]

@@ -1,0 +1,183 @@
+"""Rollouts: tokens per second of our generate, sampler logps included, against transformers.
+
+    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32] [--vocab 151936]
+    [--json FILE]
+
+A random model of 4 layers under a real vocabulary, so that what is measured is the loop and the
+sampler rather than one model's matrix products. The limit is the same loop in greedy mode: it draws
+no token and keeps no log-probability. Before a candidate is timed its log-probabilities are
+compared with a fresh forward pass over prompt and completion.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+
+SYMBOLS = [str(digit) for digit in range(10)]
+PROMPT = " ".join(SYMBOLS)
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.15,
+}  # nats: another batch shape, another order of sums
+
+
+def build(vocab: int, device: str) -> Any:
+    """A `Policy` around a random Llama of 4 layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from grpo_fast.data.tokenizer import build_symbol_tokenizer
+    from grpo_fast.train.policy import Policy
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0, initializer_range=0.06,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device)
+    return Policy(
+        model.to(torch.bfloat16) if device == "cuda" else model, build_symbol_tokenizer(SYMBOLS)
+    )
+
+
+def candidates(
+    policy: Any, batch: int, new_tokens: int
+) -> dict[str, tuple[str, Callable[[], list]]]:
+    """name -> (role, call); a call returns (prompt ids, completion ids, logps or None) by row."""
+    from grpo_fast.rollout import Sampling, generate
+
+    options = Sampling(max_new_tokens=new_tokens)
+    ids = torch.tensor([policy.tokenizer(PROMPT)["input_ids"]] * batch, device=policy.device)
+    length = ids.shape[1]
+
+    def ours() -> list:
+        found = generate(policy, [PROMPT], options, group_size=batch, seed=0)
+        return list(zip(found.prompt_ids, found.completion_ids, found.sampling_logps, strict=True))
+
+    def library(logps: bool, **arguments: Any) -> Callable[[], list]:
+        def call() -> list:
+            with policy.generation():
+                output = policy.lm.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens,
+                    pad_token_id=policy.pad_id, eos_token_id=None, return_dict_in_generate=True,
+                    output_logits=logps, **arguments,
+                )  # fmt: skip
+            tokens = output.sequences[:, length:]
+            values: Any = [None] * batch
+            if logps:
+                logits = torch.stack(output.logits, 1).float()
+                values = logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)
+            return list(zip(ids.tolist(), tokens.tolist(), values, strict=True))
+
+        return call
+
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    return {
+        "greedy loop": ("limit", library(False, do_sample=False)),
+        "grpo_fast": ("ours", ours),
+        "transformers": ("peer", library(False, **sampling)),
+        "transformers, with logps": ("peer", library(True, **sampling)),
+    }
+
+
+@torch.no_grad()
+def error_of(policy: Any, rows: list) -> float | None:
+    """Largest difference (nats) from the logps of a fresh pass; None: the rollout gave none."""
+    worst = 0.0
+    for prompt, completion, logps in rows:
+        if logps is None:
+            return None
+        with policy.generation():
+            logits = (
+                policy.lm(torch.tensor([prompt + completion], device=policy.device))
+                .logits[0]
+                .double()
+            )
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(
+            -1, torch.tensor(completion)[:, None].to(logits.device)
+        )
+        worst = max(worst, float((torch.as_tensor(logps).cpu() - expected[:, 0].cpu()).abs().max()))
+    return worst
+
+
+def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
+    """A row for every candidate: verified, then timed in interleaved rounds."""
+    rows: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, (role, call) in candidates(policy, options.batch, options.new_tokens).items():
+        error = error_of(policy, call())
+        rows[name] = {
+            "role": role,
+            "status": "ok",
+            "errors": {} if error is None else {"logps": error},
+        }
+        if error is not None and not error <= TOLERANCE[policy.head.weight.dtype]:
+            rows[name] |= {"status": "wrong", "reason": f"logps off by {error:.1e} nats: not timed"}
+            continue
+        steps[name] = call
+    for name, samples in measure.interleaved(
+        steps, options.device, options.budget, options.rounds
+    ).items():
+        rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 3) for s in samples]}
+    limit = rows["greedy loop"]["median_ms"]
+    for row in rows.values():
+        if "median_ms" in row:
+            row["tokens_per_s"] = options.batch * options.new_tokens / row["median_ms"] * 1e3
+            row["ratio_to_limit"], row["fraction_of_limit"] = (
+                row["median_ms"] / limit,
+                limit / row["median_ms"],
+            )
+    return rows
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--batch", type=int, help="completions side by side (16; --quick: 8)")
+    parser.add_argument("--new-tokens", type=int, help="tokens of each (32; --quick: 8)")
+    parser.add_argument("--vocab", type=int, default=151936)
+    defaults = Defaults(threads=os.cpu_count() or 1, budget=(8.0, 1.0), rounds=(9, 9))
+    options = parsed(parser, defaults)
+    warnings.filterwarnings("ignore")
+    options.batch = options.batch or (8 if options.quick else 16)
+    options.new_tokens = options.new_tokens or (8 if options.quick else 32)
+    policy = build(options.vocab, options.device)
+    case = {
+        "operation": "rollout",
+        "allocator": "cuda" if options.device == "cuda" else "default",
+        "dtype": str(policy.head.weight.dtype).removeprefix("torch."),
+        **{name: getattr(options, name) for name in ("batch", "new_tokens", "vocab", "threads")},
+        "rows": measure_all(policy, options),
+    }
+    print(table(case))
+    save(options, {**measure.header("rollout", options.device), "cases": [case]})
+
+
+def table(case: dict[str, Any]) -> str:
+    lines = [
+        f"\nrollout: {case['batch']} completions of {case['new_tokens']} tokens, "
+        f"V={case['vocab']}, {case['dtype']}",
+        f"{'':28}{'ms':>10}{'±':>8}{'tokens/s':>10}{'× greedy':>10}{'error':>9}",
+    ]
+    for name, row in case["rows"].items():
+        error = f"{row['errors']['logps']:.0e}" if row["errors"] else ""
+        if "median_ms" not in row:
+            lines.append(f"{name:28}  {row['status']}: {row['reason']}")
+            continue
+        lines.append(
+            f"{name:28}{row['median_ms']:>10.1f}{row['spread_ms']:>8.1f}{row['tokens_per_s']:>10.0f}"
+            f"{row['ratio_to_limit']:>10.2f}{error:>9}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

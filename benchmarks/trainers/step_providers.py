@@ -1,0 +1,252 @@
+"""The same GRPO step in four ways: shared prompts, packed, padded (transformers), TRL.
+
+Each provider has a copy of the model and answers three questions: the log-probabilities of every
+completion's tokens without gradients, the loss with its gradients, and what a whole step is (old
+logps, forward, backward, AdamW).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast import LossConfig, logits_grpo_loss
+from grpo_fast.rollout import Rollout
+from grpo_fast.train.batch import StepBatch
+from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.long_context import apply_options
+from grpo_fast.train.loop import accumulate
+from grpo_fast.train.metrics import LossMetrics
+from grpo_fast.train.policy import Policy
+
+LEARNING_RATE = 1e-9  # the weights stay as they are: every round does the same work
+Logps = list[Tensor]  # (len(completion),) fp32 per completion
+
+
+class Outcome(NamedTuple):
+    """One loss: its value and metrics; the gradients are in the model's parameters."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+class StepProblem(NamedTuple):
+    """N prompts with G completions each."""
+
+    rollout: Rollout
+    advantages: Tensor  # (N·G,) fp32
+    group_size: int
+    loss: LossConfig
+    noise: Logps  # added to the old logps when results are compared, so that ratios differ from 1
+
+
+def make_problem(
+    prompts: list[list[int]], group_size: int, longest: int, vocab: int, seed: int = 0
+) -> StepProblem:
+    """Random completions of `longest`/2 … `longest` tokens, normal advantages, ratio noise 0.1."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(prompts) * group_size
+    lengths = torch.randint(
+        max(longest // 2, 1), longest + 1, (count,), generator=generator
+    ).tolist()
+    lengths[0] = longest
+    completions = [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in lengths]
+    noise = [0.1 * torch.randn(n, generator=generator) for n in lengths]
+    rollout = Rollout(
+        prompt_ids=[p for p in prompts for _ in range(group_size)], completion_ids=completions,
+        sampling_logps=[torch.zeros(n) for n in lengths], truncated=[False] * count,
+    )  # fmt: skip
+    advantages = torch.randn(count, generator=generator)
+    return StepProblem(
+        rollout, advantages, group_size, LossConfig(loss_type="dapo", compute_entropy=True), noise
+    )
+
+
+class Ours:
+    """The trainer's own step on packed rows; with `shared`, a group shares its prompt."""
+
+    def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
+        apply_options(model, options.model)
+        tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
+        self.policy, self.problem = Policy(_adapted(model, options.model), tokenizer), problem
+        self.model = self.policy.model.train()
+        self.optimizer = _adam(self.model)
+        self.batch = StepBatch(
+            problem.rollout, problem.advantages, group_size=problem.group_size, minibatches=1,
+            budget=options.tokens_per_microbatch, device=self.policy.device, shared=shared,
+        )  # fmt: skip
+
+    def logps(self) -> Logps:
+        found: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro in self.batch.micro_batches:
+                logps = self.policy.logps(micro.packed)
+                found.update(zip(micro.chosen, micro.packed.split(logps), strict=True))
+        return [found[i] for i in range(len(found))]
+
+    def gradients(self, old_logps: Logps) -> Outcome:
+        for micro in self.batch.micro_batches:
+            micro.old_logps = torch.cat([old_logps[i] for i in micro.chosen])
+        minibatch, loss = self.batch.minibatches[0], self.problem.loss
+        seen = accumulate(self.policy, minibatch, loss, correct_sampling=False, validate="auto")
+        metrics = seen.result()
+        return Outcome(metrics["loss"], metrics)
+
+    @property
+    def tokens(self) -> int:
+        """Trunk tokens of a pass."""
+        return self.batch.trunk_tokens
+
+
+class Padded:
+    """transformers' forward pass on (B, L) with a padding mask; the loss from its logits."""
+
+    def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
+        apply_options(model, options.model)
+        self.prepare(model)
+        self.model, self.problem = _adapted(model, options.model).train(), problem
+        self.optimizer = _adam(self.model)
+        device = next(self.model.parameters()).device
+        prompts, completions = problem.rollout.prompt_ids, problem.rollout.completion_ids
+        self.prompt, self.length = max(map(len, prompts)), max(map(len, completions))
+        rows = [
+            [0] * (self.prompt - len(p)) + p + c + [0] * (self.length - len(c))
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+        real = [
+            [0] * (self.prompt - len(p)) + [1] * (len(p) + len(c)) + [0] * (self.length - len(c))
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+        self.ids, self.mask = torch.tensor(rows, device=device), torch.tensor(real, device=device)
+        self.rows = options.padded_rows or len(rows)
+        self.items = sum(map(len, completions))
+
+    def prepare(self, model: Any) -> None:
+        """What the model needs beside its options."""
+
+    def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
+        """((B, C) logps of the completion tokens, the logits they came from)."""
+        logits = self.forward(rows)
+        chosen = (
+            logits.float().log_softmax(-1).gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
+        )
+        return chosen, logits
+
+    def forward(self, rows: slice) -> Tensor:  # (B, C, V)
+        mask = self.mask[rows]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        return self.model(
+            input_ids=self.ids[rows], attention_mask=mask, position_ids=positions, use_cache=False,
+            logits_to_keep=self.length + 1,
+        ).logits[:, :-1]  # fmt: skip
+
+    def slices(self) -> list[slice]:
+        return [slice(i, i + self.rows) for i in range(0, len(self.ids), self.rows)]
+
+    def logps(self) -> Logps:
+        with torch.no_grad():
+            table = torch.cat([self.logps_of(rows)[0] for rows in self.slices()])
+        return [
+            row[: len(c)] for row, c in zip(table, self.problem.rollout.completion_ids, strict=True)
+        ]
+
+    def gradients(self, old_logps: Logps) -> Outcome:
+        old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
+        losses = LossMetrics()
+        for rows in self.slices():
+            mask = self.mask[rows, self.prompt :].bool()
+            output = logits_grpo_loss(
+                self.forward(rows), self.ids[rows, self.prompt :],
+                self.problem.advantages[rows].to(old.device), self.problem.loss,
+                completion_mask=mask, old_logps=old[rows], num_items_in_batch=self.items,
+                num_completions_in_batch=len(self.ids),
+            )  # fmt: skip
+            output.loss.backward()
+            losses.add({"loss": output.loss, **output.metrics}, int(mask.sum()))
+        losses.optimizer_steps = 1
+        metrics = losses.result()
+        return Outcome(metrics["loss"], metrics)
+
+    @property
+    def tokens(self) -> int:
+        """Trunk tokens of a pass, padding included."""
+        return self.ids.numel()
+
+
+class Trl(Padded):
+    """`GRPOTrainer._compute_loss` of TRL 1.16 on the padded rows: fused head, loss in torch."""
+
+    def prepare(self, model: Any) -> None:
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+
+    def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
+        ids, mask = self.ids[rows], self.mask[rows]
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, : self.prompt] = -100
+        output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        return output.log_probs[:, -self.length :], output.entropy
+
+    def gradients(self, old_logps: Logps) -> Outcome:
+        old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
+        config, total = self.problem.loss, 0.0
+        low, high = 1 - config.epsilon_low, 1 + (config.epsilon_high or config.epsilon_low)
+        for rows in self.slices():
+            mask = self.mask[rows, self.prompt :]
+            logps = self.logps_of(rows)[0]
+            ratio = torch.exp(logps - old[rows])
+            advantages = self.problem.advantages[rows, None].to(old.device)
+            per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+            loss = (per_token * mask).sum() / self.items
+            loss.backward()
+            total += float(loss.detach())
+        return Outcome(total, {})
+
+
+def step_of(provider: Any) -> Callable[[], None]:
+    """A whole step without its rollout: old logps, forward, backward, optimizer."""
+
+    def step() -> None:
+        provider.gradients(provider.logps())
+        provider.optimizer.step()
+        provider.optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
+    "shared": lambda model, problem, options: Ours(model, problem, options, shared=True),
+    "packed": lambda model, problem, options: Ours(model, problem, options, shared=False),
+    "padded": Padded,
+    "TRL": Trl,
+}
+
+
+def prepare(name: str, model: Any, problem: StepProblem, options: Any) -> Any:
+    """A provider around a copy of the model."""
+    return PROVIDERS[name](copy.deepcopy(model), problem, options)
+
+
+def _adapted(model: Any, config: ModelConfig) -> Any:
+    if config.lora is None:
+        return model
+    import peft
+
+    torch.manual_seed(0)  # the same adapter for every provider
+    settings = peft.LoraConfig(
+        r=config.lora.r, lora_alpha=config.lora.alpha, target_modules=config.lora.target_modules,
+        init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return peft.get_peft_model(model, settings)
+
+
+def _adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=True
+    )

@@ -1,0 +1,254 @@
+"""A step of TRL's GRPOTrainer without rollout: GRPOTrainer, with our head, FastGRPOTrainer.
+
+    python -m benchmarks.trainers.trl [--quick] [--device cuda] [--json results.json]
+
+All three hold the same weights and get the same prepared micro-batch (8 completions of 64 tokens
+for one prompt of 512), as `GRPOTrainer.training_step` gets it after generation and rewards:
+forward, loss, metrics, backward. Before anything is timed losses, metrics and gradients are
+compared. Steps are interleaved in one process; peak memory is measured in one process for each
+trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "vocab_size": 2048,
+    },
+    "mid": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "vocab_size": 32000,
+    },
+    # Qwen2.5-0.5B's shape, for a GPU.
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "vocab_size": 151936,
+        "num_attention_heads": 14,
+    },
+}
+PROMPT, GROUP, COMPLETION = 512, 8, 64
+# The second is TRL's own trainer and padded forward pass with our head in it: what of the
+# difference is the head's.
+TRAINERS = ("TRL", "TRL, fast head", "grpo_fast")
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+
+
+DEFAULTS = Defaults(threads=2, budget=(20.0, 3.0), rounds=(20, 5))
+
+
+def main() -> None:
+    """Measures every model, prints a table, writes the JSON."""
+    options = parse_arguments()
+    logging.disable(logging.WARNING)
+    if options.child:
+        print(json.dumps(peak_of(options, *options.child)))
+        return
+    cases = [measure_model(options, name) for name in options.models]
+    settings = {"prompt": PROMPT, "group": GROUP, "completion": COMPLETION}
+    settings |= {name: getattr(options, name) for name in ("dtype", "beta", "checkpointing")}
+    report = {
+        **measure.header("training_step of GRPOTrainer without rollout", options.device),
+        "threads": options.threads,
+        "settings": settings,
+        "cases": cases,
+    }
+    save(options, report)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS))
+    parser.add_argument("--dtype", default="fp32", choices=list(TOLERANCE), help="of the weights")
+    parser.add_argument("--beta", type=float, default=0.0, help="with a KL term to made-up logps")
+    parser.add_argument("--checkpointing", action="store_true", help="TRL's default")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parsed(parser, DEFAULTS)
+    options.models = options.models or (["tiny"] if options.quick else ["tiny", "mid"])
+    return options
+
+
+def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Verify the trainers against each other, time them in turns, weigh each."""
+    trainers = make_trainers(options, name)
+    batch = prepared_batch(options, MODELS[name]["vocab_size"])
+    difference = verified(trainers, batch, TOLERANCE[options.dtype])
+    steps = {label: step_of(trainer, batch) for label, trainer in trainers.items()}
+    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    result: dict[str, Any] = {"model": name, **MODELS[name], "gradient_difference": difference}
+    for label in TRAINERS:
+        result[label] = (
+            measure.spread(times[label]) | {"rounds": len(times[label])} | run_child(name, label)
+        )
+    result["speedup"] = result["TRL"]["median_ms"] / result["grpo_fast"]["median_ms"]
+    result["memory_ratio"] = result["grpo_fast"]["peak_mib"] / result["TRL"]["peak_mib"]
+    for label in TRAINERS:
+        mine = result[label]
+        speedup = result["TRL"]["median_ms"] / mine["median_ms"]
+        print(
+            f"{name:5} {label:15} {mine['median_ms']:9.1f} ms ± {mine['spread_ms']:6.1f}"
+            f"  {mine['peak_mib']:7.0f} MiB  {speedup:6.2f}x"
+        )
+    print(f"      gradients within {difference:.1e} of TRL's")
+    return result
+
+
+def make_trainers(
+    options: argparse.Namespace, name: str, wanted: tuple[str, ...] = TRAINERS
+) -> dict[str, Any]:
+    """The trainers by label, with the same random weights."""
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging as logging_of_transformers
+    from trl import GRPOConfig, GRPOTrainer
+
+    from grpo_fast.data.tokenizer import build_bpe_tokenizer
+    from grpo_fast.integrations.trl import FastGRPOTrainer
+    from grpo_fast.integrations.trl_head import use_fast_head
+
+    logging_of_transformers.disable_progress_bar()
+    tokenizer = build_bpe_tokenizer(["What is 12 + 30? 42"], 260)
+    special = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**HEADS, **MODELS[name], **special}))
+    model = model.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    made = {}
+    for label, cls in zip(TRAINERS, (GRPOTrainer, GRPOTrainer, FastGRPOTrainer), strict=True):
+        if label not in wanted:
+            continue
+        arguments = GRPOConfig(
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=GROUP, num_generations=GROUP,
+            report_to=[], max_completion_length=COMPLETION, bf16=False, save_strategy="no",
+            use_cpu=options.device == "cpu", gradient_checkpointing=options.checkpointing,
+        )  # fmt: skip
+        trainer = cls(
+            model=copy.deepcopy(model), reward_funcs=lambda **_: [], args=arguments,
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": ["What is 12 + 30?"]}),
+        )  # fmt: skip
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.beta = options.beta
+        trainer.model.to(options.device).train()
+        if label == TRAINERS[1]:
+            use_fast_head(trainer)
+        made[label] = trainer
+    return made
+
+
+def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
+    """A micro-batch as TRL prepares it: one prompt, eight completions, three of which end early."""
+    random = torch.Generator().manual_seed(1)
+    prompt = torch.randint(2, vocabulary, (PROMPT,), generator=random)
+    completions = torch.randint(2, vocabulary, (GROUP, COMPLETION), generator=random)
+    mask = torch.ones_like(completions)
+    for row, length in ((1, 48), (4, 20), (6, 60)):
+        mask[row, length:] = 0
+    batch = {
+        "prompt_ids": prompt.repeat(GROUP, 1),
+        "prompt_mask": torch.ones(GROUP, PROMPT, dtype=torch.int64),
+        "completion_ids": completions.masked_fill(mask == 0, 0),
+        "completion_mask": mask,
+        "advantages": torch.randn(GROUP, generator=random),
+        "num_items_in_batch": mask.sum(),
+        "ref_per_token_logps": torch.randn(GROUP, COMPLETION, generator=random) - 8,
+    }
+    return {name: value.to(options.device) for name, value in batch.items()}
+
+
+def step_of(trainer: Any, batch: dict[str, Any]) -> Any:
+    """One `training_step` on the prepared batch; gradients are dropped, not accumulated."""
+    trainer._prepare_inputs = lambda _: batch
+
+    def step() -> tuple[torch.Tensor, ...]:
+        trainer._metrics["train"].clear()
+        trainer.model.zero_grad(set_to_none=True)
+        return (trainer.training_step(trainer.model, batch, None),)
+
+    return step
+
+
+def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) -> float:
+    """Largest relative difference from TRL's gradient; exits where loss or metrics differ, too."""
+    losses, gradients, metrics = [], [], []
+    for trainer in trainers.values():
+        losses.append(float(step_of(trainer, batch)()[0]))
+        gradients.append(
+            torch.cat([p.grad.float().flatten().cpu() for p in trainer.model.parameters()])
+        )
+        metrics.append({k: v[-1] for k, v in trainer._metrics["train"].items() if k != "step_time"})
+        trainer.model.zero_grad(set_to_none=True)
+    difference = max(float((gradients[0] - g).norm() / gradients[0].norm()) for g in gradients[1:])
+
+    def near(a: float, b: float) -> bool:
+        return abs(a - b) <= tolerance * max(abs(a), 1.0)
+
+    same = all(near(losses[0], x) for x in losses) and all(
+        m.keys() == metrics[0].keys() and all(near(metrics[0][k], m[k]) for k in m) for m in metrics
+    )
+    if not (difference <= tolerance and same):
+        raise SystemExit(
+            f"not timed: gradients differ by {difference:.2g}, losses {losses}, metrics {metrics}"
+        )
+    return difference
+
+
+def run_child(name: str, label: str) -> dict[str, float]:
+    """`peak_of` in a process of its own: allocators keep what the other trainer needed."""
+    module = [sys.executable, "-m", "benchmarks.trainers.trl"]
+    command = [*module, *sys.argv[1:], "--child", name, label]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_of(options: argparse.Namespace, name: str, label: str) -> dict[str, float]:
+    """Peak MiB of a step beyond weights and inputs, gradients included.
+
+    After a first step, so that what a library keeps between calls counts as there.
+    """
+    trainer = make_trainers(options, name, (label,))[label]
+    step = step_of(trainer, prepared_batch(options, MODELS[name]["vocab_size"]))
+    if options.device == "cuda":
+        step()
+        trainer.model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / measure.MIB}
+    step()
+    trainer.model.zero_grad(set_to_none=True)
+    gc.collect()
+    return {"peak_mib": measure.peak_memory(step, "cpu")["workspace_mib"]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Attention of packed rows for any transformers model: one registered function for plain and
+shared-prompt layouts.
+
+    model.set_attn_implementation(register())
+    model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
+
+transformers hands any keyword of `model(...)` on to the attention function, so the layout travels
+as one argument. The function is registered once and never exchanged between a forward pass and its
+backward: gradient checkpointing runs it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from grpo_fast.attention.dispatch import packed_rows_attention
+from grpo_fast.attention.layout import PackedLayout
+
+# transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has
+# none of them.
+NAME = "grpo_packed"
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def register() -> str:
+    """Register the attention and its mask function with transformers (again: harmless) and return
+    their name.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, no_mask)
+    return NAME
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # (1, H, T, D)
+    key: Tensor,  # (1, H_kv, T, D)
+    value: Tensor,  # (1, H_kv, T, D)
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed_layout: PackedLayout | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Each segment of `packed_layout` causally on itself, completions on their shared prompt, too.
+
+    Output (1, T, H, D), as transformers expects it.
+
+    Raises ValueError for whatever would be computed wrongly: no layout, a mask, a batch of more
+    than one row, a cache, dropout, attention sinks, a position bias, a bidirectional layer.
+    """
+    if packed_layout is None:
+        raise ValueError(
+            "packed_layout: expected a PackedLayout as keyword of model(...), came None"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask: expected None (the layout keeps segments apart), came a mask"
+        )
+    tokens = packed_layout.total
+    if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
+        raise ValueError(
+            f"packed_layout: holds {tokens} tokens in one row, came query {tuple(query.shape)} and "
+            f"key {tuple(key.shape)} (use_cache must be False)"
+        )
+    if dropout:
+        raise ValueError(f"dropout: expected 0 in packed attention, came {dropout}")
+    for name in ("s_aux", "position_bias", "cache"):
+        if extra.get(name) is not None:
+            raise ValueError(f"{name}: not supported by packed attention")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__}: packed attention is causal, this layer is not")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    # Under autocast RoPE leaves query and key in fp32 beside a 16-bit value.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    # Latent attention (DeepSeek) has shorter values than keys; zeros behind them change nothing and
+    # are cut off again.
+    if value.shape[-1] < key.shape[-1]:
+        v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
+    out = packed_rows_attention(
+        q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap
+    )
+    return out[None, ..., : value.shape[-1]], None
+
+
+def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    """The mask function beside `packed_attention`: there is no mask, and a padded one is refused,
+    not ignored.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask: packed attention takes no padding mask; pack the sequences instead"
+        )
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse, before any work, models whose layers packed attention would compute wrongly.
+
+    Raises ValueError naming the field: state-space or linear-attention layers (their state runs
+    across segments), RoPE that changes with the sequence length (`dynamic`, `longrope`), M-RoPE (it
+    needs positions in three dimensions).
+    """
+    config: Any = model.config
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"model_type {config.model_type}: its recurrent state would run across packed segments"
+        )
+    other = set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYERS
+    if other:
+        raise ValueError(f"layer_types: expected {sorted(SUPPORTED_LAYERS)}, came {sorted(other)}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
+        if part.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            raise ValueError(
+                f"rope_type: {part['rope_type']!r} depends on the length, which differs in a pack"
+            )
+        if part.get("mrope_section") is not None:
+            raise ValueError(
+                "mrope_section: positions in three dimensions are not supported by packed attention"
+            )
+
+
+def shared_prompt_supported(model: nn.Module) -> str | None:
+    """Why completions of this model cannot share their prompt's rows, or None if they can.
+
+    Whatever else than attention carries information from token to token (a recurrent state, a
+    convolution) would carry it from one completion into the next.
+    """
+    try:
+        check_supported(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Switch every dropout off: with it old and new logps of the same weights would differ."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,132 @@
+"""How a question is put: templates, chat messages, worked examples in front of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, overload
+
+from grpo_fast.data.example import DatasetError, Example, Prompt
+
+PROMPT_TEMPLATES = {
+    "plain": "Question: {question}\nAnswer:",
+    "hash": "{question}\nThink step by step, then end with the final answer as: #### <number>\n",
+    "answer_tag": "{question}\nThink step by step, then end with: <answer>number</answer>\n",
+}
+
+
+class Form(NamedTuple):
+    """A template with `{question}` in it, and whether the text is sent as chat messages."""
+
+    template: str
+    system: str | None
+    chat: bool
+
+    @classmethod
+    def of(cls, template: str | None, system: str | None = None, chat: bool = False) -> Form:
+        """From a name in PROMPT_TEMPLATES or a text; None leaves the question as it is.
+
+        Raises DatasetError for a text without `{question}`.
+        """
+        text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
+        if "{question}" not in text:
+            expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
+            raise DatasetError(f"prompt_template: expected {expected}; got {template!r}")
+        return cls(text, system, chat)
+
+    def fill(self, question: str) -> str:
+        """The template with the question in it; braces in either are left alone."""
+        return self.template.replace("{question}", question)
+
+    def shot(self, example: Example) -> str:
+        """A worked example: the prompt as the question has it, and its solution."""
+        return f"{self.fill(str(example.prompt))} {example.solution or example.answer}\n\n"
+
+    def dress(self, example: Example, prefix: str = "") -> Example:
+        """The example with its prompt in this form; chat messages are complete as they are."""
+        if not isinstance(example.prompt, str):
+            return example
+        text = prefix + self.fill(example.prompt)
+        if self.system is None and not self.chat:
+            return example._replace(prompt=text)
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return example._replace(prompt=[*messages, {"role": "user", "content": text}])
+
+
+class ShotPrompts(Sequence[Example]):
+    """Examples whose prompts begin with worked examples, made when asked for.
+
+    8k tokens are about 50 solved GSM8K questions. The shots of number i depend on (seed, i) only. A
+    question never occurs among its own shots, and no question occurs twice among them (compared
+    without case and blanks).
+
+    Args:
+        examples: the questions.
+        pool: the worked examples to draw from; they must come from the training split.
+        form: how questions and shots are put.
+        budget: tokens the shots of a prompt may hold together, by `count_tokens` of each. Shots are
+            drawn until the next one does not fit.
+        seed: decides the draws.
+
+    Raises:
+        DatasetError: a pool that is empty, or in which not one shot fits into the budget.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        pool: Sequence[Example],
+        form: Form,
+        *,
+        budget: int,
+        count_tokens: Callable[[str], int],
+        seed: int | str,
+    ) -> None:
+        self.examples, self.form, self.budget = examples, form, budget
+        self.count_tokens, self.seed = count_tokens, seed
+        self.keys = [question_key(e.prompt) for e in pool]
+        self.texts = [form.shot(e) for e in pool]
+        self.lengths: dict[int, int] = {}  # tokens of the shots drawn so far
+        shortest = sorted(range(len(pool)), key=lambda i: len(self.texts[i]))[:8]
+        if not any(self._length(i) <= budget for i in shortest):
+            none_fits = f"not one of {len(pool)} training examples fits into {budget} tokens"
+            raise DatasetError(f"data.shots_tokens: {none_fits}")
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        prefix = "".join(self.texts[i] for i in self.shots(index))
+        return self.form.dress(self.examples[index], prefix)
+
+    def shots(self, index: int) -> list[int]:
+        """Places in the pool of the shots of question `index`, in their order in the prompt."""
+        taken, seen, left = [], {question_key(self.examples[index].prompt)}, self.budget
+        count = len(self.texts)
+        for i in random.Random(f"{self.seed}/shots/{index}").sample(range(count), count):
+            if self.keys[i] in seen:
+                continue
+            left -= self._length(i)
+            if left < 0:
+                break
+            taken.append(i)
+            seen.add(self.keys[i])
+        return taken
+
+    def _length(self, i: int) -> int:
+        if i not in self.lengths:
+            self.lengths[i] = self.count_tokens(self.texts[i])
+        return self.lengths[i]
+
+
+def question_key(prompt: Prompt) -> str:
+    """What makes two questions the same: their text without case and blanks."""
+    text = prompt if isinstance(prompt, str) else " ".join(part["content"] for part in prompt)
+    return "".join(text.split()).casefold()

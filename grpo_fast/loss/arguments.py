@@ -1,0 +1,77 @@
+"""What a call is given, as objects: the same for checks, batches, passes and operators."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from grpo_fast.objective.aggregation import Total
+
+
+class Given(NamedTuple):
+    """What a loss is given beside its tensors and its config."""
+
+    like: Tensor  # (B, L) or (T,): target_ids, or logps where there are none
+    advantages: Tensor  # (B,), or the shape of like
+    completion_mask: Tensor | None = None  # the shape of like
+    cu_seqlens: Tensor | None = None  # (B+1,), exactly for the packed layout
+    old_logps: Tensor | None = None  # the shape of like
+    ref_logps: Tensor | None = None  # the shape of like
+    sampling_logps: Tensor | None = None  # the shape of like
+    num_items_in_batch: Total | None = None  # a number, or one element
+    num_completions_in_batch: Total | None = None  # likewise
+
+
+class Options(NamedTuple):
+    """How a loss is computed."""
+
+    wanted: list[bool]  # of which differentiable tensors somebody will ask a gradient
+    backend: str = "auto"
+    validate: str = "auto"
+    hidden_rows: Tensor | None = None  # the shape of target_ids
+    grad_filter: float | None = None
+
+
+class RowOptions(NamedTuple):
+    """How logps are computed."""
+
+    hidden_rows: Tensor | None  # the shape of target_ids
+    target_ids: Tensor  # (B, L) or (T,)
+    temperatures: Tensor | None  # the shape of target_ids
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+    return_entropy: bool
+    backend: str
+
+    @classmethod
+    def of(
+        cls,
+        hidden_rows: Tensor | None,
+        target_ids: Tensor,
+        temperature: float | Tensor,
+        softcap: float | None,
+        logit_scale: float,
+        return_entropy: bool,
+        backend: str,
+    ) -> RowOptions:
+        """From the arguments of the public functions."""
+        by_row, number = None, 1.0
+        if isinstance(temperature, Tensor):
+            by_row = temperature
+        else:
+            number = float(temperature)
+        softcap = None if softcap is None else float(softcap)
+        logit_scale = float(logit_scale)
+        return cls(
+            hidden_rows, target_ids, by_row, number, softcap, logit_scale, return_entropy, backend
+        )
+
+
+class Targets(NamedTuple):
+    """Where logps come from a head or logits: V, and which row of hidden predicts which target."""
+
+    vocab_size: int
+    hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
+    num_hidden: int = 0  # rows of hidden

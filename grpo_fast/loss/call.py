@@ -1,0 +1,93 @@
+"""From checked arguments to what the public functions return, outside of torch.compile or in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.types import detached
+from grpo_fast.loss import autograd, checks, operators
+from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.objective.config import LossConfig
+
+FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOutput:
+    """What a loss returns.
+
+    Attributes:
+        loss: 0-d fp32, with a gradient to hidden, weight and bias (or logits, or logps and
+            entropy).
+        logps: fp32, detached, in the layout of `target_ids`; 0 where masked.
+        entropy: fp32, detached, same layout; None unless the config asks for it.
+    """
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor | None
+    _metrics_of: Callable[..., dict[str, Tensor]] = dataclasses.field(repr=False)
+    _filtered: Tensor | None = dataclasses.field(default=None, repr=False)
+    _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """0-d fp32 tensors by TRL's names on the loss's device; computed when first read."""
+        if not self._metrics:
+            entropy = None if self.entropy is None else self.entropy.reshape(-1)
+            self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy))
+            if self._filtered is not None:
+                self._metrics.update(zip(FILTER_METRICS, self._filtered.unbind(), strict=True))
+        return self._metrics
+
+
+def loss(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    options: Options,
+    config: LossConfig,
+    given: Given,
+    *,
+    inplace: bool = False,
+) -> LossOutput:
+    """Run a loss of `operators.LOSSES` with autograd."""
+    checks.tokens(config, given, has_logits=name != "given_logps")
+    if torch.compiler.is_compiling():
+        outputs, metrics = operators.compiled_loss(name, tensors, options, config, given)
+    else:
+        known = operators.LOSSES[name]
+        batch = operators.build(known, tensors, options, config, given)
+        run = partial(known.run, batch=batch, options=options)
+        if inplace:
+            outputs = autograd.Overwriting.apply(partial(run, inplace=True), *tensors)
+        else:
+            outputs = autograd.Formed.apply(run, *tensors)
+        metrics = batch.metrics
+    (value, logps, entropy, filtered), like = outputs, given.like
+    entropy = None if entropy is None else _shaped(detached(entropy), like)
+    return LossOutput(value, _shaped(detached(logps), like), entropy, metrics, filtered)
+
+
+def logps(
+    tensors: tuple[Tensor | None, ...],  # (hidden, weight, bias), or (logits,)
+    options: RowOptions,
+) -> Any:  # logps, or (logps, entropy)
+    """Differentiable logps in the layout of the targets."""
+    if torch.compiler.is_compiling():
+        found, entropy = operators.compiled_logps(tensors, options)
+    else:
+        is_wanted = any(autograd.wants_gradient(*tensors))
+        found, entropy, _ = autograd.Recalled.apply(options, is_wanted, *tensors)
+    like = options.target_ids
+    found = _shaped(found, like)
+    return (found, _shaped(entropy, like)) if options.return_entropy else found
+
+
+def _shaped(x: Tensor, like: Tensor) -> Tensor:
+    return x if like.dim() == 1 else x.reshape(like.shape)

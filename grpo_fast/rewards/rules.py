@@ -1,0 +1,129 @@
+"""Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges.
+
+A reward takes `prompts, completions, answers` by keyword and returns one float per completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from decimal import Decimal
+from typing import NamedTuple
+
+from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
+
+Texts = Sequence[str]
+
+
+# ------------------------------------------------------------------------------- numbers (GSM8K)
+def gsm8k_correct(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+    """1 where the answer in the required format is the gold number (the format is part of it)."""
+    return _correct(extract_strict, completions, answers)
+
+
+def gsm8k_correct_lenient(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+    """1 where the final number of the completion, in any format, is the gold number."""
+    return _correct(extract_lenient, completions, answers)
+
+
+def gsm8k_format(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+    """1 where the last `####` or `<answer>…</answer>` holds a number, right or wrong."""
+    return [float(extract_strict(text) is not None) for text in completions]
+
+
+def gold_number(answer: str) -> Decimal:
+    """The gold answer as a number. Raises ValueError where it is none: a fault of the data."""
+    number = parse_number(answer)
+    if number is None:
+        expected = "expected a number of at most 32 digits"
+        raise ValueError(f"answers: {expected}, got {answer[:60]!r}")
+    return number
+
+
+def _correct(
+    extract: Callable[[str], Decimal | None], completions: Texts, answers: Texts
+) -> list[float]:
+    pairs = zip(completions, answers, strict=True)
+    return [float(extract(text) == gold_number(gold)) for text, gold in pairs]
+
+
+# -------------------------------------------------- symbols separated by blanks (CS336's lecture)
+def sort_positions(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+    """Positions that hold the right symbol / n; with more than n symbols, / their number."""
+    return [_positions(*pair) for pair in _symbol_pairs(completions, answers)]
+
+
+def sort_inclusion_ordering(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+    """Fraction of the prompt's symbols that occur + fraction of adjacent pairs in order: 0 … 2.
+
+    As in the lecture a symbol is included if it occurs at all, so `0 0 1` gets the full score for
+    `0 1 1`. The answer holds exactly the prompt's symbols and stands for the prompt here. A pair
+    with anything that is no number is out of order, and the pairs in order are divided by those of
+    the longer of completion and answer: neither one symbol nor an endless tail is rewarded.
+    """
+    return [_inclusion_ordering(*pair) for pair in _symbol_pairs(completions, answers)]
+
+
+def exact_match(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+    """1 where the completion is the answer, blanks aside."""
+    return [float(given == gold) for given, gold in _symbol_pairs(completions, answers)]
+
+
+def _symbol_pairs(completions: Texts, answers: Texts) -> list[tuple[list[str], list[str]]]:
+    pairs = zip(completions, answers, strict=True)
+    return [(text.split(), gold.split()) for text, gold in pairs]
+
+
+def _positions(given: list[str], gold: list[str]) -> float:
+    right = sum(a == b for a, b in zip(given, gold, strict=False))
+    return right / max(len(given), len(gold), 1)
+
+
+def _inclusion_ordering(given: list[str], gold: list[str]) -> float:
+    present = set(given)
+    included = sum(symbol in present for symbol in gold) / max(len(gold), 1)
+    count = max(len(given), len(gold)) - 1
+    if count <= 0:
+        return included + float(given == gold)
+    numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in given]
+    pairs = zip(numbers, numbers[1:], strict=False)
+    ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
+    return included + ordered / count
+
+
+# ------------------------------------------------------------------------------------ evaluation
+class Scorer(NamedTuple):
+    """How a task tells right from wrong in an evaluation; None stands for no answer found."""
+
+    strict: Callable[[str], Hashable | None]  # reads an answer out of a completion
+    lenient: Callable[[str], Hashable | None]
+    gold: Callable[[str], Hashable | None]  # reads the right one
+
+
+def scorer_for(task: str, answers: Texts = ()) -> Scorer:
+    """The scorer of a task of `grpo_fast.data.TASKS`.
+
+    gsm8k, and jsonl where all `answers` are numbers: strict needs `####` or `<answer>`, lenient
+    takes the final number of the text. Generated tasks: the symbols must agree one by one. Other
+    jsonl: the whole completion (strict) or its last non-empty line (lenient), blanks normalised.
+    """
+    if task in ("sort", "arithmetic"):
+        return Scorer(_symbols, _symbols, _symbols)
+    if task not in ("gsm8k", "jsonl"):
+        raise ValueError(f"task: expected one of sort, arithmetic, gsm8k, jsonl, got {task!r}")
+    is_text = not answers or any(parse_number(answer) is None for answer in answers)
+    if task == "jsonl" and is_text:
+        return Scorer(_normal, _last_line, _normal)
+    return Scorer(extract_strict, extract_lenient, gold_number)
+
+
+def _symbols(text: str) -> tuple[str, ...] | None:
+    return tuple(text.split()) or None
+
+
+def _normal(text: str) -> str | None:
+    return " ".join(text.split()) or None
+
+
+def _last_line(text: str) -> str | None:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _normal(lines[-1]) if lines else None

@@ -1,0 +1,182 @@
+"""How much memory a training step takes, from the model's shape.
+
+A step's peak is what is always there (weights, gradients, optimizer states, a reference copy) + T
+times what a trunk token keeps + the larger of the head's workspace and one layer's backward pass.
+For a decoder layer of width h, MLP width I, q = heads·head_dim and kv = kv_heads·head_dim, with
+activations of e bytes, autograd keeps per token
+
+    two RMSNorms    e = 4: 24h (input, normalised, output)
+                    e = 2: 16h (fp32 copy, normalised, output)
+    attention       e·(2q + 2kv): q, k, v, output; every kernel keeps k and v with their own heads
+    MLP             4·e·I: gate, silu(gate), up and their product
+
+and its backward pass needs e·(2I + 3h) on top. At 16 bits with q = h and a small kv that makes
+27h + 12I for the one layer that a checkpointed step has alive, beside e·h for each checkpoint. With
+a tiled MLP nothing of size I remains, and the backward pass needs 18h at 16 bits (39h for the layer
+in all), 16h at 32. The tests hold these numbers against what autograd keeps and against the
+allocator's peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from grpo_fast.kernels.workspace import workspace_bytes
+from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
+
+USABLE_GPU = 0.9  # fraction of a GPU's memory: the rest is fragmentation, rollouts, the context
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder that memory depends on."""
+
+    layers: int
+    hidden: int
+    mlp: int
+    query: int  # heads · head_dim
+    kv: int  # kv_heads · head_dim
+    vocab: int
+    parameters: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Any, parameters: int) -> Shape:
+        """From a transformers config and the model's number of parameters.
+
+        Raises ValueError naming the field that the config lacks.
+        """
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+            if not isinstance(getattr(config, name, None), int):
+                raise ValueError(f"{name}: the config of model_type {config.model_type!r} has none")
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        return cls(
+            config.num_hidden_layers, config.hidden_size, mlp, heads * head_dim,
+            kv_heads * head_dim, config.vocab_size, parameters, tied,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A step's memory in bytes, part by part. `peak(tokens)` adds up what is alive together."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    logits: int  # the largest workspace of the head
+    logits_row: int  # what one completion token takes of it
+    head_gradient: int  # a fresh gradient of the head, before it is added to the others
+    kept_per_token: float  # by all layers together, until the backward pass
+    working_per_token: float  # by the layer that is in its backward pass
+    working: int  # by that layer, whatever T is (a tile of the MLP)
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    @property
+    def per_token(self) -> float:
+        return self.kept_per_token + self.working_per_token
+
+    @property
+    def head(self) -> int:
+        """Bytes that the head needs beside the trunk's activations, at most."""
+        return self.logits + self.head_gradient
+
+    def peak(self, tokens: int, rows: int | None = None) -> int:
+        """Bytes at the peak of a micro-batch: trunk tokens, completion tokens (None: many)."""
+        logits = self.logits if rows is None else min(self.logits, rows * self.logits_row)
+        working = max(logits + self.head_gradient, self.working + self.working_per_token * tokens)
+        return math.ceil(self.fixed + self.kept_per_token * tokens + working)
+
+    def tokens(self, limit: float) -> int:
+        """The most trunk tokens of one micro-batch within `limit` bytes; 0 when not one fits."""
+        left = limit - self.fixed
+        beside_head = (left - self.head) / self.kept_per_token if self.kept_per_token else math.inf
+        return max(0, int(min(beside_head, (left - self.working) / self.per_token)))
+
+
+def predict(
+    shape: Shape, model: ModelConfig, optim: OptimConfig, *, device: str, reference: bool = False
+) -> Memory:
+    """The memory of a step.
+
+    Args:
+        device: "cpu" or "cuda"; on the CPU an offloaded checkpoint takes the same memory.
+        reference: a copy of the weights is kept for the KL term.
+    """
+    weight = DTYPE_BYTES[model.dtype]
+    trained = trainable_parameters(shape, model)
+    states = {"full": 2.0 * weight, "8bit": STATE_BYTES_8BIT, "offload": 0.0}[optim.states]
+    activation = DTYPE_BYTES[model.autocast or model.dtype]
+    copies = activation if model.autocast else 0  # autocast keeps a 16-bit copy of the weights
+    kept, working, tile = _per_token(shape, model, activation, device == "cpu")
+    return Memory(
+        weights=shape.parameters * (weight + copies),
+        gradients=trained * weight,
+        optimizer=int(trained * states),
+        reference=shape.parameters * weight if reference and model.lora is None else 0,
+        logits=workspace_bytes(torch.device(device)),
+        logits_row=4 * shape.vocab,
+        head_gradient=_head_gradient(shape, model, activation),
+        kept_per_token=kept,
+        working_per_token=working,
+        working=tile,
+    )
+
+
+def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
+    """Parameters with a gradient: LoRA on all linear layers; of `frozen` only embeddings count."""
+    h, i, q, kv = shape.hidden, shape.mlp, shape.query, shape.kv
+    if model.lora is not None:
+        sides = (h + q) + 2 * (h + kv) + (q + h) + 3 * (h + i)
+        return shape.layers * model.lora.r * sides
+    embeddings = shape.vocab * h
+    frozen = sum(any(word in pattern for pattern in model.frozen) for word in ("embed", "lm_head"))
+    return shape.parameters - embeddings * min(frozen, 1 if shape.tied else 2)
+
+
+def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[float, float, int]:
+    """Bytes per token (kept by all layers, needed by one layer), and bytes of an MLP tile."""
+    h, i, layers = shape.hidden, shape.mlp, shape.layers
+    norms = 16 * h if e == 2 else 6 * e * h
+    attention = e * (2 * shape.query + 2 * shape.kv)
+    mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
+    if (
+        model.tiled_mlp is not None
+    ):  # tiles are views of the norm's output, and are recomputed one by one
+        mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
+    layer = norms + attention + mlp
+    if not model.gradient_checkpointing:
+        return layers * layer, backward, tile
+    every = model.checkpoint_every
+    checkpoints = -(-layers // every)
+    stored = 0 if model.checkpoint_offload and not on_cpu else checkpoints * e * h
+    # Layers behind the last checkpoint are released before that one is computed again.
+    last_is_checkpointed = (layers - 1) % every == 0
+    return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
+
+
+def _head_gradient(shape: Shape, model: ModelConfig, e: int) -> int:
+    frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
+    if model.lora is not None or frozen:
+        return 0
+    # It is summed in fp32 and handed over in the weight's dtype.
+    return shape.vocab * shape.hidden * (4 + e if e < 4 else e)
+
+
+def predict_run(shape: Shape, config: RunConfig, device: str) -> Memory:
+    """`predict` for a run's configuration."""
+    reference = config.reference.kind != "none" and config.loss_config().uses_reference
+    return predict(shape, config.model, config.optim, device=device, reference=reference)

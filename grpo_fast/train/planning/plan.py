@@ -1,0 +1,233 @@
+"""`grpo-fast plan`: what fits on a GPU, by the memory model, without loading any weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from grpo_fast.attention import trunk_tokens
+from grpo_fast.data import task_symbols
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
+from grpo_fast.train.settings import (
+    apply_override,
+    load_recipe,
+    parse_config,
+    read_yaml,
+    reason,
+    recipe_names,
+    set_key,
+)
+
+# Sizes of public models, as fields of their transformers configs: nobody has to ask the hub.
+_QWEN2: dict[str, Any] = {
+    "model_type": "qwen2", "max_position_embeddings": 1 << 20, "rope_theta": 1_000_000.0,
+    "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+KNOWN_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        **_QWEN2, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2,
+    },
+    "qwen2.5-1.5b": {
+        **_QWEN2, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2,
+    },
+    "qwen2.5-7b": {
+        **_QWEN2, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+# prompt tokens, completion tokens, completions
+CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))
+OWN_KEYS = {"gpu": float, "prompt": int, "completion": int, "group": int}
+TOO_MUCH = 1e18  # of any of these: infinity, and what a float cannot count
+
+CHECKPOINTING = {"model.gradient_checkpointing": True}
+TILED = {**CHECKPOINTING, "model.tiled_mlp": 2048}
+OFFLOADED = {**TILED, "model.checkpoint_offload": True}
+LORA = {"model.lora": {"r": 16}}
+OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("as configured", {}),
+    ("checkpointing", CHECKPOINTING),
+    ("checkpointing, every 2nd", {**CHECKPOINTING, "model.checkpoint_every": 2}),
+    ("+ tiled MLP", TILED),
+    ("+ tiled MLP, offload", OFFLOADED),
+    ("checkpointing, 8-bit Adam", {**CHECKPOINTING, "optim.states": "8bit"}),
+    ("+ tiled MLP, offload, 8-bit Adam", {**OFFLOADED, "optim.states": "8bit"}),
+    ("checkpointing, LoRA r=16", {**CHECKPOINTING, **LORA}),
+    ("+ tiled MLP, offload, LoRA r=16", {**OFFLOADED, **LORA}),
+)
+
+
+class Case(NamedTuple):
+    """One shape of a group: prompt tokens, completion tokens, completions."""
+
+    prompt: int
+    completion: int
+    group: int
+
+    def tokens(self, shared: bool) -> int:
+        return trunk_tokens(self.prompt, [self.completion] * self.group, shared=shared)
+
+
+class Plan(NamedTuple):
+    """What `grpo-fast plan` found."""
+
+    name: str
+    shape: Shape
+    gpu: float  # GB (10⁹ bytes)
+    memory: list[tuple[str, Memory]]  # by options; the first is the configuration as it is
+    cases: list[Case]
+
+    @property
+    def usable(self) -> float:
+        """Bytes."""
+        return USABLE_GPU * self.gpu * 1e9
+
+
+def plan(model: str, settings: Sequence[str]) -> Plan:
+    """Predict a model's memory under every set of options.
+
+    Args:
+        model: a recipe's name or file, a name of KNOWN_MODELS, a hub id, a model's folder, or a
+            config.json.
+        settings: gpu=GB, prompt=…, completion=…, group=…, and `key=value` of a run's configuration.
+
+    Raises:
+        ValueError: something that is none of these, an unknown key, or no gpu where there is none.
+    """
+    own, overrides = _split(settings)
+    run = _run_config(model, overrides)
+    shape = Shape.of(*_config_and_parameters(run, model))
+    rows = []
+    for label, changes in OPTIONS:
+        changed = run.model_dump(mode="json")
+        for key, value in changes.items():
+            set_key(changed, key.split("."), value, key)
+        rows.append((label, predict_run(shape, parse_config(changed), "cuda")))
+    rollout = run.rollout
+    defaults = {"prompt": 8192, "completion": rollout.max_new_tokens, "group": rollout.group_size}
+    wanted = Case(**{name: own.get(name, default) for name, default in defaults.items()})
+    cases = [wanted, *(Case(*case) for case in CASES if case != wanted)]
+    return Plan(model, shape, own.get("gpu") or _gpu_here(), rows, cases)
+
+
+def render(found: Plan) -> list[Any]:
+    """The plan as rich tables."""
+    from rich.table import Table
+
+    wanted, parameters = found.cases[0], f"{found.shape.parameters / 1e6:,.0f}M parameters"
+    options = Table(
+        title=f"{found.name}: {parameters} on {found.gpu:g} GB ({USABLE_GPU:.0%} planned with)",
+        caption="T: trunk tokens of one micro-batch = prompt + group · (completion − 1)",
+    )
+    for name in ("options", "fixed GB", "kB per token", "largest T"):
+        options.add_column(name, justify="left" if name == "options" else "right")
+    largest = f"largest prompt\n(C = {wanted.completion}, G = {wanted.group})"
+    options.add_column(largest, justify="right")
+    for label, memory in found.memory:
+        most = memory.tokens(found.usable)
+        prompt = max(0, most - wanted.tokens(True) + wanted.prompt)
+        shown = (f"{number:,}" if number else "—" for number in (most, prompt))
+        options.add_row(label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", *shown)
+    # The first set of options that holds a group of the wanted shape; the last one when none does.
+    needed = wanted.tokens(True)
+    enough = (row for row in found.memory if row[1].peak(needed) <= found.usable)
+    label, memory = next(enough, found.memory[-1])
+    title, caption = f"Groups in one micro-batch · {label}", "packed: without sharing the prompt"
+    fits = Table(title=title, caption=caption)
+    for name in ("prompt", "completion", "group", "T shared", "T packed", "GB shared", "fits"):
+        fits.add_column(name, justify="right")
+    for case in found.cases:
+        tokens = case.tokens(True)
+        fits.add_row(
+            f"{case.prompt:,}", f"{case.completion:,}", str(case.group), f"{tokens:,}",
+            f"{case.tokens(False):,}",
+            f"{memory.peak(tokens, case.completion * case.group) / 1e9:.3g}",
+            f"{memory.tokens(found.usable) // tokens} groups",
+        )  # fmt: skip
+    return [options, fits]
+
+
+def _split(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    own: dict[str, Any] = {}
+    overrides = []
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if key not in OWN_KEYS:
+            overrides.append(setting)
+            continue
+        number, kind = read_yaml(value, key) if equals else None, OWN_KEYS[key]
+        is_number = isinstance(number, (int, kind)) and not isinstance(number, bool)
+        if not is_number or not 0 < number < TOO_MUCH:
+            expected = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{key}: expected {key}=<{expected} above 0>, came {setting[:60]!r}")
+        own[key] = kind(number)
+    return own, overrides
+
+
+def _run_config(model: str, overrides: list[str]) -> RunConfig:
+    if model in recipe_names() or model.endswith((".yaml", ".yml")):
+        return load_recipe(model, overrides)
+    settings: dict[str, Any] = {
+        "model": {"path": model, "dtype": "bfloat16"},
+        "data": {"task": "gsm8k", "name": "openai/gsm8k"},
+        "rewards": [{"name": "gsm8k_correct"}],
+        "rollout": {"group_size": 16, "max_new_tokens": 512},
+    }
+    for override in overrides:
+        apply_override(settings, override)
+    return parse_config(settings)
+
+
+def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
+    """The transformers config and the number of parameters, counted on a model without storage."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = _transformers_config(run)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # every architecture's config has words, and classes, of its own
+        if run.model.config is not None:
+            kind = run.model.config["model_type"]
+            raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
+        raise ValueError(
+            f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's "
+            f"folder or its config.json, came {model!r} ({reason(error)})"
+        ) from error
+    return config.get_text_config(), sum(p.numel() for p in empty.parameters())
+
+
+def _transformers_config(run: RunConfig) -> Any:
+    from transformers import AutoConfig
+
+    model = run.model
+    if model.config is not None:
+        size = model.vocab_size
+        if model.tokenizer == "symbols":
+            size = len(task_symbols(run.data)) + 2  # pad and end
+        return AutoConfig.for_model(**{"vocab_size": size, **model.config})
+    path = str(model.path)
+    if path.lower() in KNOWN_MODELS:
+        return AutoConfig.for_model(**KNOWN_MODELS[path.lower()])
+    if path.endswith(".json") and os.path.isfile(path):
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise ValueError(f"{path} has no model_type")
+        return AutoConfig.for_model(**fields)
+    return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+
+
+def _gpu_here() -> float:
+    if not torch.cuda.is_available():
+        expected = "expected gpu=<GB of the GPU's memory>, for example gpu=141"
+        raise ValueError(f"gpu: {expected}; there is no GPU here")
+    return torch.cuda.get_device_properties(0).total_memory / 1e9

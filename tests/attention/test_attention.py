@@ -1,0 +1,207 @@
+"""The registered attention function: what it refuses, which kernel it takes, and that a wrong one
+is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_fast.attention import (
+    PackedLayout,
+    check_supported,
+    dispatch,
+    pack_groups,
+    register,
+    shared_prompt_supported,
+)
+from grpo_fast.attention.dispatch import Kind, Provider
+from tests.tiny import tiny_model
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.fixture
+def fresh_choice():
+    """Nothing chosen before, nothing left behind."""
+    dispatch.choose.cache_clear()
+    yield
+    dispatch.choose.cache_clear()
+
+
+def names(kind):
+    return [provider.name for provider in dispatch.candidates(kind)]
+
+
+# ----------------------------------------------------------
+# choosing
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Kind("cpu", FP32, 64), ["flash_cpu", "explicit"]),
+        (Kind("cpu", FP64, 20), ["flash_cpu", "explicit"]),
+        (Kind("cpu", BF16, 64, has_window=True), ["explicit"]),
+        (Kind("cpu", BF16, 64, has_softcap=True), ["explicit"]),
+        (Kind("cpu", FP16, 64), ["explicit"]),
+        (Kind("cuda", BF16, 64), ["fa4", "fa3", "fa2", "flash_aten", "flex", "explicit"]),
+        (
+            Kind("cuda", FP16, 128, has_window=True),
+            ["fa4", "fa3", "fa2", "flash_aten", "flex", "explicit"],
+        ),
+        (Kind("cuda", BF16, 64, has_softcap=True), ["fa3", "fa2", "flex", "explicit"]),
+        (Kind("cuda", BF16, 256), ["fa3", "fa2", "flash_aten", "flex", "explicit"]),
+        (Kind("cuda", BF16, 512), ["flex", "explicit"]),
+        (Kind("cuda", BF16, 60), ["flex", "explicit"]),
+        (Kind("cuda", FP32, 64), ["flex", "explicit"]),
+    ],
+)
+def test_candidates_with_every_package_on_a_hopper(monkeypatch, kind, expected):
+    monkeypatch.setattr(dispatch, "_has_distribution", lambda name: True)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: 90)
+    monkeypatch.setattr(dispatch.util, "find_spec", lambda name: True)
+    assert names(kind) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "distributions", "expected"),
+    [
+        (80, ("flash-attn", "flash-attn-4"), ["fa2", "flash_aten", "flex", "explicit"]),
+        (100, ("flash-attn", "flash-attn-4"), ["fa4", "fa2", "flash_aten", "flex", "explicit"]),
+        # Both ship a module called flash_attn: FA4 alone must not be taken for FA2, nor FA2 for
+        # FA4.
+        (90, ("flash-attn-4",), ["fa4", "flash_aten", "flex", "explicit"]),
+        (90, ("flash-attn",), ["fa2", "flash_aten", "flex", "explicit"]),
+        (90, (), ["flash_aten", "flex", "explicit"]),
+        (75, (), ["flex", "explicit"]),
+    ],
+)
+def test_candidates_by_package_and_gpu(monkeypatch, capability, distributions, expected):
+    monkeypatch.setattr(dispatch, "_has_distribution", lambda name: name in distributions)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+    assert names(Kind("cuda", BF16, 64)) == expected
+
+
+def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
+    fresh_choice, monkeypatch, caplog
+):
+    honest = next(p for p in dispatch.PROVIDERS if p.name == "explicit")
+    raising = Provider("raising", lambda kind: None, lambda *_: 1 / 0)
+    unable = Provider("unable", lambda kind: "never", lambda *_: 1 / 0)
+
+    def without_prompts(q, k, v, layout, rule):
+        return honest.attend(q, k, v, PackedLayout.of(layout.lengths), rule)
+
+    def wrong_gradient(q, k, v, layout, rule):
+        return honest.attend(q, k.detach() + 0.9 * (k - k.detach()), v, layout, rule)
+
+    liars = [Provider(f.__name__, lambda kind: None, f) for f in (without_prompts, wrong_gradient)]
+    monkeypatch.setattr(dispatch, "PROVIDERS", (raising, unable, *liars, honest))
+    caplog.set_level(logging.INFO, logger="grpo_fast.attention.dispatch")
+    for _ in range(2):
+        assert dispatch.choose(Kind("cpu", FP32, 8)).name == "explicit"
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4
+    assert "raising failed on cpu float32, head_dim 8: division by zero" in lines[0]
+    assert "without_prompts is wrong" in lines[1] and "wrong_gradient is wrong" in lines[2]
+    assert lines[3].startswith("packed attention on cpu float32, head_dim 8: explicit")
+    monkeypatch.setattr(dispatch, "PROVIDERS", (raising,))
+    with pytest.raises(
+        RuntimeError, match="no attention kernel passed its self-test on cpu float64"
+    ):
+        dispatch.choose(Kind("cpu", FP64, 8))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_first_call_may_come_without_gradients(fresh_choice, mode):
+    state = torch.random.get_rng_state()
+    q, k, v = (torch.ones(5, heads, 8) for heads in (2, 1, 1))
+    with mode(), torch.autocast("cpu", dtype=BF16):
+        out = dispatch.packed_rows_attention(q, k, v, PackedLayout.of([5]), scale=1.0)
+    torch.testing.assert_close(out, torch.ones(5, 2, 8))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_window_that_no_query_reaches_is_none(monkeypatch):
+    kinds = []
+    provider = Provider("spy", lambda kind: None, lambda q, *_: q)
+    monkeypatch.setattr(dispatch, "choose", lambda kind: kinds.append(kind) or provider)
+    # No query sees more than 4 + 3 keys.
+    q, layout = (torch.ones(9, 1, 8), PackedLayout.of([4, 3, 2], sharing=[2]))
+    for window in (None, 8, 7, 6):
+        dispatch.packed_rows_attention(q, q, q, layout, scale=1.0, window=window)
+    assert [kind.has_window for kind in kinds] == [False, False, False, True]
+
+
+# ----------------------------------------------------------
+# refusals
+def test_refusals():
+    model = tiny_model("llama")
+    model.set_attn_implementation(register())
+    ids = torch.arange(2, 8)[None]
+    layout = PackedLayout.of([2, 4])
+    call = {"input_ids": ids, "position_ids": layout.position_ids, "use_cache": False}
+    with pytest.raises(ValueError, match="packed_layout: expected a PackedLayout"):
+        model(**call)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(**call, packed_layout=layout, attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="holds 5 tokens"):
+        model(**call, packed_layout=PackedLayout.of([2, 3]))
+    with pytest.raises(ValueError, match="one row"):
+        model(input_ids=ids.repeat(2, 1), use_cache=False, packed_layout=layout)
+    dropping = tiny_model("llama", attention_dropout=0.1).train()
+    dropping.set_attn_implementation(register())
+    with pytest.raises(ValueError, match="dropout: expected 0"):
+        dropping(**call, packed_layout=layout)
+
+
+def test_attention_sinks_are_refused():
+    """GPT-OSS: a learned logit in every softmax, which no merge of ours knows."""
+    fields = {
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "experts_implementation": "eager",
+    }
+    model = tiny_model("gpt_oss", **fields)
+    model.set_attn_implementation(register())
+    with pytest.raises(ValueError, match="s_aux"):
+        model(**pack_groups([([2, 3], [[4, 5], [6, 7]])]).model_inputs)
+
+
+def test_no_double_backward():
+    q, k, v = (torch.randn(6, heads, 8, requires_grad=True) for heads in (2, 1, 1))
+    out = dispatch.packed_rows_attention(
+        q, k, v, PackedLayout.of([2, 2, 2], sharing=[2]), scale=1.0
+    )
+    with pytest.raises(RuntimeError, match="no double backward"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type"),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+            "mrope_section",
+        ),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+    ],
+)
+def test_models_that_cannot_be_packed(fields, message):
+    config = SimpleNamespace(model_type="some", **fields)
+    with pytest.raises(ValueError, match=message):
+        check_supported(SimpleNamespace(config=config))
+    assert message in shared_prompt_supported(SimpleNamespace(config=config))
+    with pytest.raises(ValueError, match="recurrent state"):
+        check_supported(
+            SimpleNamespace(config=SimpleNamespace(model_type="mamba"), _is_stateful=True)
+        )
+
+
+def test_models_that_can_share_prompts():
+    assert shared_prompt_supported(tiny_model("gemma2")) is None

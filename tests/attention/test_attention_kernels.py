@@ -1,0 +1,248 @@
+"""Every kernel behind the packed attention that runs on a CPU against the definition."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_fast.attention import (
+    PackedLayout,
+    dispatch,
+    flex,
+    kernels_cpu,
+    kernels_explicit,
+    pack_groups,
+    shared_prefix,
+)
+from grpo_fast.attention.kernel import Kernel
+from grpo_fast.attention.reference import visible
+from grpo_fast.attention.shared_prefix import attend
+from grpo_fast.attention.spans import Rule
+
+FLASH = Kernel("flash_cpu", kernels_cpu.forward, kernels_cpu.backward)
+EXPLICIT = Kernel("explicit", kernels_explicit.forward, kernels_explicit.backward)
+LAYOUTS = {
+    "one segment": ([7], []),
+    "packed: equal, similar and single-token segments": ([9, 13, 9, 2, 1, 17], []),
+    "one group": ([6, 4, 1, 3], [3]),
+    "groups and plain segments": ([9, 4, 5, 1, 3, 2, 7, 10], [3, 2]),
+    "groups of similar shape": ([9, 8, 8, 4, 4, 4, 3, 5, 2], [2, 2, 2]),
+    "equal completions, one call": ([5, 3, 3, 3], [3]),
+    "longer than a block of flex": ([150, 140, 3, 130], [2]),
+}
+RULES = [
+    Rule(0.4),
+    Rule(0.4, 1),
+    Rule(0.4, 4),
+    Rule(0.4, 64),
+    Rule(0.4, None, 2.0),
+    Rule(0.4, 4, 2.0),
+]
+
+
+def layout_of(name):
+    lengths, sharing = LAYOUTS[name]
+    return PackedLayout.of(lengths, sharing=sharing)
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
+def layout(request):
+    return layout_of(request.param)
+
+
+def inputs_of(layout, dtype=torch.float64, heads=4, kv_heads=2, dim=8):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(layout.total, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+    *qkv, grad = (
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes
+    )
+    return [x.requires_grad_() for x in qkv], grad
+
+
+def definition(q, k, v, layout, rule):
+    """Row by row from "sees its segment and its segment's prompt up to itself": shares no code with
+    the package.
+    """
+    starts = torch.tensor([0, *layout.lengths]).cumsum(0).tolist()
+    prompts = [None] * len(layout.sharing)
+    prompts += [p for p, count in enumerate(layout.sharing) for _ in range(count)]
+    prompts += [None] * (len(layout.lengths) - len(prompts))
+    repeat = q.shape[1] // k.shape[1]
+    rows = []
+    for segment, prompt in enumerate(prompts):
+        for row in range(starts[segment], starts[segment + 1]):
+            seen = list(range(starts[prompt], starts[prompt + 1])) if prompt is not None else []
+            seen = (seen + list(range(starts[segment], row + 1)))[-(rule.window or 10**9) :]
+            heads = []
+            for head in range(q.shape[1]):
+                scores = (k[seen, head // repeat] @ q[row, head]) * rule.scale
+                if rule.softcap:
+                    scores = rule.softcap * torch.tanh(scores / rule.softcap)
+                heads.append(scores.softmax(-1) @ v[seen, head // repeat])
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def results(function, qkv, grad, layout, rule):
+    out = function(*qkv, layout, rule)
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    "name", list(LAYOUTS)[:-1]
+)  # the definition goes row by row: not the longest
+def test_explicit_merged_and_gathered_are_the_definition(name, rule):
+    layout = layout_of(name)
+    qkv, grad = inputs_of(layout)
+    expected = results(definition, qkv, grad, layout, rule)
+    for gather in (True, None) if layout.sharing else (None,):
+        got = results(partial(attend, kernel=EXPLICIT, gather=gather), qkv, grad, layout, rule)
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_dense_reference_is_explicit(layout, rule):
+    qkv, grad = inputs_of(layout)
+    both = [
+        results(f, qkv, grad, layout, rule)
+        for f in (dispatch.reference.attend, partial(attend, kernel=EXPLICIT))
+    ]
+    for x, y in zip(*both, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("rule", [Rule(0.4), Rule(0.4, 4, 2.0)], ids=str)
+@pytest.mark.parametrize("name", ["groups and plain segments", "longer than a block of flex"])
+def test_flex_is_explicit(name, rule):
+    """Forward only: flex_attention has no backward on a CPU."""
+    layout = layout_of(name)
+    qkv = [x.detach() for x in inputs_of(layout)[0]]
+    got, expected = flex.attend(*qkv, layout, rule), attend(*qkv, layout, rule, kernel=EXPLICIT)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
+def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
+    qkv, grad = inputs_of(layout, heads=heads[0], kv_heads=heads[1])
+    both = [
+        results(partial(attend, kernel=kernel), qkv, grad, layout, Rule(0.4))
+        for kernel in (FLASH, EXPLICIT)
+    ]
+    for x, y in zip(*both, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
+    layout = PackedLayout.of([9, 4, 5, 1, 3, 2, 7, 10], sharing=[3, 2])
+    qkv, grad = inputs_of(layout, torch.bfloat16)
+    whole = results(partial(attend, kernel=FLASH), qkv, grad, layout, Rule(0.4))
+    monkeypatch.setattr(shared_prefix, "MERGE_NUMBERS", 100)  # three rows of 32
+    pieces = results(partial(attend, kernel=FLASH), qkv, grad, layout, Rule(0.4))
+    assert all(torch.equal(x, y) for x, y in zip(whole, pieces, strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(RULES),
+)
+def test_any_groups_give_the_same_shared_and_packed(sizes, rule):
+    """Tokens with rows of their own in q, k and v: what predicts a completion token is the same in
+    both layouts.
+    """
+    numbers = iter(range(10_000))
+    groups = [
+        ([next(numbers) for _ in range(p)], [[next(numbers) for _ in range(c)] for c in cs])
+        for p, cs in sizes
+    ]
+    generator = torch.Generator().manual_seed(5)
+    tables = [
+        torch.randn(next(numbers), heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    ]
+    outputs = []
+    for shared in (True, False):
+        pack = pack_groups(groups, shared=shared)
+        q, k, v = (table[pack.input_ids[0]] for table in tables)
+        out = dispatch.packed_rows_attention(q, k, v, pack.layout, **rule._asdict())
+        outputs.append(out[pack.predicting])
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-13)
+
+
+def test_flash_cpu_refuses_keys_in_front_of_the_queries():
+    """Its causal order starts at the top left, so copied prompts would be seen wrongly."""
+    layout = PackedLayout.of([3, 2, 2], sharing=[2])
+    with pytest.raises(ValueError, match="as many keys as queries"):
+        attend(*inputs_of(layout)[0], layout, Rule(0.4), kernel=FLASH, gather=True)
+
+
+@pytest.mark.parametrize("kernel", [FLASH, EXPLICIT], ids=lambda kernel: kernel.name)
+def test_strided_inputs(layout, kernel):
+    """q, k and v as a fused projection leaves them, and a gradient that is an expanded scalar."""
+
+    def backward(grad, *rest):
+        assert grad.stride()[-2:] == (8, 1)  # FlashAttention takes nothing else
+        return kernel.backward(grad, *rest)
+
+    qkv, _ = inputs_of(layout)
+    fused = torch.cat([x.detach() for x in qkv], dim=1).requires_grad_()
+    out = attend(
+        *fused.split([4, 2, 2], dim=1), layout, Rule(0.4), kernel=kernel._replace(backward=backward)
+    )
+    got = torch.autograd.grad(out.sum(), fused)[0]
+    expected = torch.autograd.grad(attend(*qkv, layout, Rule(0.4), kernel=EXPLICIT).sum(), qkv)
+    torch.testing.assert_close(got, torch.cat(expected, dim=1), rtol=0, atol=1e-13)
+
+
+def test_explicit_chunks_change_nothing(monkeypatch):
+    """Long prompts are cut into chunks of queries; what a chunk cannot see is not multiplied."""
+    layout = PackedLayout.of([150, 140, 3, 130], sharing=[2])
+    qkv, grad = inputs_of(layout)
+    for rule in RULES:
+        whole = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, rule)
+        monkeypatch.setattr(kernels_explicit, "CHUNK_SCORES", 40_000)
+        cut = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, rule)
+        monkeypatch.undo()
+        for x, y in zip(whole, cut, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+    chunks = list(
+        kernels_explicit._chunks(layout.on_itself.blocks[0], True, 20, 4, torch.device("cpu"))
+    )
+    assert len(chunks) == 8 and chunks[3].keys == slice(41, 80)
+
+
+def test_explicit_under_autocast_stays_in_fp32():
+    layout = PackedLayout.of([9, 4, 5], sharing=[2])
+    qkv, grad = inputs_of(layout, torch.float32)
+    plain = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, Rule(0.4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, Rule(0.4))
+    assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
+
+
+def test_blocks_of_flex_cover_what_is_visible(layout):
+    """A block of keys is listed if and only if some query sees some key in it; a full one needs no
+    mask.
+    """
+    for window in (None, 1, 4, 100, 128, 129, 200):
+        number = -(-layout.total // flex.BLOCK)
+        padded = torch.zeros(2 * [number * flex.BLOCK], dtype=torch.bool)
+        padded[: layout.total, : layout.total] = visible(layout, window)
+        blocks = padded.view(number, flex.BLOCK, number, flex.BLOCK)
+        some, full = flex.block_map(layout, window)
+        assert torch.equal(some, blocks.any(3).any(1))
+        assert not (full & ~blocks.all(3).all(1)).any()
+    assert (
+        PackedLayout.of([600]).total and flex.block_map(PackedLayout.of([600]), None)[1].sum() == 6
+    )

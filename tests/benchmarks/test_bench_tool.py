@@ -1,0 +1,517 @@
+"""The benchmark tool: what it verifies, refuses to time, computes. Nothing here is a timing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import command, measure
+from benchmarks.gpu import candidates, predict, tune
+from benchmarks.kernels import ceiling, gate, runner
+from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
+from benchmarks.kernels.problem import STANDARD, Variant, make_problem
+from benchmarks.kernels.providers import Provider, providers_of
+from benchmarks.kernels.providers.base import differentiate
+from benchmarks.kernels.shapes import (
+    COMPLETIONS,
+    CPU,
+    GPU,
+    MODELS,
+    QUICK,
+    Shape,
+    checked,
+    model_shapes,
+    shape_of,
+)  # fmt: skip
+from benchmarks.measure import Step
+from benchmarks.report import files, plots, readme, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens; a vocabulary of no round number
+FP32 = torch.float32
+
+
+def provider(operation: str, name: str) -> Provider:
+    return next(p for p in providers_of(operation) if p.name == name)
+
+
+# ---- what a result is held to ----
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        STANDARD,
+        Variant(0.5, "masked", "peaked", "ragged"),
+        Variant(0.5, "clipped"),
+        Variant(0.25, "zero-advantage"),
+    ],
+    ids=lambda v: f"{v.active:g}-{v.inactive}-{v.softmax}-{v.mask}",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ours_and_plain_torch_are_right_on_every_variant(operation, variant, dtype):
+    problem = make_problem(SHAPE, dtype, variant=variant)
+    names = ["grpo_fast (auto)", "grpo_fast (torch)"] + (
+        ["plain torch"] if not operation.endswith("inplace") else []
+    )
+    for name in names:
+        row, step = runner.verify(provider(operation, name), operation, problem, dtype, "cpu")
+        assert row["status"] == "ok" and step is not None, (name, row)
+        if name.startswith("grpo_fast"):
+            assert max(row["errors"].values()) < (1e-5 if dtype == FP32 else 1e-2), row
+
+
+def test_the_exact_answer_is_autograds_in_fp64():
+    problem = make_problem(SHAPE, torch.float64)
+    step = provider("linear_grpo_loss", "plain torch").prepare(problem)
+    errors = problem.truth("loss").errors(step())
+    assert max(errors.values()) < 1e-6  # the plain path takes its logits in fp32
+    variant = make_problem(SHAPE, FP32, variant=Variant(0.5, "clipped"))
+    idle = variant.truth("loss").values["grad_hidden"].abs().sum(-1) == 0
+    assert 0.2 < idle.double().mean() < 0.8
+
+
+def test_variants_do_what_they_say():
+    full, ragged = (
+        make_problem(SHAPE, FP32, variant=Variant(mask=mask)) for mask in ("full", "ragged")
+    )
+    assert full.mask_or_none is None and ragged.count < SHAPE.n
+    lengths = ragged.mask.view(COMPLETIONS, -1)
+    assert (lengths[:, :-1] >= lengths[:, 1:]).all(), "padding is on the right"
+    flat, peaked = (
+        make_problem(QUICK[0], FP32, variant=Variant(softmax=word)) for word in ("flat", "peaked")
+    )
+    assert peaked.logps.exp().median() > 0.9 and flat.logps.exp().median() < 0.3
+    zero = make_problem(SHAPE, FP32, variant=Variant(0.25, "zero-advantage"))
+    assert int((zero.advantages != 0).sum()) == 2
+
+
+@pytest.mark.parametrize("wrong", ["loss", "grad_hidden", "grad_weight", "missing", "nan", "shape"])
+def test_a_wrong_result_is_listed_and_not_timed(wrong):
+    problem = make_problem(SHAPE, FP32)
+    right = provider("linear_grpo_loss", "plain torch").prepare(problem)
+
+    def spoil():
+        result = right()
+        if wrong == "missing":
+            del result["grad_weight"]
+        elif wrong == "shape":
+            result["grad_weight"] = result["grad_weight"][:-1]
+        elif wrong == "nan":
+            result["grad_hidden"][0, 0] = float("nan")
+        else:
+            result[wrong] = result[wrong] * 1.01
+        return result
+
+    bad = Provider("bad", "peer", lambda problem: Step(spoil))
+    row, step = runner.verify(bad, "linear_grpo_loss", problem, FP32, "cpu")
+    assert row["status"] == "wrong" and "not timed" in row["reason"] and step is None
+
+
+def test_a_provider_that_fails_or_lacks_memory_is_listed():
+    problem = make_problem(SHAPE, FP32)
+
+    def fail(problem):
+        return differentiate(problem, lambda: torch.zeros(()) + undefined)  # noqa: F821
+
+    row, step = runner.verify(
+        Provider("broken", "peer", fail), "linear_grpo_loss", problem, FP32, "cpu"
+    )
+    assert (row["status"], step) == ("failed", None) and "NameError" in row["reason"]
+    huge = Provider("huge", "peer", fail, wide_logits=1e12)
+    row, step = runner.verify(huge, "linear_grpo_loss", problem, FP32, "cpu")
+    assert row["status"] == "missing" and "GiB" in row["reason"]
+    absent = Provider("absent", "peer", fail, needs="no_such_package")
+    assert absent.missing("cpu", FP32) == "no_such_package is not installed"
+
+
+def test_every_peer_is_listed():
+    names = {p.name for operation in OPERATIONS for p in providers_of(operation)}
+    assert {
+        "plain torch",
+        "torch.compile",
+        "TRL",
+        "CCE",
+        "Liger",
+        "Liger SM90",
+        "Liger Triton",
+        "QuACK",
+        "verl",
+    } <= names
+    assert {"F.linear_cross_entropy", "three GEMMs", "one GEMM", "device copy"} <= names
+    assert {f"grpo_fast ({backend})" for backend in ("auto", "torch", "cpu", "triton")} <= names
+
+
+def test_an_in_place_step_gets_its_input_back():
+    problem = make_problem(SHAPE, FP32)
+    step = provider("logits_grpo_loss_inplace", "grpo_fast (auto)").prepare(problem)
+    first, second = step()["grad_logits"].clone(), step()["grad_logits"].clone()
+    assert torch.equal(first, second) and step.owned_bytes == problem.logits.nbytes
+    again = step.run()["grad_logits"]  # without the reset its input is a gradient
+    assert not torch.equal(first, again)
+
+
+# ---- the command ----
+
+
+def bench(*words: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = ("-m", "benchmarks", *words)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=300
+    )
+
+
+def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    words = "linear_grpo_loss logits_grpo_loss --shapes 16,8,64 32,8,64 --threads 1"
+    words += " --allocator default --budget 0.01"
+    done = bench(
+        *words.split(), "--rounds", "2", "--providers", "grpo_fast", "plain", "--out", str(out)
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert len(report["cases"]) == 4 and {"commit", "hardware", "versions", "settings"} <= set(
+        report
+    )
+    for case in report["cases"]:
+        ours = case["rows"]["grpo_fast (auto)"]
+        assert {
+            "median_ms",
+            "spread_ms",
+            "ratio_to_limit",
+            "rate",
+            "unit",
+            "workspace_mib",
+            "errors",
+        } <= set(ours)
+        assert (
+            case["truth"] == "float64" and case["rows"]["grpo_fast (triton)"]["status"] == "missing"
+        )
+    assert "hidden -> GRPO loss" in done.stdout and "% of limit" in done.stdout
+    assert (
+        plots.main([str(out), "-o", str(tmp_path / "k.png")]) == 0
+        and (tmp_path / "k.png").stat().st_size > 10000
+    )
+    assert "plain torch" in tables.verdict(files.cases_of([out]))
+    assert predict.main(["--against", str(out)]) == 0 and "not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["linear_gpo_loss"], ["OPERATION", "linear_grpo_loss", "linear_gpo_loss"]),
+        (["--shapes", "7,16,97"], ["multiple of 8", "7"]),
+        (["--shapes", "8,16"], ["N,H,V", "8,16"]),
+        (["--model", "gpt-9"], ["model", "qwen3-8b", "gpt-9"]),
+        (["--tokens", "64"], ["--model"]),
+        (["--active", "1.5"], ["active", "1.5"]),
+        *[
+            ([f"--{name}", x], [f"--{name}", "> 0", x])
+            for name in ("threads", "rounds", "budget")
+            for x in ("0", "-1")
+        ],
+        (["--budget", "nan"], ["--budget", "nan"]),
+        (["--inactive", "clipped"], ["inactive", "--active", "clipped"]),
+        (["--providers", "grpo_fast", "nobody"], ["providers", "plain torch", "nobody"]),
+        (["--device", "cuda", "--allocator", "fair"], ["allocator", "fair"]),
+        (["--out", "/tmp"], ["--out", "a file", "/tmp"]),
+        (["step", "--shapes", "64,64,512"], ["--shapes", "linear_grpo_loss", "step"]),
+        (["rollout", "--verify-only"], ["--verify-only", "rollout"]),
+    ],
+)
+def test_refusals(words, parts, capsys):
+    try:
+        code = command.main([*words, "--dry"])
+    except SystemExit as error:
+        code = error.code
+    shown = capsys.readouterr().err
+    assert code == 2 and all(part in shown for part in parts), shown
+
+
+def test_a_dry_run_says_what_cannot_run(capsys):
+    assert command.main(["linear_logps", "--device", "cuda", "--model", "gemma-3-4b", "--dry"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "8192,2560,262144 bf16" in shown and "Liger SM90" in shown and "grpo_fast (auto)" in shown
+    )
+    if not torch.cuda.is_available():
+        assert command.main(["linear_logps", "--device", "cuda"]) == 2
+        assert "device: expected cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", ["wrong", "failed"])
+def test_a_wrong_result_of_ours_fails_the_command_and_a_peers_does_not(
+    monkeypatch, tmp_path, capsys, status
+):
+    rows = {
+        "grpo_fast (auto)": {"role": "ours", "status": "ok"},
+        "TRL": {"role": "peer", "status": "ok"},
+    }
+    case = {"operation": "linear_logps", "shape": [8, 8, 8], "dtype": "fp32", "rows": rows}
+    monkeypatch.setattr(runner, "run", lambda plan, save: [case])
+    words = "linear_logps --shapes 8,8,8 --device cpu --allocator default --verify-only".split()
+    words += ["--out", str(tmp_path / "r.json")]
+    assert command.main(words) == 0
+    rows["TRL"] |= {"status": status, "reason": "beyond"}
+    assert command.main(words) == 0
+    rows["grpo_fast (auto)"] |= {"status": status, "reason": "beyond"}
+    assert (
+        command.main(words) == 1 and f"grpo_fast (auto) {status}: beyond" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_writes_its_report_and_takes_the_common_options(name, capsys, tmp_path):
+    words = [name, "--dry", "--budget", "2", "--rounds", "3", "--threads", "1"]
+    assert command.main([*words, "--quick"]) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        f" {part}" in shown for part in ("--quick", "--budget 2", "--rounds 3", "--threads 1")
+    ), shown
+    assert f"--json {command.RESULTS}/quick-{name}-cpu-" in shown
+    assert (
+        command.main(words) == 0
+        and f"--json {command.RESULTS}/{name}-cpu-" in capsys.readouterr().out
+    )
+    assert command.main([*words, "--out", str(tmp_path / "x.json")]) == 0
+    assert f"--json {tmp_path}/x-{name}.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_know_the_options_they_are_given(name):
+    folder = ROOT / "benchmarks" / "trainers"
+    source = (folder / f"{name}.py").read_text()
+    assert "new_parser(__doc__)" in source, "it takes the options that all of them take"
+    common = re.findall(r'"(--[a-z-]+)"', (folder / "options.py").read_text())
+    known = {*common, *re.findall(r'"(--[a-z-]+)"', source)}
+    given = {word for word in SCRIPTS[name].split() if word.startswith("--")}
+    assert given <= known and {"--json", "--device", "--quick"} <= set(common)
+
+
+def test_the_command_line_finds_the_checkout_or_says_so(tmp_path):
+    from typer.testing import CliRunner
+
+    from grpo_fast import cli
+
+    result = CliRunner().invoke(cli.app, ["bench", "--help"])
+    assert result.exit_code == 0 and "--active" in result.output
+    installed = tmp_path / "grpo_fast"
+    installed.mkdir()
+    elsewhere = str(installed / "cli.py")
+    code = f"import grpo_fast.cli as c; c.__file__ = {elsewhere!r}; c.app(['bench', '--quick'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert (
+        done.returncode == 2
+        and "expected a checkout" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+
+
+# ---- shapes, predictions, gate ----
+
+
+def test_shapes():
+    assert shape_of("64,64,512") == QUICK[0] and all(
+        checked(shape) for shape in (*QUICK, *CPU, *GPU)
+    )
+    assert model_shapes(["gemma-3-4b"], [1024]) == [Shape(1024, 2560, 262144)]
+    assert {
+        "qwen2.5-0.5b",
+        "qwen2.5-1.5b",
+        "qwen2.5-7b",
+        "qwen3-8b",
+        "llama-3-8b",
+        "gemma-3-4b",
+    } <= set(MODELS)
+
+
+def test_predictions_count_the_code_as_it_is():
+    from grpo_fast.kernels import workspace as memory
+
+    assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
+    large = predict.Case("linear_grpo_loss", GPU[2], "")
+    dense, sparse = (predict.estimate(large._replace(active=share)) for share in (1.0, 0.2))
+    assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
+    assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
+    assert abs(sum(dense.parts.values()) - dense.ours) < 1e-9
+    # By hand: three chunks, whose 2752 rows of 16 bits hold 0.8 GB; 4.3e12 bytes per second.
+    assert predict.chunk_plan(8192, 151936) == (3, 2752)
+    logits, gradient = 2 * 2752 * 151936, 4 * 151936 * 4096
+    assert logits <= predict.WORKSPACE and dense.workspace == logits + gradient
+    assert dense.parts["dW accumulated in fp32"] == pytest.approx(5 * gradient / 4.3e12)
+    assert dense.parts["dW to 16 bits"] == pytest.approx(1.5 * gradient / 4.3e12)
+    assert "not measured" in predict.report().lower() and predict.command(large) in predict.report()
+
+
+def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, capsys):
+    ratios = {setting.key: 1.0 for setting in gate.settings([1])}
+    file = tmp_path / "gate.json"
+    file.write_text(json.dumps({"ratios": ratios}))
+    words = ["--threads", "1", "--file", str(file)]
+    attempts = []
+
+    def run_with(value):
+        monkeypatch.setattr(
+            gate, "ratio", lambda setting, budget: attempts.append(setting) or value
+        )
+        return gate.main(words)
+
+    assert run_with(1.14) == 0 and len(attempts) == len(ratios)
+    assert run_with(1.16) == 1 and "REGRESSED" in capsys.readouterr().out
+    assert len(attempts) == len(ratios) * (1 + gate.ATTEMPTS), (
+        "measured again before it is called a regression"
+    )
+    file.write_text(json.dumps({"ratios": {}}))
+    assert run_with(9.0) == 0 and "nothing is stored" in capsys.readouterr().out
+    assert gate.main([*words, "--update"]) == 0
+    assert json.loads(file.read_text())["ratios"] == dict.fromkeys(ratios, 9.0)
+
+
+def test_the_gate_forces_the_instruction_set(monkeypatch):
+    seen = []
+    rows = {gate.OURS: {"status": "ok", "ratio_to_limit": 1.5}}
+    monkeypatch.setattr(
+        gate,
+        "run_child",
+        lambda plan, allocator, quiet: (
+            seen.append((os.environ["GRPO_FAST_CPU"], plan)) or [{"rows": rows}]
+        ),
+    )
+    assert {setting.dtype for setting in gate.settings([2])} == {"fp32", "bf16"}
+    setting = next(s for s in gate.settings([2]) if s.dtype == "bf16")
+    assert gate.ratio(setting, 0.1) == 1.5
+    assert seen[0][1].dtypes == ["bf16"] and " bf16 avx2 2 threads" in setting.key
+    assert seen[0][0] == "avx2" and seen[0][1].threads == 2 and "GRPO_FAST_CPU" not in os.environ
+    rows[gate.OURS] = {"status": "wrong", "reason": "beyond"}
+    with pytest.raises(ValueError, match="not timed: wrong beyond"):
+        gate.ratio(setting, 0.1)
+
+
+# ---- measure ----
+
+
+def test_times_leave_resets_out_and_take_plain_callables():
+    calls = []
+    step = Step(lambda: calls.append("run") or {}, reset=lambda: calls.append("reset"))
+    measure.seconds(step, 3, "cpu")
+    assert calls == ["reset", "run"] * 3
+    samples = measure.interleaved({"plain": lambda: sum(range(1000))}, "cpu", budget=0.01, rounds=3)
+    assert len(samples["plain"]) >= 2 and measure.spread(samples["plain"])["median_ms"] > 0
+
+
+def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
+    file = tmp_path / "x.json"
+    for content in ("{", "{}"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match="results: expected"):
+            files.load(file)
+    assert plots.main([str(file)]) == 2 and predict.main(["--against", str(file)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_candidates_hold_the_shipped_configurations():
+    from grpo_fast.kernels.gpu import configs
+
+    every = candidates.candidates()
+    assert len(set(every)) == len(every) > 40
+    assert tuple(configs.row_config(32000)) in [c.config for c in every if c.kind == "rows"]
+    shipped = tuple(configs._LINEAR["sm_90", True, True])
+    for kind in candidates.KINDS:
+        assert shipped in [c.config for c in every if c.kind == kind], kind
+    for candidate in every:
+        assert f"{tuple(candidate.make())}" in candidate.line
+    assert {c.loop for c in every} == set(candidates.LOOPS)
+
+
+def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "RESULTS", tmp_path)
+    rows = [c for c in candidates.candidates() if c[:2] == ("rows", "bfloat16")]
+    assert tune.survivors("sm_90", "rows", "bfloat16") == rows, (
+        "all of them where nothing was compiled"
+    )
+    cases = [{**c._asdict(), "starts": i == 0} for i, c in enumerate(rows)]
+    (tmp_path / "candidates-sm_90.json").write_text(json.dumps({"cases": cases}))
+    assert tune.survivors("sm_90", "rows", "bfloat16") == rows[:1]
+
+
+def test_benchmarks_import_nothing_from_the_tests():
+    """Nor does the package import them, but for the door of the command line."""
+    pattern = re.compile(r"^\s*(?:from|import) (tests|triton_tools|conftest)\b", re.M)
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        assert not pattern.search(path.read_text()), path
+    pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.M)
+    importing = [
+        p.name for p in (ROOT / "grpo_fast").rglob("*.py") if pattern.search(p.read_text())
+    ]
+    assert importing == ["cli.py"]
+
+
+# ---- the page and its picture ----
+
+
+def test_the_tables_of_the_page_are_those_of_the_committed_results():
+    text = readme.PAGE.read_text()
+    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+    assert readme.refreshed(text) == text, "python -m benchmarks.report.readme --tables"
+
+
+def standard_case(report: int, tokens: int, milliseconds: float, **changes) -> dict:
+    rows = {
+        "three GEMMs": {"role": "limit", "median_ms": milliseconds},
+        "grpo_fast (auto)": {"role": "ours", "median_ms": milliseconds / 2},
+        "grpo_fast (torch)": {"role": "ours", "median_ms": milliseconds * 2},
+    }
+    shape = {"shape": [tokens, 256, 8192], "dtype": "fp32", "itemsize": 4, "active": 1.0}
+    where = {"report": report, "allocator": "default", "softmax": "flat", "hardware": {}}
+    return {"operation": "linear_grpo_loss", **shape, **where, "rows": rows, **changes}
+
+
+def test_a_curve_is_of_one_run():
+    """Two runs of the same N give one point for it: no vertical stroke."""
+    cases = [standard_case(1, n, n / 8) for n in (64, 256, 1024)] + [standard_case(0, 1024, 140.0)]
+    title, lines = plots.curves(cases, "median_ms")
+    assert title == "H=256 V=8192 fp32" and set(lines) == {"three GEMMs", "grpo_fast (auto)"}
+    assert lines["three GEMMs"] == ("limit", [(64, 8.0), (256, 32.0), (1024, 128.0)])
+    assert plots.curves(cases[:1], "median_ms") == ("", {})
+
+
+def test_nothing_measured_lies_above_its_roof():
+    """The picture of the page: every case of these files, against the ceiling of their machine."""
+    chosen = [readme.file_of(name) for name in readme.PLOTTED]
+    cases = [case for case in files.cases_of(chosen) if case["dtype"] == "fp32"]
+    flops, copied = plots.ceiling(cases)
+    points = plots.roofline_points(cases)
+    assert flops > 0 and copied > 0 and len(points) > 50
+    assert all(rate <= min(flops, intensity * copied) for _, intensity, rate in points)
+
+
+def test_a_machine_without_a_ceiling_has_no_roof(monkeypatch, tmp_path):
+    monkeypatch.setattr(ceiling, "RESULTS", tmp_path)
+    case = standard_case(0, 64, 8.0, hardware={"machine": "x86_64", "cpu": "unknown", "cores": 2})
+    assert plots.ceiling([case]) == (0.0, 0.0)
+
+
+def test_a_loop_of_multiply_adds_is_faster_than_a_product(monkeypatch):
+    """Both on one thread; a product of this size keeps the units busy for most of its time."""
+    monkeypatch.setattr(ceiling, "ATTEMPTS", 20)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a, b = (torch.randn(512, 512) for _ in range(2))
+        step = {"product": lambda: torch.mm(a, b)}
+        samples = measure.interleaved(step, "cpu", budget=0.2, rounds=20)["product"]
+    finally:
+        torch.set_num_threads(before)
+    assert ceiling.multiply_add_rate(1) > 0.95 * 2 * 512**3 / min(samples)

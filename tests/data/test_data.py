@@ -1,0 +1,344 @@
+"""Data sources and tokenizers: the real GSM8K where it is at hand, broken files, generated
+tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_fast.data import DatasetError, load_examples, task_symbols
+from grpo_fast.data.files import gold_answer, read_examples, strip_calculator
+from grpo_fast.data.generated import ArithmeticTask, SortTask
+from grpo_fast.data.prompts import PROMPT_TEMPLATES
+from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
+needs_gsm8k = pytest.mark.skipif(
+    not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout"
+)
+
+
+def source(**fields):
+    return SimpleNamespace(**fields)
+
+
+def write_lines(path: Path, *lines) -> Path:
+    texts = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+    path.write_bytes(
+        b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts)
+    )
+    return path
+
+
+# GSM8K
+# ----------------------------------------------------------
+
+
+@needs_gsm8k
+def test_gsm8k_counts_of_the_real_files():
+    """7473 + 1319 gold answers; 79 + 14 with commas, 3 + 2 negative, none decimal; none of them
+    lost.
+    """
+    for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
+        raw = [
+            json.loads(line)["answer"].rpartition("####")[2].strip()
+            for line in (GSM8K / f"{split}.jsonl").open()
+        ]
+        assert (sum("," in g for g in raw), sum(g.startswith("-") for g in raw)) == (
+            commas,
+            negative,
+        )
+        examples = load_examples(source(task="gsm8k", path=str(GSM8K)), split=split, seed=0)
+        assert len(examples) == count
+        assert sorted(e.answer for e in examples) == sorted(g.replace(",", "") for g in raw)
+        assert not any("." in e.answer or "," in e.answer for e in examples)
+        assert all(e.solution.rpartition("#### ")[2].replace(",", "") == e.answer for e in examples)
+        assert not any("<<" in e.solution for e in examples)
+
+
+@needs_gsm8k
+def test_gsm8k_train_file_uses_its_sibling_as_test():
+    by_folder = load_examples(source(task="gsm8k", path=str(GSM8K)), split="test", seed=0)
+    assert (
+        load_examples(source(task="gsm8k", path=str(GSM8K / "train.jsonl")), split="test", seed=9)
+        == by_folder
+    )
+
+
+def test_gold_answer():
+    assert gold_answer("a\n#### 1,080") == "1080"
+    assert gold_answer("#### 1\n#### -7 ") == "-7"
+    assert strip_calculator("48/2 = <<48/2=24>>24") == "48/2 = 24"
+    for bad in ("no marker", "#### ", "#### about 3", "#### ١٨"):
+        with pytest.raises(ValueError, match="####"):
+            gold_answer(bad)
+
+
+# Files
+# ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{not json", "not a JSON object"),
+        ("[1, 2]", "expected a JSON object, got list"),
+        ({"text": "x"}, "expected a field 'prompt' or 'question', found 'text'"),
+        ({"prompt": "x"}, "field 'answer', got None"),
+        ({"prompt": "", "answer": "1"}, "expected a non-empty text"),
+        ({"prompt": 3, "answer": "1"}, "text or a list of chat messages, got int"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
+        ({"prompt": "x", "answer": "1", "solution": 5}, "field 'solution', got int"),
+        ({"prompt": "x", "answer": "#### many"}, "expected a number after '####'"),
+        (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
+        ("[" * 100_000, "not a JSON object"),
+        ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
+        (
+            '{"prompt": "x \\ud800", "answer": "1"}',
+            "got the lone surrogate '\\ud800' at character 2",
+        ),
+        ('{"prompt": "x", "answer": "\\udfff"}', "lone surrogate"),
+        ('{"prompt": "x", "answer": "1", "solution": "\\ud83d"}', "lone surrogate"),
+        ('{"prompt": [{"role": "user", "content": "\\udc00"}], "answer": "1"}', "lone surrogate"),
+    ],
+)
+def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
+    path = write_lines(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"}, "", line)
+    with pytest.raises(DatasetError) as error:
+        read_examples(path)
+    assert f"{path}:3: " in str(error.value) and reason in str(error.value)
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path):
+    line = '{"prompt": "\\ud83d\\ude42", "answer": "1", "unused": "\\ud83d"}'
+    assert read_examples(write_lines(tmp_path / "d.jsonl", line))[0].prompt == "🙂"
+
+
+@pytest.mark.parametrize("lines", [10, 2])
+def test_a_training_set_that_is_the_test_set(tmp_path, lines):
+    """One line repeated, or two equal files: nothing is left to train on."""
+    path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
+    expected = (
+        rf"data: expected a training example in {tmp_path}.* whose prompt is not a test prompt "
+        "as well, got none$"
+    )
+    with pytest.raises(DatasetError, match=expected):
+        load_examples(source(task="jsonl", path=str(path)), split="train", seed=0)
+    write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
+    with pytest.raises(DatasetError, match=expected):
+        load_examples(source(task="jsonl", path=str(tmp_path)), split="train", seed=0)
+    assert len(load_examples(source(task="jsonl", path=str(tmp_path)), split="test", seed=0)) == 1
+    write_lines(tmp_path / "test.jsonl", {"prompt": "q", "answer": "1"})
+    with pytest.raises(DatasetError, match=f"got none after data.shots = {lines}$"):
+        load_examples(source(task="jsonl", path=str(tmp_path), shots=lines), split="train", seed=0)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"})
+    path.chmod(0)
+    with pytest.raises(DatasetError, match="found nothing at .*d.jsonl/x.jsonl"):
+        load_examples(source(task="jsonl", path=f"{path}/x.jsonl"), split="train", seed=0)
+    with pytest.raises(DatasetError, match="found nothing at"):
+        load_examples(source(task="jsonl", path="x" * 5000), split="train", seed=0)
+    unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
+    with pytest.raises(
+        DatasetError, match="data.path: expected a readable .jsonl file, got .*Errno"
+    ):
+        read_examples(unreadable)
+
+
+def test_gsm8k_task_needs_a_marked_number(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", {"question": "q", "answer": "18"})
+    assert read_examples(path)[0].answer == "18"
+    with pytest.raises(DatasetError, match=r"d\.jsonl:1: expected '#### <number>'"):
+        read_examples(path, gsm8k=True)
+
+
+def test_fields_and_templates(tmp_path):
+    path = write_lines(
+        tmp_path / "d.jsonl",
+        {"prompt": "p {x}", "answer": 5, "solution": "s"},
+        {"question": "q", "answer": "thus\n#### 7"},
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
+    )
+    first, second, third = read_examples(path, prompt_template="[{question}] {y}")
+    assert first == ("[p {x}] {y}", "5", "s")
+    assert second == ("[q] {y}", "7", "thus\n#### 7")
+    assert third.prompt == [{"role": "user", "content": "hi"}]
+    plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
+    assert read_examples(path, prompt_template="plain")[1].prompt == plain
+    chat = read_examples(path, system="S", chat=True)[1].prompt
+    assert chat == [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
+    with pytest.raises(DatasetError, match="prompt_template: expected {question}"):
+        read_examples(path, prompt_template="no place")
+
+
+def test_one_file_is_split_the_same_for_every_seed(tmp_path):
+    path = write_lines(
+        tmp_path / "d.jsonl", *({"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50))
+    )
+    data = source(task="jsonl", path=str(path), n_test=12)
+    test = load_examples(data, split="test", seed=1)
+    train = {seed: load_examples(data, split="train", seed=seed) for seed in (1, 2)}
+    assert test == load_examples(data, split="test", seed=2) and len(test) == 12
+    assert not {e.prompt for e in test} & {
+        e.prompt for e in train[1]
+    }  # also where a prompt occurs twice in the file
+    assert train[1] == load_examples(data, split="train", seed=1)
+    assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
+    with pytest.raises(DatasetError, match="data.n_test: expected fewer than the 50 lines"):
+        load_examples(source(task="jsonl", path=str(path), n_test=50), split="test", seed=0)
+
+
+def test_shots_come_from_train_and_leave_it(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", *({"prompt": f"p{i}", "answer": str(i)} for i in range(5)))
+    write_lines(folder / "test.jsonl", {"prompt": "t", "answer": "1"})
+    data = source(task="jsonl", path=str(folder), shots=2, prompt_template="Q: {question} A:")
+    assert (
+        load_examples(data, split="test", seed=0)[0].prompt == "Q: p0 A: 0\n\nQ: p1 A: 1\n\nQ: t A:"
+    )
+    assert sorted(e.answer for e in load_examples(data, split="train", seed=0)) == ["2", "3", "4"]
+
+
+def test_sources_that_are_not_there(tmp_path, monkeypatch):
+    with pytest.raises(DatasetError, match="found nothing at"):
+        load_examples(source(task="jsonl", path=str(tmp_path / "no.jsonl")), split="train", seed=0)
+    with pytest.raises(DatasetError, match="the file is empty"):
+        load_examples(
+            source(task="jsonl", path=str(write_lines(tmp_path / "e.jsonl"))), split="train", seed=0
+        )
+    with pytest.raises(DatasetError, match="data.path .* or data.name"):
+        load_examples(source(task="gsm8k"), split="train", seed=0)
+    with pytest.raises(
+        DatasetError, match="data.task: expected one of sort, arithmetic, gsm8k, jsonl, got 'chess'"
+    ):
+        load_examples(source(task="chess"), split="train", seed=0)
+    with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):
+        load_examples(source(task="sort"), split="dev", seed=0)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(DatasetError, match="needs the package `datasets`"):
+        load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)
+
+
+def test_hub_rows(monkeypatch):
+    asked = []
+
+    def load_dataset(repository, config, split):
+        asked.append((repository, config, split))
+        return [{"question": f"{split} q", "answer": "#### 1"}]
+
+    monkeypatch.setitem(
+        __import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load_dataset)
+    )
+    empty = SimpleNamespace(
+        load_dataset=lambda *_, split: [] if split == "test" else load_dataset(*_, split)
+    )
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "datasets", empty)
+        for split in ("train", "test"):
+            with pytest.raises(
+                DatasetError, match="data: expected at least one test example in a/b, got none"
+            ):
+                load_examples(source(task="gsm8k", name="a/b"), split=split, seed=0)
+    asked.clear()
+    train = load_examples(source(task="gsm8k", name="openai/gsm8k"), split="train", seed=0)
+    assert train[0].prompt == "train q"
+    assert set(asked) == {("openai/gsm8k", "main", split) for split in ("train", "test")}
+
+
+# Generated tasks
+# ----------------------------------------------------------
+
+
+# Small spaces, where prompts collide.
+@pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
+def test_sort_answers_and_held_out_prompts(digits, symbols):
+    data = source(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)
+    test, train = (load_examples(data, split=s, seed=3) for s in ("test", "train"))
+    assert len(test) == 100 and len(train) == 3000
+    prompts = [e.prompt for e in test]
+    assert len(set(prompts)) == 100
+    assert not set(prompts) & {e.prompt for e in train}
+    known = set(task_symbols(data))
+    for prompt, answer, solution in [*test, *train[:200]]:
+        numbers = prompt.removesuffix(" =").split()
+        assert len(numbers) == digits and set(numbers) <= known
+        assert answer == solution == " ".join(sorted(numbers, key=int))
+
+
+def test_generated_examples_depend_on_seed_and_index_alone():
+    one, again, other = (SortTask(split="train", seed=s) for s in (1, 1, 2))
+    assert one[500] == again[500] and one[-1] == one[len(one) - 1]
+    assert one[:50] != other[:50]
+    assert SortTask(split="test", seed=1)[:] == SortTask(split="test", seed=2)[:]
+    with pytest.raises(IndexError):
+        one[len(one)]
+
+
+def test_arithmetic():
+    for prompt, answer, _ in ArithmeticTask(split="train", seed=0, digits=3)[:300]:
+        left, right = prompt.replace(" ", "").removesuffix("=").split("+")
+        assert int(left) + int(right) == int(answer.replace(" ", ""))
+    assert set(task_symbols(source(task="arithmetic"))) == {*"0123456789+="}
+
+
+def test_generated_tasks_refuse_what_cannot_be():
+    with pytest.raises(DatasetError, match="at most half of the 8 different prompts"):
+        SortTask(split="test", seed=0, digits=3, symbols=2, n_test=5)
+    for wrong in ({"digits": 0}, {"symbols": 1}, {"n_train": 0}, {"n_test": 0}):
+        with pytest.raises(DatasetError, match=f"data.{next(iter(wrong))}: expected at least"):
+            SortTask(split="train", seed=0, **wrong)
+
+
+# Tokenizers
+# ----------------------------------------------------------
+
+
+def test_bpe_round_trip_and_reload(tmp_path):
+    texts = ["Janet has 16 eggs and sells 9 of them.\n#### 18", "A robe takes 2 bolts."] * 5
+    tokenizer = build_bpe_tokenizer(texts, 300)
+    assert len(tokenizer) <= 300 and tokenizer.padding_side == "left"
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    odd = "a\tb  é 漢 🙂 1080\n####"
+    assert tokenizer.decode(tokenizer(odd)["input_ids"]) == odd
+    assert len(tokenizer("1080")["input_ids"]) == 4  # one token per digit
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(odd)["input_ids"] == tokenizer(odd)["input_ids"] and loaded.padding_side == "left"
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    assert (
+        loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "S\nQ\n"
+    )
+    assert build_bpe_tokenizer(texts, 300).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ValueError, match="vocab_size: expected at least 258"):
+        build_bpe_tokenizer(texts, 200)
+
+
+def test_symbol_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    data = source(task="sort", symbols=30)
+    tokenizer = build_symbol_tokenizer(task_symbols(data))
+    assert len(tokenizer) == 33
+    tokenizer.save_pretrained(tmp_path)
+    for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert loaded("0 29 =")["input_ids"] == [2, 31, 32]
+        assert loaded.decode([2, 31, 1, 0], skip_special_tokens=True) == "0 29"
+        batch = loaded(["1 2 =", "1 ="], padding=True)
+        assert batch["input_ids"][1][0] == loaded.pad_token_id
+        with pytest.raises(Exception, match="UNK"):
+            loaded("77")
+    for wrong in ([], ["a", "a"], ["a b"], [""]):
+        with pytest.raises(ValueError, match="symbols: expected different"):
+            build_symbol_tokenizer(wrong)
+    with pytest.raises(DatasetError, match="tokenizer: bpe"):
+        task_symbols(source(task="gsm8k"))

@@ -1,0 +1,211 @@
+"""No value reaches the host on the path of a GPU while a CUDA graph is recorded: on meta tensors,
+without a GPU.
+
+A meta tensor has no values: every operation that looks at one (`nonzero`, `item`, `bool`, `cpu`, a
+mask as an index) raises here, as it would break a recording. Here meta tensors say that they are on
+a GPU. Triton's launches are left out: they take pointers and lengths. Recording, replay and the
+bits are in tests/gpu/test_gpu_graphs.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from grpo_fast import (
+    LossConfig,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logps,
+    logits_grpo_loss,
+    logits_logps,
+)
+from grpo_fast.kernels import route as backends
+
+T, H, V, B = 24, 32, 96, 3
+IS_CUDA = torch.Tensor.is_cuda.__get__
+
+
+class OnGpu(TorchFunctionMode):
+    """Meta tensors pass for CUDA tensors."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is IS_CUDA or getattr(function, "__self__", None) is torch.Tensor.is_cuda:
+            return True
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Inside, the stream of a GPU is being recorded; `recorded(False)` ends the recording."""
+    pytest.importorskip("triton")
+    from grpo_fast.kernels.gpu import exponentials
+    from grpo_fast.kernels.gpu import linear as linear_triton
+    from grpo_fast.kernels.gpu import rows as rows_triton
+    from grpo_fast.kernels.gpu import scale as scale_triton
+
+    for module in (linear_triton, rows_triton, exponentials):
+        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(linear_triton, "is_aligned", lambda matrix: True)
+    monkeypatch.setattr(linear_triton, "tiles", lambda matrix, *shape: matrix)
+    monkeypatch.setattr(linear_triton, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(scale_triton, "scale_", lambda gradient, factor: gradient)
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda device_type: False
+    )  # which knows no meta
+    monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")
+
+    def set_capturing(on: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on)
+
+    set_capturing(True)
+    with OnGpu():
+        yield set_capturing
+
+
+def rand(*shape, dtype=torch.float32, grad=False):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def tokens(**more):
+    per_token = {name: rand(T) for name in ("old_logps", "ref_logps")}
+    cu_seqlens = torch.zeros(B + 1, dtype=torch.int32, device="meta")
+    return per_token | {"cu_seqlens": cu_seqlens, "num_items_in_batch": rand()} | more
+
+
+def ids():
+    return torch.zeros(T, dtype=torch.long, device="meta")
+
+
+def head(dtype=torch.bfloat16):
+    return rand(T, H, dtype=dtype, grad=True), rand(V, H, dtype=dtype, grad=True)
+
+
+CONFIGS = {
+    "token level": {"loss_type": "dapo", "beta": 0.1},
+    "entropy bonus": {"loss_type": "dapo", "entropy_coef": 0.1, "beta": 0.1},
+    "sequence level": {"loss_type": "gspo", "beta": 0.1, "softcap": 20.0},
+    "by length": {"loss_type": "grpo", "beta": 0.1, "compute_entropy": True},
+}
+
+
+def gradients(total, leaves):
+    """`torch.autograd.grad`, which would end the mode for the time of the call."""
+    leaves = tuple(leaves)
+    return _engine_run_backward(
+        (total,), (torch.ones_like(total),), False, False, leaves, accumulate_grad=False
+    )
+
+
+def finish(result, *leaves):
+    assert result.metrics
+    for gradient, leaf in zip(gradients(result.loss, leaves), leaves, strict=True):
+        assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype
+
+
+@pytest.mark.parametrize("workspace", ["1024", "0"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
+    config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)
+    finish(linear_grpo_loss(*leaves, ids(), rand(B), config, bias=bias, **tokens()), *leaves, bias)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_grpo_loss(recorded, name):
+    leaf = rand(T, V, dtype=torch.bfloat16, grad=True)
+    finish(logits_grpo_loss(leaf, ids(), rand(B), LossConfig(**CONFIGS[name]), **tokens()), leaf)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_grpo_loss(recorded, name):
+    options = {key: value for key, value in CONFIGS[name].items() if key != "softcap"}
+    leaf = rand(T, grad=True)
+    finish(grpo_loss(leaf, rand(B), LossConfig(**options), entropy=rand(T), **tokens()), leaf)
+
+
+@pytest.mark.parametrize("workspace", ["1024", "0"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
+    leaves = head(dtype)
+    results = linear_logps(*leaves, ids(), temperature=rand(T), return_entropy=return_entropy)
+    total = sum(x.sum() for x in (results if return_entropy else [results]))
+    assert all(x is not None for x in gradients(total, leaves))
+    with torch.no_grad():
+        linear_logps(*leaves, ids())
+
+
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_logits_logps(recorded, return_entropy):
+    logits = rand(T, V, dtype=torch.bfloat16, grad=True)
+    results = logits_logps(logits, ids(), return_entropy=return_entropy)
+    total = sum(x.sum() for x in (results if return_entropy else [results]))
+    assert gradients(total, [logits])[0].shape == logits.shape
+
+
+def test_the_test_sees_a_sync(recorded, monkeypatch):
+    """Outside of a recording the same calls look at values: inactive rows are left out, targets of
+    -100 are found.
+    """
+    recorded(False)
+    # The checks of values would copy their flags to the host, without waiting for them.
+    for module in ("checks", "batch"):
+        monkeypatch.setattr(f"grpo_fast.loss.{module}.check_values", lambda checks, validate: None)
+    for call in (
+        lambda: linear_logps(*head(), ids()),
+        lambda: linear_grpo_loss(*head(), ids(), rand(B), LossConfig(), **tokens(ref_logps=None)),
+        lambda: grpo_loss(
+            rand(T), rand(B), LossConfig(beta=0.1), **tokens(completion_mask=rand(T) == 0)
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match="nonzero"):
+            call()
+
+
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_what_is_selected_away(monkeypatch, return_entropy):
+    """On the CPU, as if recorded: targets of -100 and rows without a coefficient might as well be
+    left out.
+    """
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g) / 4
+    target_ids, advantages = torch.randint(V, (T,), generator=g), torch.randn(T, generator=g)
+    some, config = target_ids.clone(), LossConfig(loss_type="dapo")
+    some[3:9], advantages[5:20] = -100, 0.0
+    cu_seqlens = torch.tensor([0, 10, T])
+
+    def run():
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        results = linear_logps(*leaves, some, return_entropy=return_entropy, backend="torch")
+        results = list(results) if return_entropy else [results]
+        found = torch.autograd.grad(sum((x * (1 + i)).sum() for i, x in enumerate(results)), leaves)
+        loss = linear_grpo_loss(
+            *leaves,
+            target_ids,
+            advantages,
+            config,
+            cu_seqlens=cu_seqlens,
+            num_items_in_batch=9,
+            backend="torch",
+        ).loss
+        return [*results, *found, loss, *torch.autograd.grad(loss, leaves)]
+
+    expected = run()
+    for module in ("loss.batch", "loss.pending", "kernels.head.loop"):
+        monkeypatch.setattr(f"grpo_fast.{module}.is_capturing", lambda x: True)
+    for actual, want in zip(run(), expected, strict=True):
+        torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "grad_filter", "validate"])
+def test_refused(recorded, name):
+    value = {"completion_mask": rand(T) == 0, "grad_filter": 0.01, "validate": "full"}[name]
+    with pytest.raises(
+        ValueError, match=f"{name}: expected .* while a CUDA graph is recorded, got"
+    ):
+        linear_grpo_loss(*head(), ids(), rand(B), LossConfig(beta=0.1), **tokens(**{name: value}))

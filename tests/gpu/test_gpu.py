@@ -1,0 +1,289 @@
+"""On a real GPU: the Triton backend against the torch backend in fp32 on the CPU, which the oracles
+hold to fp64.
+
+Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU. The interpreter and
+the compile tests cannot see races, misaligned vector loads or a wrong tensor-core path: these can.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
+from grpo_fast.objective.losses import OBJECTIVES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+DEVICE, BACKEND = "cuda", "triton"
+LENGTHS = (37, 1, 0, 64, 26)
+# (H, V): a small unaligned head, one block, a real vocabulary, one whose rows are not 16-byte
+# aligned.
+HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
+# Relative L2 of gradients: twice the numerical contract's bar in fp32 (both sides round), its bar
+# in bf16.
+BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
+
+
+def make_batch(h: int, v: int, dtype: torch.dtype) -> tuple[dict, dict]:
+    """Positional and keyword tensors of `linear_grpo_loss` on the CPU, log ratios away from every
+    clip bound.
+    """
+    g = torch.Generator().manual_seed(h + v)
+    n = sum(LENGTHS)
+    hidden = torch.randn(n, h, generator=g).to(dtype)
+    weight = (torch.randn(v, h, generator=g) * (2 / h**0.5)).to(dtype)
+    target_ids = torch.randint(v, (n,), generator=g)
+    logps = linear_logps(hidden.float(), weight.float(), target_ids, backend="torch")
+    log_ratio = torch.tensor([-0.6, -0.05, 0.0, 0.08, 0.7])[torch.randint(5, (n,), generator=g)]
+    advantages = torch.tensor([0.7, -1.2, 0.3, 0.0, -0.4])
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    positional = {
+        "hidden": hidden,
+        "weight": weight,
+        "target_ids": target_ids,
+        "advantages": advantages,
+    }
+    return positional, {
+        "cu_seqlens": cu_seqlens,
+        "old_logps": logps - log_ratio,
+        "ref_logps": logps + 0.3,
+    }
+
+
+def config_of(loss_type: str, **options) -> LossConfig:
+    if OBJECTIVES[loss_type].aggregation == "fixed_length":
+        options["max_completion_length"] = 64
+    return LossConfig(loss_type=loss_type, **options)
+
+
+def run(function, positional: dict, keywords: dict, config: LossConfig, device: str, backend: str):
+    """(loss, logps, gradients of the floating inputs) on a device, back on the CPU in fp64."""
+    inputs = [value.to(device) for value in positional.values()]
+    leaves = [
+        inputs[i].requires_grad_()
+        for i, name in enumerate(positional)
+        if name in ("hidden", "weight", "logits")
+    ]
+    keywords = {name: value.to(device) for name, value in keywords.items()}
+    result = function(*inputs, config, backend=backend, validate="full", **keywords)
+    gradients = torch.autograd.grad(result.loss, leaves)
+    return [tensor.detach().cpu().double() for tensor in (result.loss, result.logps, *gradients)]
+
+
+def assert_close(actual: list, expected: list, dtype: torch.dtype) -> None:
+    bar = BARS[dtype]
+    assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
+    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=2e-5)
+    for value, exact in zip(actual[2:], expected[2:], strict=True):
+        assert (value - exact).norm() <= bar * exact.norm() + 1e-9
+
+
+def upcast(positional: dict) -> dict:
+    return {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in positional.items()
+    }
+
+
+def options_of(loss_type: str) -> dict:
+    """A KL where the objective has a reference; kimi's beta weighs the squared log ratio."""
+    return {"beta": 0.05 if OBJECTIVES[loss_type].reference else 0.3}
+
+
+def keywords_of(loss_type: str, keywords: dict) -> dict:
+    return (
+        keywords
+        if OBJECTIVES[loss_type].reference
+        else {k: v for k, v in keywords.items() if k != "ref_logps"}
+    )
+
+
+@pytest.mark.parametrize("dtype", BARS, ids=str)
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_every_objective(loss_type, dtype):
+    positional, keywords = make_batch(64, 1024, dtype)
+    config, keywords = (
+        config_of(loss_type, **options_of(loss_type)),
+        keywords_of(loss_type, keywords),
+    )
+    expected = run(linear_grpo_loss, upcast(positional), keywords, config, "cpu", "torch")
+    assert_close(
+        run(linear_grpo_loss, positional, keywords, config, DEVICE, BACKEND), expected, dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", BARS, ids=str)
+@pytest.mark.parametrize("head", HEADS, ids=lambda head: "H{}-V{}".format(*head))
+def test_every_shape(head, dtype):
+    positional, keywords = make_batch(*head, dtype)
+    config = config_of("dapo", beta=0.05, temperature=0.8, softcap=25.0, entropy_coef=0.01)
+    expected = run(linear_grpo_loss, upcast(positional), keywords, config, "cpu", "torch")
+    assert_close(
+        run(linear_grpo_loss, positional, keywords, config, DEVICE, BACKEND), expected, dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", BARS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 129, 4099, 50257])
+def test_logits(vocab, dtype):
+    positional, keywords = make_batch(16, vocab, dtype)
+    logits = (positional["hidden"].float() @ positional["weight"].float().T).to(dtype)
+    positional = {
+        "logits": logits,
+        "target_ids": positional["target_ids"],
+        "advantages": positional["advantages"],
+    }
+    config = config_of("dapo", beta=0.05, temperature=0.8, softcap=25.0)
+    expected = run(logits_grpo_loss, upcast(positional), keywords, config, "cpu", "torch")
+    assert_close(
+        run(logits_grpo_loss, positional, keywords, config, DEVICE, BACKEND), expected, dtype
+    )
+
+
+def test_twice_the_same_bits():
+    positional, keywords = make_batch(896, 32000, torch.bfloat16)
+    config = config_of("dapo", beta=0.05)
+    first, second = (
+        run(linear_grpo_loss, positional, keywords, config, DEVICE, BACKEND) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
+    """(logps, dH, dW) of a token-level loss on whatever device the tensors are."""
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    config = config_of(
+        options.pop("loss_type", "dapo"), epsilon_low=0.9, epsilon_high=9.0, **options
+    )
+    cu_seqlens = torch.tensor([0, len(target_ids)], device=hidden.device)
+    result = linear_grpo_loss(
+        *leaves,
+        target_ids,
+        advantages,
+        config,
+        cu_seqlens=cu_seqlens,
+        num_items_in_batch=1000,
+        backend=backend,
+    )
+    result.loss.backward()
+    return result.logps, *(x.grad for x in leaves)
+
+
+def problem(n: int, h: int, v: int) -> tuple:
+    g = torch.Generator().manual_seed(n + h + v)
+    hidden = torch.randn(n, h, generator=g).bfloat16()
+    weight = (torch.randn(v, h, generator=g) * (2 / h**0.5)).bfloat16()
+    return hidden, weight, torch.randint(v, (n,), generator=g), torch.randn(n, generator=g)
+
+
+# Rows, H and V around the tile of 128 x 256 (pieces of 64 columns), the slice of 2048 and 16-byte
+# rows.
+@pytest.mark.parametrize(
+    ("n", "h", "v"),
+    [
+        (1, 64, 1),
+        (1, 8, 2),
+        (33, 64, 127),
+        (128, 64, 256),
+        (129, 72, 257),
+        (300, 100, 2047),
+        (257, 128, 2049),
+        (130, 896, 4104),
+        (65, 60, 50257),
+    ],
+)
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("workspace", ["1024", "0"])
+def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
+    """The bf16 path without d-logits, in one chunk and in chunks of 32 rows."""
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
+    inputs = problem(n, h, v)
+    exact = linear_gradients(
+        *(x.double() if x.is_floating_point() else x for x in inputs), "torch", softcap=softcap
+    )
+    found = linear_gradients(*(x.to(DEVICE) for x in inputs), BACKEND, softcap=softcap)
+    logps, d_hidden, d_weight = (x.cpu().double() for x in found)
+    assert (logps - exact[0]).abs().max() <= 1e-5
+    for value, want in ((d_hidden, exact[1]), (d_weight, exact[2])):
+        assert (value - want).norm() <= 3e-3 * want.norm() + 1e-12
+    if v > 2:
+        assert ((d_hidden - exact[1]).norm(dim=1) / exact[1].norm(dim=1)).max() <= 3e-3
+
+
+def test_weights_of_unlikely_targets_and_of_nan():
+    """The guard: -lp up to 1000, finite gradients, and rows of NaN without advantage that touch
+    nothing.
+    """
+    hidden, weight, target_ids, advantages = problem(300, 64, 5000)
+    weight[7], target_ids[:4] = 0.0, 7
+    weight[7, 0] = 1.0
+    hidden[:4, 0] = torch.tensor([-30.0, -45.0, -100.0, -1000.0])
+    exact = linear_gradients(
+        *(
+            x.double() if x.is_floating_point() else x
+            for x in (hidden, weight, target_ids, advantages)
+        ),
+        "torch",
+    )
+    inputs = [x.to(DEVICE) for x in (hidden, weight, target_ids, advantages)]
+    for value, want in zip(linear_gradients(*inputs, BACKEND)[1:], exact[1:], strict=True):
+        assert (value.cpu().double() - want).norm() <= 3e-3 * want.norm()
+    inputs[3][130] = 0.0
+    clean = linear_gradients(*inputs, BACKEND)
+    inputs[0][130, 5] = float("nan")
+    dirty = linear_gradients(*inputs, BACKEND)
+    assert all(torch.equal(a, b) for a, b in zip(clean[1:], dirty[1:], strict=True))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_row_does_not_depend_on_its_batch(entropy):
+    """logps bit for bit: batch, order, entropy (another tile), with and without gradient.
+
+    Not dH: its product is the vendor's, which may split its sums by the number of rows.
+    """
+    hidden, weight, target_ids, advantages = (x.to(DEVICE) for x in problem(700, 896, 32000))
+    logps = linear_gradients(
+        hidden, weight, target_ids, advantages, BACKEND, compute_entropy=entropy
+    )[0]
+    for index in (torch.arange(3), torch.arange(130, 500), torch.arange(699, -1, -1)):
+        index = index.to(DEVICE)
+        part = linear_gradients(
+            hidden[index], weight, target_ids[index], advantages[index], BACKEND
+        )[0]
+        assert torch.equal(part, logps[index])
+    with torch.no_grad():
+        assert torch.equal(linear_logps(hidden, weight, target_ids, backend=BACKEND), logps)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_a_thousand_times_the_same_bits(loss_type):
+    """dW, dH and logps under a second stream that keeps the GPU busy: no race, no atomic."""
+    inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
+    noise, side = torch.randn(2048, 2048, device=DEVICE), torch.cuda.Stream()
+    first = linear_gradients(*inputs, BACKEND, loss_type=loss_type)
+    for _ in range(1000):
+        with torch.cuda.stream(side):
+            noise = (noise @ noise).tanh()
+        again = linear_gradients(*inputs, BACKEND, loss_type=loss_type)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_offsets_beyond_two_to_the_31():
+    rows, vocab = 16500, 131072  # rows · vocab = 2.16e9 elements, 4.3 GB in bf16
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=DEVICE)
+    logits[-1, -1] = 10.0
+    target_ids = torch.full((rows,), vocab - 1, device=DEVICE)
+    cu_seqlens = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+    advantages = torch.ones(1, device=DEVICE)
+    logps = logits_grpo_loss(
+        logits, target_ids, advantages, LossConfig(), cu_seqlens=cu_seqlens, backend=BACKEND
+    ).logps
+    flat = -torch.tensor(float(vocab)).log()
+    peaked = 10.0 - torch.log(torch.tensor(10.0).exp() + vocab - 1)
+    torch.testing.assert_close(logps[:-1].cpu(), flat.expand(rows - 1), rtol=0, atol=2e-5)
+    torch.testing.assert_close(logps[-1].cpu(), peaked, rtol=0, atol=2e-5)

@@ -1,0 +1,167 @@
+"""On a real GPU: the same bits a thousand times beside a busy second stream, very long rows, more
+than 2³¹ logits.
+
+Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.kernels import exact
+from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
+REPEATS = 1000
+LONG = (
+    131072  # tokens of one completion: beyond a grid dimension's 65535, and 32-bit products with V
+)
+# Relative L2 of gradients: the numerical contract's bar for bf16 results; the losses' is relative
+# to a token's loss.
+BAR, LOSS_BAR = 3e-3, 2e-6
+
+
+def random_tokens(n: int, vocab: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Targets, one advantage, log ratios away from the clip's bounds, one completion of n
+    tokens.
+    """
+    log_ratio = torch.tensor([-0.6, -0.05, 0.0, 0.08], device=DEVICE)[
+        torch.randint(4, (n,), generator=generator, device=DEVICE)
+    ]
+    return {
+        "target_ids": torch.randint(vocab, (n,), generator=generator, device=DEVICE),
+        "advantages": torch.tensor([0.7], device=DEVICE),
+        "log_ratio": log_ratio,
+        "cu_seqlens": torch.tensor([0, n], dtype=torch.int32, device=DEVICE),
+    }
+
+
+def linear_inputs(
+    n: int, h: int, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    g = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(n, h, generator=g, device=DEVICE).bfloat16()
+    weight = (torch.randn(vocab, h, generator=g, device=DEVICE) * (2 / h**0.5)).bfloat16()
+    return hidden, weight, random_tokens(n, vocab, g)
+
+
+def config() -> LossConfig:
+    return LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
+
+
+def linear_call(hidden, weight, tokens, old_logps) -> tuple[torch.Tensor, ...]:
+    """loss, logps, dH, dW"""
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    out = linear_grpo_loss(
+        hidden, weight, tokens["target_ids"], tokens["advantages"], config(),
+        cu_seqlens=tokens["cu_seqlens"], old_logps=old_logps, backend=BACKEND,
+    )  # fmt: skip
+    return (out.loss.detach(), out.logps, *torch.autograd.grad(out.loss, (hidden, weight)))
+
+
+def logits_call(logits, tokens, old_logps, inplace: bool) -> tuple[torch.Tensor, ...]:
+    """loss, logps, d logits"""
+    leaf = logits.detach().requires_grad_()
+    out = logits_grpo_loss(
+        leaf, tokens["target_ids"], tokens["advantages"], config(), cu_seqlens=tokens["cu_seqlens"],
+        old_logps=old_logps, backend=BACKEND, inplace=inplace,
+    )  # fmt: skip
+    return (out.loss.detach(), out.logps, *torch.autograd.grad(out.loss, leaf))
+
+
+@pytest.mark.parametrize("operation", ["linear_grpo_loss", "linear_logps", "logits_grpo_loss"])
+def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
+    hidden, weight, tokens = linear_inputs(256, 896, 32000)
+    old_logps = (
+        linear_logps(hidden, weight, tokens["target_ids"], backend=BACKEND) - tokens["log_ratio"]
+    )
+    logits = hidden @ weight.T
+
+    def call() -> tuple[torch.Tensor, ...]:
+        if operation == "linear_grpo_loss":
+            return linear_call(hidden, weight, tokens, old_logps)
+        if operation == "linear_logps":
+            return (
+                linear_logps(
+                    hidden.detach(), weight.detach(), tokens["target_ids"], backend=BACKEND
+                ),
+            )
+        return logits_call(logits, tokens, old_logps, inplace=False)
+
+    first = [tensor.clone() for tensor in call()]
+    different = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
+    scratch = torch.empty_like(noise)
+    for _ in range(REPEATS):
+        # Other work on the same multiprocessors, never in step with ours.
+        with torch.cuda.stream(side):
+            torch.mm(noise, noise, out=scratch)
+        for value, expected in zip(call(), first, strict=True):
+            different += (value != expected).any()
+    torch.cuda.synchronize()
+    assert different.item() == 0
+
+
+def exact_loss(logits: torch.Tensor, tokens: dict, old_logps: torch.Tensor) -> exact.Truth:
+    """fp64, a block of rows at a time."""
+    lse = exact.logits_lse(logits, torch.float64)
+    logps = logits.gather(-1, tokens["target_ids"][:, None])[:, 0].double() - lse
+    advantages, mask = tokens["advantages"].expand(len(logits)), torch.ones_like(old_logps)
+    loss, slope, scale = exact.dapo(logps, old_logps, advantages, mask, EPSILON)
+    gradient = exact.LogitRows(logits, tokens["target_ids"], lse, slope)
+    return exact.Truth(
+        {"loss": loss, "grad_logits": gradient, "logps": logps}, loss_scale=scale, mask=mask
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [
+        (LONG, 1003),
+        (16500, LONG),
+    ],  # one long completion with odd rows; 2.16e9 logits, 4.3 GB in bf16
+    ids=["L131072", "NV-above-2**31"],
+)
+def test_logits_loss_is_exact(rows, vocab):
+    if torch.cuda.mem_get_info()[0] < 5 * 2 * rows * vocab + 2**33:
+        pytest.skip("needs more free GPU memory")
+    g = torch.Generator(DEVICE).manual_seed(1)
+    logits, tokens = (
+        torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE),
+        random_tokens(rows, vocab, g),
+    )
+    for block in exact.blocks(rows, logits.device, 1024):
+        logits[block] = 2 * torch.randn(logits[block].shape, generator=g, device=DEVICE)
+    lse = exact.logits_lse(logits, torch.float64)
+    logps = logits.gather(-1, tokens["target_ids"][:, None])[:, 0].double() - lse
+    old_logps = (logps - tokens["log_ratio"]).float()
+    truth = exact_loss(logits, tokens, old_logps)
+    for inplace in (False, True):
+        given = logits.clone() if inplace else logits
+        loss, found, gradient = logits_call(given, tokens, old_logps, inplace)
+        errors = truth.errors({"loss": loss, "logps": found, "grad_logits": gradient})
+        assert (
+            errors["loss"] <= LOSS_BAR and errors["logps"] <= 1e-5 and errors["grad_logits"] <= BAR
+        ), errors
+
+
+def test_linear_loss_of_a_long_completion_is_exact():
+    hidden, weight, tokens = linear_inputs(LONG, 64, 4104)
+    logps = exact.logps(hidden, weight, tokens["target_ids"], torch.float64)
+    old_logps = (logps - tokens["log_ratio"]).float()
+    mask, advantages = torch.ones_like(old_logps), tokens["advantages"].expand(LONG)
+    loss, slope, scale = exact.dapo(logps, old_logps, advantages, mask, EPSILON)
+    gradients = exact.gradients(hidden, weight, tokens["target_ids"], slope)
+    names = ("loss", "logps", "grad_hidden", "grad_weight")
+    truth = exact.Truth(
+        dict(zip(names, (loss, logps, *gradients), strict=True)), loss_scale=scale, mask=mask
+    )
+    found = linear_call(hidden, weight, tokens, old_logps)
+    errors = truth.errors(dict(zip(names, found, strict=True)))
+    assert errors["loss"] <= LOSS_BAR and errors["logps"] <= 1e-5, errors
+    assert max(errors["grad_hidden"], errors["grad_weight"]) <= BAR, errors

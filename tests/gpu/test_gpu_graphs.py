@@ -1,0 +1,166 @@
+"""CUDA graphs on a real GPU: recorded once, replayed with other values, bit for bit what a call
+gives.
+
+Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU. What may be recorded
+stands in grpo_fast/kernels/gpu/capture.py; tests/gpu/test_cuda_graphs.py holds that path free of
+looks at values, without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+T, H, V, B = 192, 128, 5000, 3
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    """One batch; every row has a coefficient, so a call outside of a graph leaves none out
+    either.
+    """
+    g = torch.Generator().manual_seed(seed)
+    cut = torch.randint(1, T - 1, (2,), generator=g).sort().values
+    found = {
+        "hidden": torch.randn(T, H, generator=g).bfloat16(),
+        "weight": (torch.randn(V, H, generator=g) * (2 / H**0.5)).bfloat16(),
+        "logits": torch.randn(T, V, generator=g).bfloat16(),
+        "logps": -torch.rand(T, generator=g) - 0.5,
+        "target_ids": torch.randint(V, (T,), generator=g),
+        "advantages": torch.rand(B, generator=g) + 0.5,
+        "ref_logps": -torch.rand(T, generator=g) - 0.5,
+        "cu_seqlens": torch.tensor([0, *cut, T], dtype=torch.int32),
+        "items": torch.tensor(float(200 + seed)),
+    }
+    return {name: x.cuda() for name, x in found.items()}
+
+
+def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
+    """A step: loss, logps, metrics, and the gradients of the floating tensors among `names`."""
+    config = LossConfig(beta=0.1, **options)
+
+    def step(x: dict) -> list:
+        leaves = [
+            x[name].detach().requires_grad_() for name in names if x[name].is_floating_point()
+        ]
+        inputs = [
+            *leaves,
+            *(x[name] for name in names if not x[name].is_floating_point()),
+            x["advantages"],
+        ]
+        keywords = {
+            "cu_seqlens": x["cu_seqlens"],
+            "ref_logps": x["ref_logps"],
+            "num_items_in_batch": x["items"],
+        }
+        result = function(*inputs, config, **keywords)
+        metrics = list(result.metrics.values())
+        return [result.loss, result.logps, *metrics, *torch.autograd.grad(result.loss, leaves)]
+
+    return step
+
+
+def logps_step(x: dict) -> list:
+    leaves = [x[name].detach().requires_grad_() for name in ("hidden", "weight")]
+    logps, entropy = linear_logps(*leaves, x["target_ids"], return_entropy=True)
+    return [logps, entropy, *torch.autograd.grad((logps * x["ref_logps"]).sum(), leaves)]
+
+
+def frozen_step(x: dict) -> list:
+    with torch.no_grad():
+        return [linear_logps(x["hidden"], x["weight"], x["target_ids"])]
+
+
+STEPS = {
+    "linear_grpo_loss": loss_of(linear_grpo_loss, "hidden", "weight", "target_ids"),
+    "linear_grpo_loss, entropy bonus": loss_of(
+        linear_grpo_loss, "hidden", "weight", "target_ids", entropy_coef=0.01
+    ),
+    "linear_grpo_loss, by sequence": loss_of(
+        linear_grpo_loss, "hidden", "weight", "target_ids", loss_type="gspo"
+    ),
+    "logits_grpo_loss": loss_of(logits_grpo_loss, "logits", "target_ids"),
+    "grpo_loss": loss_of(grpo_loss, "logps"),
+    "linear_logps": logps_step,
+    "linear_logps without a gradient": frozen_step,
+}
+
+
+def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUDAGraph, list]:
+    """The graph of a step on static inputs, and its static outputs; once before on a side stream,
+    as torch asks.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(static)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(static)
+    return graph, results
+
+
+@pytest.mark.parametrize("workspace", ["1024", "0"])
+@pytest.mark.parametrize("name", STEPS)
+def test_replay(name, workspace, monkeypatch):
+    """In one chunk and in chunks of 32 rows."""
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
+    step, static = STEPS[name], values(0)
+    graph, results = recorded(step, static)
+    for seed in (1, 2, 1):
+        fresh = values(seed)
+        for key, x in static.items():
+            x.copy_(fresh[key])
+        graph.replay()
+        torch.cuda.synchronize()
+        for actual, expected in zip(results, step(fresh), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_rows_without_a_target_or_coefficient():
+    """Selected away in the graph, left out of a call: the same up to the order of the vendor's
+    sums.
+    """
+    static = values(0)
+    static["target_ids"][5:60] = -100
+
+    def step(x: dict) -> list:
+        leaves = [x[name].detach().requires_grad_() for name in ("hidden", "weight")]
+        logps = linear_logps(*leaves, x["target_ids"])
+        return [logps, *torch.autograd.grad((logps * x["ref_logps"]).sum(), leaves)]
+
+    graph, results = recorded(step, static)
+    graph.replay()
+    expected = step(static)
+    assert torch.equal(results[0], expected[0])
+    assert (results[1][5:60] == 0).all()
+    for actual, want in zip(results[1:], expected[1:], strict=True):
+        assert (actual.double() - want.double()).norm() <= 3e-3 * want.double().norm()
+
+
+def test_refused_and_usable_afterwards():
+    """What cannot be recorded says so; the next call works."""
+    x = values(0)
+    mask = torch.ones(T, dtype=torch.bool, device="cuda")
+    with pytest.raises(
+        ValueError, match="completion_mask: expected None while a CUDA graph is recorded"
+    ):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            grpo_loss(
+                x["logps"],
+                x["advantages"],
+                LossConfig(),
+                completion_mask=mask,
+                cu_seqlens=x["cu_seqlens"],
+            )
+    torch.cuda.synchronize()
+    assert torch.isfinite(STEPS["grpo_loss"](x)[0])

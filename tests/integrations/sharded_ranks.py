@@ -1,0 +1,176 @@
+"""Ranks of gloo worlds that train with sharded heads, compared with one process on all rows.
+
+    python -m tests.integrations.sharded_ranks FOLDER 2 4  # FOLDER/world2.0.json, world4.0.json
+
+The packages are imported once and the ranks are forks. References come from a world of one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
+from grpo_fast.integrations.trl import FastGRPOTrainer
+from tests.integrations import trl_cases
+from tests.integrations.sharded_models import PACKED, Gradients, compute, names, whole
+
+# The Trainer of transformers takes a model that transformers sharded.
+TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
+VOCABULARY, WIDTH, TOKENS = 61, 12, 7  # uneven shards of rows, even ones of columns
+PLACEMENTS = {
+    "rows": (Shard(0), Shard(0)),
+    "columns": (Shard(1), Replicate()),
+    "copies": (Replicate(), None),
+}
+PUBLIC = [f"{name}-{k}" for name in ("linear_logps", "linear_grpo_loss") for k in PLACEMENTS]
+Result = dict[str, Any]
+
+
+def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) -> Result:
+    """The loss averaged over ranks beside the expected one, and how far each gradient is off."""
+    total = torch.tensor(loss, dtype=torch.float64)
+    distributed.all_reduce(total)
+    pairs = {name: (found[name], x) for name, x in wanted.items() if name in found}
+    return {
+        "loss": total.item() / distributed.get_world_size(),
+        "expected": expected,
+        "off": {n: float((a - b).norm() / b.norm().clamp(min=1e-9)) for n, (a, b) in pairs.items()},
+        "missing": sorted(set(wanted) - set(found)),
+    }
+
+
+def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
+    """`linear_logps` and `linear_grpo_loss` on DTensors; plain torch on the rows of all ranks."""
+    random = torch.Generator().manual_seed(3)
+    hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=random)
+    bias = torch.randn(VOCABULARY, generator=random)
+    targets = torch.randint(0, VOCABULARY, (world, TOKENS), generator=random)
+    advantages = torch.randn(world, TOKENS, generator=random)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    logp_all = (leaves[0] @ leaves[1].T + leaves[2]).log_softmax(-1)
+    expected = -(advantages * logp_all.gather(-1, targets[..., None])[..., 0]).sum() / world
+    d_hidden, *d_head = torch.autograd.grad(expected, leaves)
+    wanted = dict(zip(("hidden", "weight", "bias"), (d_hidden[rank], *d_head), strict=True))
+    for case in PUBLIC:
+        name, kind = case.split("-")
+        h = hidden[rank].clone().requires_grad_()
+        w, b = (
+            nn.Parameter(x.clone() if how is None else distribute_tensor(x, mesh, [how]))
+            for x, how in zip((weight, bias), PLACEMENTS[kind], strict=True)
+        )
+        loss = head_loss(name, h, w, b, targets[rank], advantages[rank])
+        loss.backward()
+        if PLACEMENTS[kind][1] is None:  # who passes a plain tensor reduces its gradient
+            distributed.all_reduce(b.grad)
+            b.grad /= world
+        found = {"hidden": h.grad / world, "weight": whole(w.grad), "bias": whole(b.grad)}
+        result = compared(loss.item(), found, expected.item(), wanted)
+        placed = [getattr(x.grad, "placements", 0) == getattr(x, "placements", 0) for x in (w, b)]
+        yield case, {**result, "placed": all(placed)}
+
+
+def head_loss(name: str, h: Tensor, w: Tensor, b: Tensor, ids: Tensor, advantages: Tensor) -> Any:
+    if name == "linear_logps":
+        return -(advantages * linear_logps(h, w, ids, bias=b)).sum()
+    config, everything = LossConfig(loss_type="reinforce"), torch.tensor([0, TOKENS])
+    options = {"bias": b, "cu_seqlens": everything, "num_items_in_batch": 1.0}
+    return linear_grpo_loss(h, w, ids, advantages, config, **options).loss
+
+
+def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Result]]:
+    """`trainer.train()`: the model as transformers shards it, beside one under DDP."""
+    from transformers.distributed import DistributedConfig
+
+    for name in ("untied", "tied"):
+        ends = []
+        for config in (None, DistributedConfig(fsdp_size=world)):
+            trainer = trl_cases.trainer(
+                FastGRPOTrainer,
+                str(folder / name),
+                folder,
+                loading={"distributed_config": config},
+                completions=trl_cases.Injected(200, seed=rank),
+                num_iterations=2,
+                beta=0.02,
+                max_steps=3,
+            )
+            trainer.train()
+            assert trainer.fast_path == PACKED, trainer.fast_path
+            weights = {n: whole(p.detach()) for n, p in trainer.model.named_parameters()}
+            ends.append((trainer.state.log_history[-1]["train_loss"], weights))
+        yield f"train-{name}", compared(*ends[1], *ends[0])
+
+
+# ------------------------------------------------------------------------------------- ranks
+def references(worlds: list[int], folder: Path) -> None:
+    cases = [(case, world) for world in worlds for case in names(world)]
+    torch.save({case: compute(*case, folder) for case in cases}, folder / "references.pt")
+
+
+def results_of(world: int, rank: int, folder: Path, results: dict[str, Result]) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    expected = torch.load(folder / "references.pt")
+    for case in names(world):
+        found = compute(case, world, folder, rank, mesh)
+        results[case] = compared(*found, *expected[case, world])
+    results.update(public_functions(world, rank, mesh))
+    if world == 2 and TRAINS_SHARDED:
+        results.update(whole_runs(world, rank, folder))
+
+
+def rank_of(world: int, rank: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ["MASTER_ADDR"] = "localhost"  # accelerate looks for it, as torchrun would set it
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store{world}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results: dict[str, Result] = {}
+    try:
+        results_of(world, rank, folder, results)
+    except Exception:
+        results["error"] = {"after": list(results)[-1:], "error": traceback.format_exc()}
+    if rank == 0 or "error" in results:
+        (folder / f"world{world}.{rank}.json").write_text(json.dumps(results))
+    gc.collect()
+    distributed.destroy_process_group()
+
+
+def main(folder: Path, worlds: list[int]) -> None:
+    torch.set_num_threads(1)
+    for name, tied in (("tied", True), ("untied", False)):
+        trl_cases.folder(folder / name, tie_word_embeddings=tied)
+    jobs: list[list[tuple]] = [[(references, worlds, folder)]]
+    jobs += [[(rank_of, world, rank, folder) for rank in range(world)] for world in worlds]
+    fork = multiprocessing.get_context("fork")
+    for job in jobs:
+        processes = [fork.Process(target=function, args=rest) for function, *rest in job]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        print("exit codes", [process.exitcode for process in processes], flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]])

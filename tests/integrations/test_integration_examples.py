@@ -1,0 +1,289 @@
+"""The examples run, and each update equals a tutorial's in plain torch: `grpo_reference`."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig
+from grpo_fast.integrations import causal_lm
+from grpo_fast.integrations.examples import plain_loop
+from tests import grpo_reference
+from tests.tiny import FAMILIES, tiny_model
+
+
+def same_weights(a, b) -> None:
+    for (name, x), y in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(
+            x, y, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# causal_lm
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_policy_loss_of_every_family(family):
+    """Loss, metrics and gradients against all logits: softcaps, head scales, tied heads."""
+    model, reference = tiny_model(family), tiny_model(family, seed=1)
+    causal_lm.check_head(model)
+    batch, advantages = grpo_reference.rows(4), torch.tensor([1.0, -0.5, 0.3, -2.0])
+    with torch.no_grad():
+        old, _, mask = grpo_reference.token_logps(model, batch)
+        ref = grpo_reference.token_logps(reference, batch)[0]
+    old = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        causal_lm.policy_logps(reference, batch)[mask], ref[mask], rtol=1e-4, atol=1e-5
+    )
+    expected, _, metrics = grpo_reference.grpo(model, batch, advantages, old, ref, beta=0.1)
+    expected.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    config = LossConfig(loss_type="grpo", beta=0.1, compute_entropy=True)
+    out = causal_lm.policy_loss(model, batch, advantages, config, old_logps=old, ref_logps=ref)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, expected.detach(), rtol=1e-4, atol=1e-5)
+    for name, value in metrics.items():
+        torch.testing.assert_close(out.metrics[name], value, rtol=1e-4, atol=1e-5)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max())
+        )
+
+
+def test_a_head_with_an_unknown_rule_is_refused():
+    model = tiny_model("llama", num_hidden_layers=1)
+    forward = type(model).forward
+
+    def louder(*args, **kwargs):
+        out = forward(model, *args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = louder
+    with pytest.raises(ValueError, match="expected logits from its last hidden states"):
+        causal_lm.check_head(model)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(
+        ValueError, match="expected torch.nn.Linear as output embeddings, got Sequential"
+    ):
+        causal_lm.head_of(model)
+
+
+def test_the_model_inside_wrappers():
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    assert causal_lm.unwrapped(wrapper) is model
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    assert causal_lm.unwrapped(adapted) is model
+    batch = grpo_reference.rows(2)
+    causal_lm.policy_loss(adapted, batch, torch.tensor([1.0, -1.0]), LossConfig()).loss.backward()
+    assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_gradients_through_ddp(one_process):
+    """DDP's hooks fire once for every parameter, that of the head too, which is read outside of the
+    model's forward.
+    """
+    for family in ("qwen2", "llama"):  # tied and untied
+        model = tiny_model(family, num_hidden_layers=1)
+        twin, batch, advantages = (
+            copy.deepcopy(model),
+            grpo_reference.rows(2),
+            torch.tensor([1.0, -0.5]),
+        )
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):  # an unfinished reduction shows in the second step
+            causal_lm.policy_loss(wrapped, batch, advantages, LossConfig()).loss.backward()
+            causal_lm.policy_loss(twin, batch, advantages, LossConfig()).loss.backward()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+def test_models_that_fsdp2_shards(one_process):
+    """Their gradients are in test_sharded_heads.py."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh, model = init_device_mesh("cpu", (1,)), tiny_model("llama", num_hidden_layers=1)
+    causal_lm.check_head(fully_shard(model, mesh=mesh))
+    # What the check leaves whole an optimizer would hold, and the next step drop.
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model = tiny_model("llama", num_hidden_layers=1)
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="lm_head: expected .* got FSDPLinear .*with FSDP2"):
+        causal_lm.policy_loss(model, grpo_reference.rows(2), torch.ones(2), LossConfig())
+
+
+# ------------------------------------------------------------------------------------------------
+# plain loop
+
+
+def reward(completions: torch.Tensor) -> torch.Tensor:
+    """The share of even ids: something to climb."""
+    kept = completions >= 0
+    return ((completions % 2 == 0) & kept).sum(1) / kept.sum(1).clamp(min=1)
+
+
+def test_plain_loop_is_forty_lines():
+    """Of code: the docstring and the signature apart."""
+    lines = inspect.getsource(plain_loop.train).split('"""')[2].strip().splitlines()
+    assert len(lines) <= 40
+
+
+def reference_loop(
+    model, prompts, config, *, steps, group_size, inner_iterations, max_new_tokens, learning_rate
+):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    history = []
+    for _ in range(steps):
+        model.eval()
+        repeated = prompts.repeat_interleave(group_size, 0)
+        ids = model.generate(repeated, do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
+        labels = ids.clone()
+        labels[:, : prompts.shape[1]] = -100
+        for row in labels:
+            ends = (row == model.config.eos_token_id).nonzero()
+            if len(ends):
+                row[int(ends[0]) + 1 :] = -100
+        rewards = reward(labels[:, prompts.shape[1] :])
+        advantages = grpo_reference.group_advantages(rewards, group_size)
+        model.train()
+        with torch.no_grad():
+            old = grpo_reference.token_logps(model, {"input_ids": ids, "labels": labels})[0]
+        for _ in range(inner_iterations):
+            loss, _, metrics = grpo_reference.grpo(
+                model, {"input_ids": ids, "labels": labels}, advantages, old, None
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(
+                {"reward": float(rewards.mean())} | {k: float(v) for k, v in metrics.items()}
+            )
+    return history
+
+
+def test_plain_loop_equals_the_tutorial():
+    model = tiny_model("qwen2", vocab_size=31)
+    twin = copy.deepcopy(model)
+    options = dict(steps=2, group_size=4, inner_iterations=2, max_new_tokens=8, learning_rate=1e-2)
+    prompts = torch.tensor([[3, 4, 5], [7, 8, 9]])
+    config = LossConfig(loss_type="grpo", compute_entropy=True)
+    torch.manual_seed(5)
+    history = plain_loop.train(model, prompts, reward, config, **options)
+    torch.manual_seed(5)
+    expected = reference_loop(twin, prompts, config, **options)
+    assert len(history) == len(expected) == 4
+    for mine, theirs in zip(history, expected, strict=True):
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert max(h["clip_ratio/region_mean"] for h in history) > 0
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        # AdamW turns a gradient near 0 into a step of its sign: rounding may show there.
+        assert ((a - b).abs() > 1e-4).float().mean() < 0.01
+
+
+def test_plain_loop_climbs():
+    torch.manual_seed(0)
+    model = tiny_model("llama", vocab_size=13, num_hidden_layers=1)
+    history = plain_loop.train(
+        model, torch.tensor([[3, 4], [5, 6]]), reward, LossConfig(loss_type="dapo"), steps=12,
+        group_size=8, max_new_tokens=6, learning_rate=3e-3,
+    )  # fmt: skip
+    assert history[-1]["reward"] > history[0]["reward"] + 0.1
+
+
+# ------------------------------------------------------------------------------------------------
+# HF Trainer
+
+
+@pytest.fixture(scope="module")
+def hf_trainer():
+    return importlib.import_module("grpo_fast.integrations.examples.hf_trainer").PolicyTrainer
+
+
+def arguments(folder, **changes):
+    from transformers import TrainingArguments
+
+    options = dict(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        max_steps=2, learning_rate=0.05, optim="sgd", lr_scheduler_type="constant",
+        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to=[],
+        remove_unused_columns=False, use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    return TrainingArguments(**{**options, **changes})
+
+
+def examples(model) -> list[dict[str, torch.Tensor]]:
+    batch = grpo_reference.rows(8, vocabulary=61)
+    batch["labels"][
+        [0, 1, 4, 5], 8:
+    ] = -100  # the first micro-batch of a step has far fewer tokens than the second
+    advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
+    with torch.no_grad():
+        old = grpo_reference.token_logps(model, batch)[0]
+    old = old + 0.2 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
+    return [
+        {k: v[i] for k, v in {**batch, "advantages": advantages, "old_logps": old}.items()}
+        for i in range(8)
+    ]
+
+
+def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
+    """Two optimizer steps of two micro-batches each: the weights of one pass over the whole step's
+    tokens.
+    """
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    twin, data = copy.deepcopy(model), examples(model)
+    model.accepts_loss_kwargs = (
+        False  # as some models say of themselves; the loss is not theirs here
+    )
+    config = LossConfig(loss_type="dapo", compute_entropy=True)
+    trainer = hf_trainer(
+        model, arguments(tmp_path), train_dataset=data, eval_dataset=data[:2], loss_config=config
+    )
+    order = list(range(8))
+    trainer._get_train_sampler = lambda *_: order
+    trainer.train()
+    for step in (order[:4], order[4:]):
+        batch = {k: torch.stack([data[i][k] for i in step]) for k in data[0]}
+        loss, *_ = grpo_reference.grpo(
+            twin, batch, batch["advantages"], batch["old_logps"], None, by_token=True
+        )
+        twin.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in twin.parameters():
+                p -= 0.05 * p.grad
+    same_weights(model, twin)
+    logs = trainer.state.log_history[0]
+    assert logs["clip_ratio/region_mean"] > 0 and "entropy" in logs and "loss" in logs
+    assert "eval_loss" in trainer.evaluate()
+
+
+def test_hf_trainer_refusals(hf_trainer, tmp_path):
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="aggregation: expected 'token_mean_global'"):
+        hf_trainer(model, arguments(tmp_path), loss_config=LossConfig(loss_type="grpo"))
+    with pytest.raises(ValueError, match="remove_unused_columns: expected False"):
+        hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())

@@ -1,0 +1,215 @@
+"""`GRPOModule`: its training step against a tutorial's in plain torch; and a real
+`lightning.Trainer`, if installed.
+
+Without lightning the step runs over a stand-in for the few methods of `LightningModule` that it
+uses.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig
+from tests import grpo_reference
+from tests.integrations import trainer_packages
+from tests.tiny import tiny_model
+
+HOME = "grpo_fast.integrations.lightning"
+CONFIG = LossConfig(loss_type="grpo", beta=0.05, compute_entropy=True)
+# Lightning's warnings have classes of its own, which pytest-xdist's main process could not import.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class StandIn(torch.nn.Module):
+    """`LightningModule` without a Trainer."""
+
+    def optimizers(self):
+        self.__dict__.setdefault("optimizer", self.configure_optimizers())
+        return self.optimizer
+
+    def manual_backward(self, loss):
+        loss.backward()
+
+    def log_dict(self, metrics):
+        self.__dict__.setdefault("logged", []).append({k: float(v) for k, v in metrics.items()})
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The module's class over `StandIn`."""
+    lightning = types.ModuleType("lightning")
+    lightning.LightningModule = StandIn
+    monkeypatch.setitem(sys.modules, "lightning", lightning)
+    monkeypatch.delitem(sys.modules, HOME, raising=False)
+    yield importlib.import_module(HOME).GRPOModule
+    sys.modules.pop(HOME, None)
+
+
+@pytest.fixture(scope="module")
+def models():
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    return model, tiny_model("qwen2", num_hidden_layers=1, seed=1)
+
+
+def tutorial_step(
+    model, reference, batch, optimizer, *, group_size, inner_iterations, max_grad_norm
+) -> dict:
+    """Old and reference logps once, then μ updates; the means of the metrics."""
+    advantages = grpo_reference.group_advantages(batch["rewards"], group_size)
+    with torch.no_grad():
+        old, _, _ = grpo_reference.token_logps(model, batch)
+        ref = None if reference is None else grpo_reference.token_logps(reference, batch)[0]
+    seen = []
+    for _ in range(inner_iterations):
+        loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, ref, beta=0.05)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        seen.append({**metrics, "loss": loss.detach(), "grad_norm": norm})
+    result = {name: float(torch.stack([s[name] for s in seen]).mean()) for name in seen[0]}
+    return result | {"reward": float(batch["rewards"].mean())}
+
+
+def check(module, make_optimizer, reference, batches, inner_iterations, step) -> None:
+    twin = copy.deepcopy(module.model)
+    optimizer = make_optimizer(twin)
+    expected = [
+        tutorial_step(
+            twin,
+            reference,
+            batch,
+            optimizer,
+            group_size=4,
+            inner_iterations=inner_iterations,
+            max_grad_norm=1.0,
+        )
+        for batch in batches
+    ]
+    logged = step(batches)
+    assert len(logged) == len(expected)
+    for mine, theirs in zip(logged, expected, strict=True):
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    for a, b in zip(module.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+def sgd(model) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        model.parameters(), lr=0.3
+    )  # linear in the gradient, so that weights can be compared
+
+
+@pytest.mark.parametrize("inner_iterations", [1, 3])
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_training_step_equals_the_tutorial(stand_in, models, inner_iterations, with_reference):
+    model, reference = copy.deepcopy(models[0]), models[1] if with_reference else None
+    config = CONFIG if with_reference else CONFIG.replace(beta=0.0)
+    module = stand_in(
+        model, config, group_size=4, inner_iterations=inner_iterations, reference=reference
+    )
+    module.optimizer = sgd(model)
+
+    def step(batches):
+        for index, batch in enumerate(batches):
+            module.training_step(batch, index)
+        return module.logged
+
+    check(
+        module,
+        sgd,
+        reference,
+        [grpo_reference.rows(8, seed=s) for s in (0, 1)],
+        inner_iterations,
+        step,
+    )
+    clipped = [logs["clip_ratio/region_mean"] for logs in module.logged]
+    assert (max(clipped) > 0) == (inner_iterations > 1)
+    assert "reward_std" in module.logged[0] and ("kl" in module.logged[0]) == with_reference
+
+
+def test_rollout_gets_the_loaders_batch(stand_in, models):
+    seen = []
+
+    def rollout(prompts):
+        assert not torch.is_grad_enabled()
+        seen.append(prompts)
+        return grpo_reference.rows(4)
+
+    module = stand_in(
+        copy.deepcopy(models[0]), LossConfig(loss_type="grpo"), group_size=4, rollout=rollout
+    )
+    loss = module.training_step("prompts", 0)
+    assert seen == ["prompts"] and not loss.requires_grad
+    assert not any(
+        torch.equal(a, b)
+        for a, b in zip(module.model.parameters(), models[0].parameters(), strict=True)
+    )
+
+
+def test_refusals_name_the_option(stand_in, models):
+    with pytest.raises(ValueError, match="inner_iterations: expected a number >= 1, got 0"):
+        stand_in(models[0], LossConfig(), group_size=4, inner_iterations=0)
+    with pytest.raises(ValueError, match="reference: beta = 0.05 expects a model"):
+        stand_in(models[0], CONFIG, group_size=4)
+    with pytest.raises(
+        ValueError, match="reference: beta = 0.0 expects None, got Qwen2ForCausalLM"
+    ):
+        stand_in(models[0], LossConfig(), group_size=4, reference=models[1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "pattern"),
+    [
+        ("FSDPStrategy", "32-true", "strategy: expected .* got FSDPStrategy"),
+        ("DeepSpeedStrategy", "bf16-mixed", "strategy: expected"),
+        ("SingleDeviceStrategy", "16-mixed", "precision: expected .* got 16-mixed"),
+    ],
+)
+def test_what_the_step_cannot_honour_is_refused(stand_in, models, strategy, precision, pattern):
+    module = stand_in(models[0], LossConfig(), group_size=4)
+    module.trainer = types.SimpleNamespace(strategy=type(strategy, (), {})(), precision=precision)
+    with pytest.raises(ValueError, match=pattern):
+        module.on_fit_start()
+
+
+def test_a_real_trainer_fits(models, tmp_path):
+    """The same two steps through `lightning.Trainer.fit`, on the CPU."""
+    trainer_packages.require("lightning")
+    lightning = importlib.import_module("lightning")
+    sys.modules.pop(HOME, None)
+    module_class = importlib.import_module(HOME).GRPOModule
+    logged = []
+
+    class Module(module_class):
+        def configure_optimizers(self):
+            return sgd(self.model)
+
+        def log_dict(self, metrics):
+            super().log_dict(metrics)
+            logged.append({name: float(value) for name, value in metrics.items()})
+
+    model = copy.deepcopy(models[0])
+    module = Module(
+        model, CONFIG, group_size=4, inner_iterations=2, reference=copy.deepcopy(models[1])
+    )
+    batches = [grpo_reference.rows(8, seed=s) for s in (0, 1)]
+
+    def step(batches):
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+        assert trainer.global_step == 4  # μ updates per batch
+        assert "clip_ratio/region_mean" in trainer.callback_metrics
+        return logged
+
+    check(module, sgd, models[1], batches, 2, step)

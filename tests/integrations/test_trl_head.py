@@ -1,0 +1,310 @@
+"""`use_fast_head`: the outputs and gradients of TRL's own head function, and whole runs of other
+TRL trainers.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.16")
+trl = importlib.import_module("trl")
+utils = importlib.import_module("trl.trainer.utils")
+cases = importlib.import_module("tests.integrations.trl_cases")
+head = importlib.import_module("grpo_fast.integrations.trl_head")
+fused = importlib.import_module("grpo_fast.integrations.trl_fused")
+
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+RULES = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "softcap": {"final_logit_softcapping": 2.0, "temperature": 1.3},
+    "scale": {"logit_scale": -0.5},
+    "softcap_scale": {"final_logit_softcapping": 3.0, "logit_scale": 1.7},
+}
+
+
+def tensors(
+    tokens: int = 37, width: int = 12, vocabulary: int = 61, dtype: torch.dtype = torch.float32
+) -> tuple:
+    random = torch.Generator().manual_seed(3)
+    hidden = 0.6 * torch.randn(tokens, width, generator=random)
+    weight = torch.randn(vocabulary, width, generator=random)
+    bias = torch.randn(vocabulary, generator=random)
+    # A third of the targets are the largest logit and a third the smallest (for a negative scale):
+    # is_top1 has both.
+    targets = torch.randint(0, vocabulary, (tokens,), generator=random)
+    targets[::3] = (hidden @ weight.T + bias).argmax(-1)[::3]
+    targets[1::3] = (hidden @ weight.T + bias).argmin(-1)[1::3]
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+    return *leaves, targets
+
+
+def call(function: Any, arguments: tuple, outputs: tuple[str, ...] = ALL, **rule: Any) -> tuple:
+    options = {"temperature": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0, **rule}
+    hidden, weight, bias, targets = arguments
+    return function.apply(
+        hidden, weight, bias, targets, options["temperature"], 16,
+        options["final_logit_softcapping"], options["logit_scale"], outputs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_outputs_and_gradients(name, with_bias):
+    results = []
+    for function in (utils._ChunkedLogProbFunction, head.FastLogProbs):
+        hidden, weight, bias, targets = tensors()
+        leaves = [hidden, weight, *([bias] if with_bias else [])]
+        outputs = call(
+            function, (hidden, weight, bias if with_bias else None, targets), **RULES[name]
+        )
+        slope = torch.linspace(-1, 2, hidden.shape[0])
+        ((outputs[0] * slope).sum() + (outputs[1] * slope.flip(0)).sum()).backward()
+        results.append((outputs, [x.grad for x in leaves]))
+    (theirs, their_grads), (ours, our_grads) = results
+    for field, a, b in zip(ALL, theirs, ours, strict=True):
+        assert b.dtype == a.dtype
+        torch.testing.assert_close(b.float(), a.float(), rtol=1e-5, atol=2e-5, msg=field)
+    assert 0 < int(ours[4].sum()) < len(ours[4])
+    for a, b in zip(their_grads, our_grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
+
+
+def test_only_what_is_asked_for():
+    for outputs in ((), ("entropy",), ("is_top1",), ("log_probs", "mean_logits")):
+        theirs, ours = (
+            call(f, tensors(), outputs) for f in (utils._ChunkedLogProbFunction, head.FastLogProbs)
+        )
+        assert [x is None for x in ours] == [x is None for x in theirs]
+
+
+def test_the_first_maximum_wins():
+    hidden, weight = torch.ones(2, 4), torch.ones(5, 4)  # all logits tie: the argmax is token 0
+    for function in (utils._ChunkedLogProbFunction, head.FastLogProbs):
+        top1 = call(function, (hidden, weight, None, torch.tensor([0, 3])))[4]
+        assert top1.tolist() == [True, False]
+
+
+def test_blocks_make_no_difference(monkeypatch):
+    whole = call(head.FastLogProbs, tensors(), final_logit_softcapping=2.0)
+    monkeypatch.setattr(head, "BLOCK_ELEMENTS", 150)
+    for a, b in zip(
+        whole, call(head.FastLogProbs, tensors(), final_logit_softcapping=2.0), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_token():
+    hidden, weight, bias, targets = tensors()
+    outputs = call(head.FastLogProbs, (hidden[:0], weight, bias, targets[:0]))
+    assert all(x.shape == (0,) for x in outputs)
+    outputs[0].sum().backward()
+    assert weight.grad.abs().sum() == 0
+
+
+def fused_model(**options: Any) -> Any:
+    model = cases.tiny_model("llama", **cases.SMALL)
+    utils.add_fused_lm_head(model, outputs=ALL, **options)
+    return model
+
+
+def test_operands_have_the_dtype_trl_projects_in():
+    for dtype, cast, autocast, expected in (
+        (torch.float32, False, False, torch.float32),
+        (torch.bfloat16, False, False, torch.bfloat16),
+        (torch.bfloat16, True, False, torch.float32),
+        (torch.float32, False, True, torch.bfloat16),
+        (torch.bfloat16, True, True, torch.float32),
+    ):
+        model = fused_model(cast_lm_head_to_fp32=cast).to(dtype)
+        known = fused.fused_head(model)
+        assert (known.backbone, known.temperature, known.softcap, known.logit_scale) == (
+            "base_model",
+            1.0,
+            None,
+            1.0,
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            operands = known.operands(model.lm_head, torch.zeros(2, 16, dtype=dtype))
+        assert [x.dtype for x in operands if x is not None] == [expected, expected]
+
+
+def labelled() -> dict[str, Any]:
+    ids = torch.arange(24).view(2, 12) % 50 + 2
+    labels = ids.clone()
+    labels[:, :4] = -100
+    labels[1, 9:] = -100
+    return {"input_ids": ids, "labels": labels, "fused_lm_head": True}
+
+
+def test_one_model_and_no_other(monkeypatch):
+    model, other = fused_model(), fused_model()
+    theirs = model(**labelled())
+    kernel, calls = utils._ChunkedLogProbFunction, []
+    monkeypatch.setattr(
+        head.FastLogProbs, "apply", staticmethod(lambda *a: calls.append(a) or kernel.apply(*a))
+    )
+    handle = head.use_fast_head(model)
+    other(**labelled())
+    assert utils._ChunkedLogProbFunction is kernel and not calls
+    model(**labelled())
+    assert len(calls) == 1
+    assert calls[0][0].shape[0] == 8 + 5, "only labelled positions are scored"
+    handle.undo()
+    again = model(**labelled())
+    assert len(calls) == 1 and torch.equal(again.log_probs, theirs.log_probs)
+
+
+def test_as_a_context_with_every_output():
+    model = fused_model(temperature=0.8)
+    theirs = model(**labelled())
+    with head.use_fast_head(model):
+        ours = model(**labelled())
+        logits = model(input_ids=labelled()["input_ids"]).logits  # the plain forward stays
+    assert logits.shape == (2, 12, 61)
+    for field in (*ALL, "loss", "label_mask"):
+        torch.testing.assert_close(
+            getattr(ours, field), getattr(theirs, field), rtol=1e-4, atol=1e-5
+        )
+    assert ours.log_probs.shape == (2, 11)
+
+
+def test_nothing_labelled_keeps_a_gradient():
+    model, inputs = fused_model(), labelled()
+    head.use_fast_head(model)
+    model(**{**inputs, "labels": torch.full_like(inputs["labels"], -100)}).loss.backward()
+    assert all(
+        p.grad is not None and p.grad.abs().sum() == 0 for p in model.model.layers.parameters()
+    )
+
+
+def test_a_model_without_the_head_is_refused():
+    with pytest.raises(ValueError, match="model: expected one with TRL's fused LM head"):
+        head.use_fast_head(cases.tiny_model("llama", **cases.SMALL))
+
+
+@pytest.mark.parametrize("by", ["ZeRO-3", "tensor parallelism"])
+def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
+    model = fused_model()
+    theirs = model(**labelled())
+    head.use_fast_head(model)
+    monkeypatch.setattr(
+        head.FastLogProbs, "apply", staticmethod(lambda *_: pytest.fail("ours was called"))
+    )
+    if by == "ZeRO-3":
+        model.lm_head.weight.ds_id = 0  # DeepSpeed's mark
+    else:
+        model._tp_size = 2  # transformers' mark
+    head._warn_partitioned.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        ours = model(**labelled())
+    assert by in caplog.text
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_head():
+    model = fused_model()
+    head.use_fast_head(model).undo()
+    head.use_fast_head(model)
+    copied = copy.deepcopy(model)
+    torch.nn.init.zeros_(copied.lm_head.weight)
+    uniform = torch.full((8 + 5,), -torch.tensor(61.0).log().item())
+    outputs = copied(**labelled())
+    torch.testing.assert_close(outputs.log_probs[outputs.label_mask], uniform)
+    assert copied.lm_head(torch.ones(1, 16)).eq(0).all()
+
+
+# ------------------------------------------------------------------------------------------- whole
+# runs
+def sft(path: str, output: Any, **options: Any) -> Any:
+    from datasets import Dataset
+
+    text = [{"prompt": p, "completion": " The answer is 42."} for p in cases.prompts(8)]
+    return make(
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        path,
+        output,
+        Dataset.from_list(text),
+        max_length=64,
+        **options,
+    )
+
+
+def dpo(path: str, output: Any, **options: Any) -> Any:
+    from datasets import Dataset
+
+    rows = [
+        {"prompt": p, "chosen": " It is 42.", "rejected": " It may be 7 or so."}
+        for p in cases.prompts(8)
+    ]
+    return make(trl.DPOTrainer, trl.DPOConfig, path, output, Dataset.from_list(rows), **options)
+
+
+def make(cls: type, config: type, path: str, output: Any, data: Any, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = {
+        "output_dir": str(output), "max_steps": 2, "per_device_train_batch_size": 4,
+        "report_to": [], "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd",
+        "learning_rate": 0.1, "save_strategy": "no", "disable_tqdm": True,
+        "lr_scheduler_type": "constant", "gradient_checkpointing": False, **options,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    more = {name: settings.pop(name) for name in ("teacher_model",) if name in settings}
+    tokenizer.chat_template = settings.pop("tokenizer_template", None)
+    more["args"] = config(**settings)
+    return cls(model=model, train_dataset=data, processing_class=tokenizer, **more)
+
+
+def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp_path):
+    """GKDTrainer derives from SFTTrainer: it has the fused head, and its loss computes logits."""
+    from datasets import Dataset
+
+    gkd = importlib.import_module("trl.experimental.gkd")
+    derived = type("Distilled", (gkd.GKDTrainer,), {})
+
+    path = cases.folder(tmp_path_factory.getbasetemp() / "head_llama")
+    turns = ("user", "assistant")
+    rows = [{"messages": [{"role": r, "content": p} for r in turns]} for p in cases.prompts(4)]
+    template = "{{ messages[0]['content'] }}"
+    options = {"teacher_model": path, "max_length": 64, "tokenizer_template": template}
+    for cls in (gkd.GKDTrainer, derived):
+        trainer = make(cls, gkd.GKDConfig, path, tmp_path, Dataset.from_list(rows), **options)
+        with pytest.raises(ValueError, match=f"trainer: expected .* came {cls.__name__}"):
+            head.use_fast_head(trainer)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [(sft, {}), (dpo, {}), (dpo, {"use_weighting": True}), (dpo, {"bf16": True})],
+    ids=["sft", "dpo", "dpo_wpo", "dpo_bf16"],
+)
+def test_runs_of_other_trainers(tmp_path_factory, tmp_path, build, options, monkeypatch):
+    path = cases.folder(tmp_path_factory.getbasetemp() / "head_llama")
+    theirs, ours = build(path, tmp_path, **options), build(path, tmp_path, **options)
+    calls, apply = [], head.FastLogProbs.apply
+    monkeypatch.setattr(
+        head.FastLogProbs, "apply", staticmethod(lambda *a: calls.append(1) or apply(*a))
+    )
+    head.use_fast_head(ours)
+    theirs.train(), ours.train()
+    assert len(calls) == (2 if build is sft else 4)  # policy and reference
+    tolerance = 3e-2 if options.get("bf16") else 1e-4
+    for a, b in zip(theirs.state.log_history, ours.state.log_history, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            if not any(word in key for word in ("runtime", "per_second", "flos", "time")):
+                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=tolerance / 50), key
+    weights = theirs.model.state_dict()
+    for name, tensor in ours.model.state_dict().items():
+        torch.testing.assert_close(
+            tensor, weights[name], rtol=0, atol=2e-3 if options.get("bf16") else 1e-5
+        )

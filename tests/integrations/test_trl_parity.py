@@ -1,0 +1,361 @@
+"""FastGRPOTrainer against the installed GRPOTrainer: real runs, every log key step for step, final
+weights.
+
+Two trainers of one seed get the same prompts (GSM8K's), the same injected completions and the same
+rewards. A high learning rate and two iterations move the ratios across every bound.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.16")
+trl = importlib.import_module("trl")
+cases = importlib.import_module("tests.integrations.trl_cases")
+fast = importlib.import_module("grpo_fast.integrations.trl")
+
+if not cases.GSM8K.exists():
+    print(f"GSM8K is absent ({cases.GSM8K.name}): made-up prompts")
+
+TIMES = ("step_time", "runtime", "per_second", "total_flos")
+SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
+# Two micro-batches per step and two iterations: old logps come from TRL's scoring pass, ratios
+# leave 1.
+MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return cases.folder(tmp_path_factory.mktemp("trl") / "llama")
+
+
+class ToolMask:
+    """Some tokens of every completion come from a tool."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        mask = torch.ones_like(output["completion_ids"])
+        mask[:, 1] = 0
+        mask[0, 1:4] = 0
+        return {**output, "tool_mask": mask}
+
+
+class PerTokenAdvantages:
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        ramp = torch.linspace(1.5, -0.5, output["completion_ids"].shape[1])
+        return {**output, "advantages": output["advantages"][:, None] * ramp}
+
+
+class Sampler:
+    """What vLLM's rollout adds: the sampler's logps, one of them unknown, and the correction they
+    call for.
+    """
+
+    def _generate_and_score_completions(self, inputs):
+        self.use_vllm = True
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self.use_vllm = self.corrects
+
+    corrects = True
+
+
+def sampled_by(injected: Any) -> Any:
+    def generate(*args: Any, **kwargs: Any) -> tuple[list, list]:
+        completions, _ = injected(*args, **kwargs)
+        logps = [[-5.5 + 0.3 * ((t + i) % 7 - 3) for i, t in enumerate(ids)] for ids in completions]
+        logps[0][0] = math.nan
+        return completions, logps
+
+    return generate
+
+
+def compare_runs(
+    model_path,
+    tmp_path,
+    *mixins,
+    loss=SINGLE,
+    forward="packed",
+    tolerance=1e-4,
+    near_zero=1e-6,
+    weights=1e-5,
+    **options,
+):
+    """Train both, compare everything that either logs; returns TRL's log."""
+    runs = []
+    for number, base in enumerate((trl.GRPOTrainer, fast.FastGRPOTrainer)):
+        cls = type(base.__name__, (*mixins, base), {})
+        sampler = cases.Injected(260) if Sampler not in mixins else sampled_by(cases.Injected(260))
+        peft_config = options["peft_config"]() if "peft_config" in options else None
+        trainer = cases.trainer(
+            cls,
+            model_path,
+            tmp_path / str(number),
+            completions=sampler,
+            **{**options, "peft_config": peft_config},
+        )
+        trainer.train()
+        if options.get("evaluation"):
+            trainer.evaluate()
+        runs.append(trainer)
+    theirs, ours = runs
+    assert ours.fast_path["loss"].startswith(loss), ours.fast_path
+    assert ours.fast_path["forward"].startswith(forward), ours.fast_path
+    compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, near_zero)
+    state = theirs.model.state_dict()
+    for name, tensor in ours.model.state_dict().items():
+        assert torch.allclose(tensor.float(), state[name].float(), rtol=0, atol=weights), name
+    return theirs.state.log_history
+
+
+def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_zero: float) -> None:
+    assert len(theirs) == len(ours)
+    for a, b in zip(theirs, ours, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            if any(word in key for word in TIMES):
+                continue
+            if a[key] is None or b[key] is None:
+                assert a[key] is b[key], key
+            else:
+                assert b[key] == pytest.approx(a[key], rel=tolerance, abs=near_zero), (
+                    key,
+                    a["step"],
+                )
+
+
+def reached(log: list[dict], key: str) -> float:
+    return max(abs(entry.get(key) or 0.0) for entry in log)
+
+
+# ------------------------------------------------------------------------------------------- loss
+# types and levels
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo"])
+def test_token_level(model_path, tmp_path, loss_type):
+    extra = {"epsilon_high": 1.1} if loss_type == "cispo" else {"delta": 1.5}
+    log = compare_runs(model_path, tmp_path, loss_type=loss_type, beta=0.05, **extra, **MOVING)
+    key = {"cispo": "cispo_clip_ratio", "sapo": "kl"}.get(loss_type, "clip_ratio/region_mean")
+    assert reached(log, key) > 0, "the ratios never left the clip range: this run compares nothing"
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo"])
+def test_sequence_level(model_path, tmp_path, loss_type):
+    extra = {"epsilon_high": 1.05} if loss_type == "cispo" else {"epsilon": 0.05}
+    options = {
+        "loss_type": loss_type,
+        "importance_sampling_level": "sequence",
+        "beta": 0.05,
+        **extra,
+        **MOVING,
+    }
+    compare_runs(model_path, tmp_path, loss=ON_LOGPS, **options)
+
+
+def test_vespo(model_path, tmp_path):
+    log = compare_runs(model_path, tmp_path, loss=ON_LOGPS, loss_type="vespo", **MOVING)
+    assert reached(log, "vespo/phi_seq_mean") > 0
+
+
+# -------------------------------------------------------------------------------------------
+# options
+PLAIN = {
+    "no_kl": {"loss_type": "grpo", "beta": 0.0},
+    "kl_without_ratio": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+    "two_sided": {"loss_type": "dapo", "delta": 1.1, "epsilon_high": 0.28},
+    "temperature": {"loss_type": "dapo", "temperature": 0.7, "beta": 0.02},
+    "on_policy": {"num_iterations": 1, "gradient_accumulation_steps": 2, "max_steps": 2},
+    "one_generation_for_four_steps": {
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 4,
+        "num_iterations": 1,
+    },
+    "entropy_bonus": {"loss_type": "grpo", "entropy_coef": 0.05},
+    "entropy_bonus_dapo": {"loss_type": "dapo", "entropy_coef": 0.05, "beta": 0.02},
+    "adaptive_entropy": {
+        "loss_type": "dapo",
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.02,
+        "entropy_target": 4.8,
+        "entropy_coef_delta": 0.01,
+        "entropy_coef_max": 0.1,
+    },
+    "truncated_masked": {"loss_type": "dapo", "mask_truncated_completions": True, "beta": 0.02},
+    "synced_reference": {
+        "loss_type": "grpo",
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        "ref_model_mixup_alpha": 0.6,
+    },
+    "checkpointing": {"loss_type": "dapo", "gradient_checkpointing": True},
+    "clipped_gradients_adamw": {
+        "loss_type": "grpo",
+        "optim": "adamw_torch",
+        "learning_rate": 1e-4,
+        "max_grad_norm": 1.0,
+    },
+    "fp32_head": {"loss_type": "dapo", "cast_lm_head_to_fp32": True, "beta": 0.02},
+    "several_groups": {
+        "loss_type": "dapo",
+        "per_device_train_batch_size": 8,
+        "num_generations": 2,
+        "beta": 0.02,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_option(model_path, tmp_path, name):
+    compare_runs(model_path, tmp_path, **{**MOVING, **PLAIN[name]})
+
+
+NEEDS_COMPLETIONS = {
+    "high_entropy_tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.4},
+    "high_entropy_tokens_bonus": {
+        "loss_type": "grpo",
+        "top_entropy_quantile": 0.5,
+        "entropy_coef": 0.05,
+    },
+    "off_policy_mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_COMPLETIONS)
+def test_option_of_whole_completions(model_path, tmp_path, name):
+    compare_runs(model_path, tmp_path, loss=ON_LOGPS, **{**MOVING, **NEEDS_COMPLETIONS[name]})
+
+
+def test_evaluation(model_path, tmp_path):
+    log = compare_runs(
+        model_path, tmp_path, evaluation=True, beta=0.05, num_generations_eval=2, **MOVING
+    )
+    assert any("eval_entropy" in entry for entry in log)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_tool_mask(model_path, tmp_path, loss_type):
+    compare_runs(
+        model_path, tmp_path, ToolMask, loss_type=loss_type, beta=0.05, entropy_coef=0.02, **MOVING
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])
+def test_advantages_per_token(model_path, tmp_path, loss_type):
+    compare_runs(model_path, tmp_path, PerTokenAdvantages, loss_type=loss_type, **MOVING)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
+def test_sampler_correction(model_path, tmp_path, mode):
+    log = compare_runs(
+        model_path, tmp_path, Sampler, loss_type="dapo", beta=0.05,
+        vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=2.0, **MOVING,
+    )  # fmt: skip
+    assert reached(log, "sampling/importance_sampling_ratio/max") > 0
+
+
+def test_vespo_with_sampler_correction_and_mask(model_path, tmp_path):
+    compare_runs(
+        model_path, tmp_path, Sampler, loss=ON_LOGPS, loss_type="vespo",
+        off_policy_mask_threshold=0.5, vllm_importance_sampling_mode="token_truncate", **MOVING,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- models
+def test_lora(model_path, tmp_path):
+    def peft_config() -> Any:
+        return importlib.import_module("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+    log = compare_runs(
+        model_path, tmp_path, loss_type="grpo", beta=0.1, peft_config=peft_config, **MOVING
+    )
+    assert reached(log, "kl") > 0
+
+
+def test_bf16_weights_are_as_close_as_bf16_allows(model_path, tmp_path):
+    # The reference's own rounding is 2^-9 per operation; sums of gradients then differ in the third
+    # digit.
+    options = {**MOVING, "max_steps": 2, "num_iterations": 1}
+    compare_runs(
+        model_path,
+        tmp_path,
+        dtype=torch.bfloat16,
+        tolerance=3e-2,
+        near_zero=2e-3,
+        weights=2e-2,
+        **options,
+    )
+
+
+def test_bf16_autocast(model_path, tmp_path):
+    options = {**MOVING, "max_steps": 2, "num_iterations": 1, "beta": 0.05}
+    compare_runs(
+        model_path, tmp_path, bf16=True, tolerance=3e-2, near_zero=2e-3, weights=2e-2, **options
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere"])
+def test_families(tmp_path, family):
+    """Softcaps and a sliding window; a tied head; a scaled head."""
+    changes = {"head_dim": 16} if family == "gemma2" else {}
+    path = cases.folder(tmp_path / family, family, **changes)
+    compare_runs(path, tmp_path, loss_type="dapo", beta=0.05, max_steps=2)
+
+
+def test_router_loss_stays_with_trl(tmp_path):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    path = cases.folder(tmp_path / "mixtral", "mixtral", **experts)
+    options = {"loss_type": "dapo", "router_aux_loss_coef": 0.1, "max_steps": 2}
+    log = compare_runs(path, tmp_path, loss="TRL's: router", forward="TRL's: router", **options)
+    assert reached(log, "aux_loss") > 0
+
+
+# -------------------------------------------------------------------------------------------
+# keep_groups
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_groups_kept_together_give_the_same_weights(model_path, tmp_path, loss_type, monkeypatch):
+    """Two prompts of four completions, two micro-batches of four: shuffled they mix, grouped each
+    holds one prompt.
+    """
+    results, rows = [], []
+    pack = fast.pack_padded
+    monkeypatch.setattr(fast, "pack_padded", lambda *a: rows.append(pack(*a)) or rows[-1])
+    options = {**MOVING, "loss_type": loss_type, "num_iterations": 1}
+    for keep in (False, True):
+        rows.clear()
+        trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, **options)
+        trainer.keep_groups = keep
+        trainer.train()
+        tokens = sum(row.inputs["input_ids"].shape[1] for row in rows)
+        results.append((trainer.model.state_dict(), trainer.state.log_history, tokens))
+    (plain, log, many), (grouped, grouped_log, few) = results
+    assert few < 0.75 * many
+    for name, tensor in plain.items():
+        torch.testing.assert_close(grouped[name], tensor, rtol=0, atol=1e-5)
+    for a, b in zip(log, grouped_log, strict=True):
+        for key in {"loss", "grad_norm", "reward"} & a.keys():
+            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss_type": "bnpo"}, "bnpo"),
+        ({"entropy_coef": 0.1}, "entropy_coef"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "steps_per_generation"),
+    ],
+)
+def test_groups_are_not_kept_where_the_gradient_would_change(model_path, tmp_path, options, reason):
+    trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, **options)
+    with pytest.raises(ValueError, match=f"keep_groups: .*{reason}"):
+        trainer.keep_groups = True
+    assert not trainer.keep_groups

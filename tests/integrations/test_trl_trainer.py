@@ -1,0 +1,404 @@
+"""FastGRPOTrainer beside the numbers: packing, what it leaves to TRL and says so, wrapped models,
+generation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.16")
+trl = importlib.import_module("trl")
+cases = importlib.import_module("tests.integrations.trl_cases")
+fast = importlib.import_module("grpo_fast.integrations.trl")
+forward = importlib.import_module("grpo_fast.integrations.trl_forward")
+options_module = importlib.import_module("grpo_fast.integrations.trl_options")
+packed = importlib.import_module("grpo_fast.integrations.packed")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return cases.folder(tmp_path_factory.mktemp("trl") / "llama")
+
+
+def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: Any) -> Any:
+    made = cases.trainer(cls, path, output, **options)
+    made.current_gradient_accumulation_steps = 1
+    made.model.train()
+    return made
+
+
+def micro_batch(**changes: Any) -> dict[str, Any]:
+    """Two prompts by turns, one shorter than the other; a short completion and an empty one."""
+    random = torch.Generator().manual_seed(5)
+    short, long = [0, 0, 11, 12, 13], [21, 22, 23, 24, 25]
+    prompt_ids = torch.tensor([short, long, short, long])
+    completion_ids = torch.randint(2, 200, (4, 6), generator=random)
+    completion_mask = torch.ones(4, 6, dtype=torch.int64)
+    completion_mask[1, 3:] = completion_mask[3] = 0
+    batch = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": (prompt_ids != 0).long(),
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.0, -0.5, -1.2, 0.3]),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+    return batch | changes
+
+
+def gradients(
+    trainer: Any, batch: dict[str, Any], model: Any = None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    trainer.model.zero_grad(set_to_none=True)
+    loss = trainer._compute_loss(model or trainer.model, batch)
+    loss.backward()
+    return loss.item(), {
+        n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None
+    }
+
+
+def same_gradients(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-4, abs=1e-6)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=tolerance, msg=name)
+
+
+# -------------------------------------------------------------------------------------------
+# packing
+def pack(batch: dict[str, Any], scored: torch.Tensor | None = None) -> Any:
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    return packed.pack_padded(ids, mask, batch["completion_mask"] if scored is None else scored)
+
+
+def test_a_shared_prompt_is_packed_once():
+    batch = micro_batch()
+    result = pack(batch)
+    # Rows 0 and 2 share [11, 12, 13]; row 1 has a prompt of its own; row 3 scores nothing and is
+    # left out.
+    assert result.inputs["input_ids"].shape[1] == 3 + 5 + 5 + (5 + 2)
+    assert result.order.tolist() == [0, 2, 1, 3]
+    assert result.cu_seqlens.tolist() == [0, 6, 12, 15, 15]
+    assert result.packed(batch["advantages"]).tolist() == batch["advantages"][[0, 2, 1, 3]].tolist()
+    tokens = result.packed(batch["completion_ids"])
+    assert torch.equal(tokens, result.target_ids)
+    assert torch.equal(result.padded(tokens), batch["completion_ids"] * batch["completion_mask"])
+
+
+def test_tokens_that_do_not_count_are_read_but_not_scored():
+    batch = micro_batch()
+    scored = batch["completion_mask"].clone()
+    scored[0, 1:3] = 0
+    result = pack(batch, scored)
+    assert result.inputs["input_ids"].shape[1] == pack(batch).inputs["input_ids"].shape[1]
+    assert result.cu_seqlens.tolist() == [0, 4, 10, 13, 13]
+    assert torch.equal(result.padded(result.target_ids), batch["completion_ids"] * scored)
+
+
+def test_nothing_to_score_is_packed_as_one_token():
+    batch = micro_batch()
+    result = pack(batch, torch.zeros_like(batch["completion_mask"]))
+    assert result.inputs["input_ids"].shape == (1, 1) and result.target_ids.shape == (0,)
+    assert result.cu_seqlens.tolist() == [0] * 5 and sorted(result.order.tolist()) == [0, 1, 2, 3]
+    assert torch.equal(result.padded(torch.zeros(0)), torch.zeros(4, 6))
+    nothing_at_all = micro_batch(completion_mask=torch.zeros(4, 6, dtype=torch.int64))
+    assert pack(nothing_at_all).target_ids.shape == (0,)
+
+
+def test_a_completion_without_a_prompt_cannot_be_packed():
+    assert pack(micro_batch() | {"prompt_mask": torch.tensor([[0] * 5, *[[1] * 5] * 3])}) is None
+
+
+PACKED = {"forward": "packed", "loss": "single pass"}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+@pytest.mark.parametrize("empty", ["completions", "prompt"])
+def test_fast_path_is_true_of_what_is_empty(model_path, tmp_path, monkeypatch, empty, loss_type):
+    batch = micro_batch()
+    batch["completion_mask" if empty == "completions" else "prompt_mask"][
+        0 if empty == "prompt" else slice(None)
+    ] = 0
+    theirs = gradients(build(model_path, tmp_path, trl.GRPOTrainer, loss_type=loss_type), batch)
+    ours = build(model_path, tmp_path, loss_type=loss_type)
+    before, padded = dict(ours.fast_path), []
+    name = "_get_per_token_logps_and_entropies"
+    theirs_padded = getattr(trl.GRPOTrainer, name)
+    spy = lambda *a, **k: padded.append(1) or theirs_padded(*a, **k)  # noqa: E731
+    monkeypatch.setattr(trl.GRPOTrainer, name, spy)
+    same_gradients(gradients(ours, batch), theirs)
+    assert before["forward"] == "packed" and len(padded) == (empty == "prompt")
+    if empty == "completions":
+        assert ours.fast_path == before
+        return
+    assert "TRL's: a completion of this micro-batch has no prompt" in ours.fast_path["forward"]
+    assert ours.fast_path["loss"].startswith("TRL's")
+    gradients(ours, micro_batch())
+    assert ours.fast_path == before and len(padded) == 1
+
+
+def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path):
+    """As many tokens as completions, one of which is empty: per token is not per completion."""
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]])
+    batch = micro_batch(completion_ids=torch.arange(12).view(4, 3) + 40, completion_mask=mask)
+    batch |= {"advantages": torch.linspace(-1, 1, 12).view(4, 3), "num_items_in_batch": mask.sum()}
+    theirs, ours = build(model_path, tmp_path, trl.GRPOTrainer), build(model_path, tmp_path)
+    same_gradients(gradients(ours, batch), gradients(theirs, batch))
+    assert ours.fast_path["forward"] == "packed"
+    assert ours.fast_path["loss"].startswith("TRL's on our logps: advantages per token, and this")
+    gradients(ours, micro_batch())
+    assert ours.fast_path == PACKED
+
+
+# -------------------------------------------------------------------------------------------
+# wrapped models
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_the_wrapped_module_is_called_once(model_path, tmp_path, one_process, loss_type):
+    """DistributedDataParallel reduces a gradient when its hooks see it, in the backward of its own
+    forward.
+    """
+    trainer = build(model_path, tmp_path, loss_type=loss_type)
+    expected = gradients(trainer, micro_batch())
+    wrapped, reduced, called = torch.nn.parallel.DistributedDataParallel(trainer.model), [], []
+
+    def hook(state, bucket):
+        reduced.extend(id(p) for p in bucket.parameters())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, hook)
+    wrapped.register_forward_hook(lambda *_: called.append(1))
+    same_gradients(gradients(trainer, micro_batch(), wrapped), expected)
+    assert called == [1]
+    assert set(reduced) == {id(p) for p in trainer.model.parameters()}
+
+
+def test_fsdp2_shards_are_gathered(model_path, tmp_path, one_process):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    trainer = build(model_path, tmp_path)
+    expected = gradients(trainer, micro_batch())
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in trainer.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trainer.model, mesh=mesh)
+    loss, found = gradients(trainer, micro_batch())
+    same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
+
+
+def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
+    """As transformers does with `distributed_config`; the head is of another class then."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    expected = gradients(build(model_path, tmp_path), micro_batch())
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    load = auto.from_pretrained
+
+    def sharded(*args: Any, **options: Any) -> Any:
+        model = load(*args, **options)
+        fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+    monkeypatch.setattr(auto, "from_pretrained", sharded)
+    trainer = build(model_path, tmp_path)
+    assert trainer.fast_path == PACKED
+    # The forward of the self-check has left shards behind: the optimizer is made of them.
+    assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    loss, found = gradients(trainer, micro_batch())
+    same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
+
+
+def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, monkeypatch):
+    """FSDP2 casts every float among a forward's arguments; old logps in bf16 are wrong by 1%."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    trainer, mesh, seen = build(model_path, tmp_path), init_device_mesh("cpu", (1,)), {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (trainer.model.lm_head, trainer.model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    def spy(hidden: Any, weight: Any, ids: Any, advantages: Any, config: Any, **more: Any) -> Any:
+        seen.update(more, hidden=hidden, weight=weight, advantages=advantages)
+        return loss(hidden, weight, ids, advantages, config, **more)
+
+    loss = forward.linear_grpo_loss
+    monkeypatch.setattr(forward, "linear_grpo_loss", spy)
+    batch = micro_batch(old_per_token_logps=torch.linspace(-7, -4, 24).view(4, 6))
+    trainer._compute_loss(trainer.model, batch).backward()
+    assert seen["hidden"].dtype == seen["weight"].dtype == torch.bfloat16
+    assert set(seen["advantages"].tolist()) == set(batch["advantages"].tolist())
+    assert set(seen["old_logps"].tolist()) <= set(batch["old_per_token_logps"].flatten().tolist())
+
+
+# ------------------------------------------------------------------------------------------- what
+# TRL keeps
+def test_refusals_name_their_option(model_path, tmp_path):
+    prefix = importlib.import_module("peft").PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=2
+    )
+    for settings, reason in (
+        ({"peft_config": prefix}, "peft: prompt learning"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ):
+        path = build(model_path, tmp_path, **settings).fast_path
+        assert path["forward"].startswith("TRL's: ") and reason in path["forward"], path
+
+
+def test_a_head_that_is_no_plain_linear_layer_is_left_alone(model_path, tmp_path):
+    trainer = build(model_path, tmp_path)
+    trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    assert (
+        options_module.forward_reason(trainer, trainer.model)
+        == "lm_head: Linear4bit is no plain linear layer"
+    )
+
+
+def test_tensor_parallelism_is_named(model_path, tmp_path):
+    trainer = build(model_path, tmp_path)
+    trainer.model._tp_size = 2  # transformers' mark
+    assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
+
+
+def test_attention_dropout_names_what_switches_it_off(tmp_path):
+    """TRL's `disable_dropout` reaches modules; a rate in the config stays on, in TRL as well."""
+    llama = cases.folder(tmp_path / "llama", attention_dropout=0.1)
+    gpt2 = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2)
+
+    def forward(path: str, disable_dropout: bool) -> str:
+        return build(path, tmp_path, disable_dropout=disable_dropout).fast_path["forward"]
+
+    assert forward(llama, True) == (
+        "TRL's: attention dropout: LlamaAttention.attention_dropout is 0.1; "
+        "config.attention_dropout=0 (disable_dropout does not) switches it off"
+    )
+    assert forward(gpt2, False).endswith("is 0.1; disable_dropout=True switches it off")
+    assert "dropout" not in forward(gpt2, True)
+
+
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "disable_dropout"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type",
+        ),
+        ("gpt2", GPT2, "disable_dropout"),
+        (
+            "gpt2",
+            {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+            "gpt2: packed logps differ",
+        ),
+    ],
+    ids=["dropout", "rope", "dropout_module", "positions"],
+)
+def test_models_that_packing_would_change(tmp_path, family, changes, reason):
+    path = cases.folder(tmp_path / "model", family, **changes)
+    trainer = build(path, tmp_path)
+    assert reason in trainer.fast_path["forward"], trainer.fast_path
+    if "dropout" not in reason:
+        theirs = build(path, tmp_path, trl.GRPOTrainer)
+        same_gradients(gradients(trainer, micro_batch()), gradients(theirs, micro_batch()))
+
+
+def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
+    """A release of TRL, or a subclass, that computes something else: the probe sees it before the
+    first step.
+    """
+    original = trl.GRPOTrainer._compute_loss
+    monkeypatch.setattr(
+        trl.GRPOTrainer, "_compute_loss", lambda self, m, i: 1.01 * original(self, m, i)
+    )
+    theirs = build(model_path, tmp_path, trl.GRPOTrainer)
+    ours = build(model_path, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        same_gradients(gradients(ours, micro_batch()), gradients(theirs, micro_batch()))
+    assert "differs from TRL's" in caplog.text and "differs" in ours.fast_path["loss"]
+
+
+def test_the_probe_leaves_no_trace(model_path, tmp_path):
+    options = {"use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 1e-3}
+    trainer = build(model_path, tmp_path, **options)
+    before = {name: getattr(trainer, name) for name in options_module.STATE}
+    trainer._metrics["train"]["kl"].append(0.5)
+    state = torch.get_rng_state()
+    assert options_module.probe(trainer, trainer._their_loss) is None
+    assert {name: getattr(trainer, name) for name in options_module.STATE} == before
+    assert dict(trainer._metrics["train"]) == {"kl": [0.5]}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -------------------------------------------------------------------------------------------
+# generation
+def test_generation_runs_with_the_attention_the_model_had(model_path, tmp_path):
+    logs, seen = [], []
+    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+        trainer = cases.trainer(cls, model_path, tmp_path, max_steps=1, beta=0.02)
+        del trainer._generate_single_turn  # the real one, from here on
+        generate = trainer.model.generate
+        trainer.model.generate = lambda *a, g=generate, m=trainer.model, **k: (
+            seen.append(m.config._attn_implementation) or g(*a, **k)
+        )
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    assert seen == ["sdpa", "sdpa"]
+    for key in ("loss", "entropy", "reward", "completions/mean_length", "kl"):
+        assert logs[1][key] == pytest.approx(logs[0][key], rel=1e-4, abs=1e-6), key
+
+
+def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
+    """Callbacks, evaluation and a saved checkpoint use the model without a layout."""
+    trainer = build(model_path, tmp_path)
+    assert trainer.fast_path["forward"] == "packed"
+    plain = build(model_path, tmp_path, trl.GRPOTrainer)
+    batch = {
+        "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4]),
+    }
+    real = batch["attention_mask"].bool()
+    assert torch.equal(trainer.model(**batch).logits[real], plain.model(**batch).logits[real])
+    generated = [
+        t.model.generate(**batch, max_new_tokens=3, do_sample=False) for t in (trainer, plain)
+    ]
+    assert torch.equal(*generated)
+    trainer.save_model(tmp_path / "saved")
+    saved = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved"
+    )
+    assert saved.config._attn_implementation == "sdpa"
+
+
+def test_eager_attention_and_its_softcap_are_kept(tmp_path):
+    path = cases.folder(tmp_path / "gemma2", "gemma2", head_dim=16)
+    trainer, plain = build(path, tmp_path), build(path, tmp_path, trl.GRPOTrainer)
+    assert (
+        plain.model.config._attn_implementation == "eager"
+        and trainer.fast_path["forward"] == "packed"
+    )
+    ids = torch.arange(2, 22)[None]
+    assert torch.equal(trainer.model(input_ids=ids).logits, plain.model(input_ids=ids).logits)

@@ -1,0 +1,439 @@
+"""verl's own functions, from the installed package, against ours: loss, gradient, every metric; and
+the head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integrations import trainer_packages
+from tests.tiny import tiny_model
+
+core = trainer_packages.load_verl("verl.trainer.ppo.core_algos")
+ActorConfig = importlib.import_module("verl.workers.config").ActorConfig
+ours = importlib.import_module("grpo_fast.integrations.verl")
+losses = importlib.import_module("grpo_fast.integrations.verl_losses")
+head = importlib.import_module("grpo_fast.integrations.verl_head")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+CLIPPED = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+# The distances that dppo clips: small enough that some tokens are beyond.
+CONFIGS = {
+    "dppo_tv": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.05},
+    "dppo_kl": {"clip_ratio_low": 1e-3},
+}
+
+
+def actor(loss_mode: str = "vanilla", info: dict | None = None, **changes):
+    fields = {
+        **CLIPPED,
+        "clip_ratio_c": 2.0,
+        "tau_pos": 1.3,
+        "tau_neg": 1.7,
+        **CONFIGS.get(loss_mode, {}),
+        **changes,
+    }
+    config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=4, **fields)
+    config.global_batch_info.update(info or {})
+    if loss_mode == "dro":
+        object.__setattr__(config.policy_loss, "dro_beta", 0.3)
+    return config
+
+
+def batch(
+    rows: int = 6, length: int = 9, *, step: float = 0.4, weights: bool = False, seed: int = 0
+) -> dict:
+    """Ratios on both sides of every clip range, advantages of both signs, holes, and a row without
+    a token.
+    """
+    random = torch.Generator().manual_seed(seed)
+    old = -2.5 * torch.rand(rows, length, generator=random) - 0.01
+    new = (old + step * torch.randn(rows, length, generator=random)).clamp(max=-1e-3)
+    mask = (torch.rand(rows, length, generator=random) > 0.25).long()
+    mask[2] = 0
+    advantages = torch.randn(rows, 1, generator=random).expand(rows, length).contiguous()
+    return {
+        "old_log_prob": old,
+        "log_prob": new,
+        "advantages": advantages,
+        "response_mask": mask,
+        "rollout_is_weights": torch.rand(rows, length, generator=random) * 2 if weights else None,
+    }
+
+
+def run(function, data: dict, mode: str, config) -> tuple:
+    log_prob = data["log_prob"].clone().requires_grad_()
+    loss, metrics = function(**{**data, "log_prob": log_prob}, loss_agg_mode=mode, config=config)
+    loss.backward()
+    return loss.detach(), log_prob.grad, metrics
+
+
+def compare(name: str, data: dict, mode: str, config) -> None:
+    theirs = run(core.get_policy_loss_fn(name), data, mode, config)
+    mine = run(ours.policy_loss(name), data, mode, config)
+    torch.testing.assert_close(mine[0], theirs[0], **TOLERANCE)
+    torch.testing.assert_close(mine[1], theirs[1], **TOLERANCE)
+    assert list(mine[2]) == list(theirs[2])
+    for key, value in theirs[2].items():
+        assert isinstance(mine[2][key], float) and math.isclose(
+            mine[2][key], value, rel_tol=1e-5, abs_tol=1e-6
+        ), key
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", list(losses.LOSSES))
+def test_loss_gradient_and_metrics(name, mode):
+    """Every loss × every loss_agg_mode: with and without the whole step's counts and the rollout's
+    weights.
+    """
+    whole_step = {
+        "dp_size": 4,
+        "batch_num_tokens": 230,
+        "global_batch_size": 24,
+        "loss_scale_factor": 128,
+    }
+    for info in ({}, whole_step, {**whole_step, "dp_size": 1, "loss_scale_factor": None}):
+        for weights in (False, True) if name != "dro" else (False,):
+            compare(name, batch(weights=weights), mode, actor(name, info))
+
+
+@pytest.mark.parametrize("name", list(losses.LOSSES))
+@pytest.mark.parametrize("step", [0.0, 4.0, 40.0])
+def test_on_policy_and_far_off_policy(name, step):
+    """Ratio exactly 1, and log ratios beyond verl's clamp at 20."""
+    if step == 40.0 and name == "geo_mean":
+        step = (
+            10.0  # its unclipped side underflows to ratio 0 in both, without a gradient to compare
+        )
+    data = batch(step=step, seed=3)
+    if name == "dro":
+        data["log_prob"] = data["log_prob"].clamp(min=-30.0)
+    compare(name, data, "token-mean", actor(name))
+
+
+@pytest.mark.parametrize("name", list(losses.LOSSES))
+def test_advantages_per_token(name):
+    """GAE's advantages: both signs inside one completion."""
+    data = batch(weights=name != "dro", seed=5)
+    data["advantages"] = torch.randn(
+        data["advantages"].shape, generator=torch.Generator().manual_seed(1)
+    )
+    compare(name, data, "seq-mean-token-mean", actor(name))
+
+
+def test_the_data_reaches_every_branch():
+    """Otherwise the comparisons above would agree on nothing."""
+    for name in ("vanilla", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "gspo"):
+        clipped = run(core.get_policy_loss_fn(name), batch(), "token-mean", actor(name))[2][
+            "actor/pg_clipfrac"
+        ]
+        assert 0.02 < clipped < 0.9, (name, clipped)
+    for name in ("vanilla", "dppo_kl"):
+        capped = run(
+            core.get_policy_loss_fn(name), batch(step=4.0, seed=3), "token-mean", actor(name)
+        )
+        assert 0.02 < capped[2]["actor/pg_clipfrac_lower"] < 0.9, name
+
+
+def test_both_clip_ratios_from_one():
+    compare(
+        "vanilla",
+        batch(),
+        "token-mean",
+        actor(clip_ratio=0.05, clip_ratio_low=None, clip_ratio_high=None),
+    )
+
+
+def test_masks_of_every_dtype_and_what_they_hide():
+    data, expected = batch(), None
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        hidden = {**data, "response_mask": data["response_mask"].to(dtype)}
+        for key in ("old_log_prob", "log_prob", "advantages"):
+            hidden[key] = torch.where(data["response_mask"].bool(), data[key], torch.nan)
+        result = run(ours.policy_loss("vanilla"), hidden, "token-mean", actor())
+        expected = result if expected is None else expected
+        assert torch.equal(result[0], expected[0]) and torch.equal(result[1], expected[1])
+        assert result[1].isfinite().all() and result[2] == expected[2]
+
+
+def test_no_active_token_is_zero_and_not_nan():
+    data = {**batch(), "response_mask": torch.zeros(6, 9)}
+    for mode in MODES:
+        loss, gradient, metrics = run(ours.policy_loss("vanilla"), data, mode, actor())
+        assert loss == 0 and not gradient.any() and set(metrics.values()) == {0.0}
+
+
+def refused(pattern: str, name: str = "vanilla", mode: str = "token-mean", config=None, **changes):
+    with pytest.raises(ValueError, match=pattern):
+        ours.policy_loss(name)(
+            **{**batch(), **changes}, loss_agg_mode=mode, config=config or actor(name)
+        )
+
+
+def test_refusals_name_the_option():
+    refused("loss_agg_mode: expected one of", mode="token-median")
+    refused("loss_agg_mode: expected one of", name="sapo", mode="token-median")
+    refused("global_batch_info: expected .* got \\['rank'\\]", config=actor(info={"rank": 1}))
+    refused("batch_num_tokens: expected .* dp_size = 2", config=actor(info={"dp_size": 2}))
+    refused(
+        "global_batch_size: expected .* dp_size = 2",
+        mode=MODES[2],
+        config=actor(info={"dp_size": 2}),
+    )
+    refused("policy_loss.dro_beta: expected a number > 0", name="dro", config=actor())
+    refused("rollout_is_weights: dro expects None", name="dro", rollout_is_weights=torch.ones(6, 9))
+    refused("clip_ratio_c: expected a number > 1", config=actor(clip_ratio_c=1.0))
+    refused("clip_ratio_low: expected", name="cispo", config=actor(clip_ratio_low=-0.1))
+    refused(
+        "clip_ratio_c: expected a number > 0",
+        name="dppo_tv",
+        config=actor("dppo_tv", clip_ratio_c=0.0),
+    )
+    single_zero = torch.ones(6, 9)
+    single_zero[0, batch()["response_mask"][0].nonzero()[0]] = 0
+    refused("advantages: geo_mean expects one advantage", name="geo_mean", advantages=single_zero)
+    for name in ("clip_cov", "kl_cov", "bypass_mode", "ppo"):
+        with pytest.raises(ValueError, match="loss_mode: expected one of"):
+            ours.policy_loss(name)
+    with pytest.raises(ValueError, match="config: expected"):
+        ours.policy_loss("vanilla")(**batch())
+
+
+# ------------------------------------------------------------------------------------------------
+# registry
+
+
+def test_register_and_undo():
+    before = dict(core.POLICY_LOSS_REGISTRY)
+    with ours.register() as handle:
+        assert handle.names == [f"fast_{name}" for name in losses.LOSSES]
+        compare_with = core.get_policy_loss_fn("fast_gspo")
+        assert torch.equal(
+            run(compare_with, batch(), "token-mean", actor())[0],
+            run(ours.policy_loss("gspo"), batch(), "token-mean", actor())[0],
+        )
+    assert before == core.POLICY_LOSS_REGISTRY
+    handle = ours.register(prefix="")
+    assert core.get_policy_loss_fn("vanilla") is not before["vanilla"]
+    handle.undo()
+    assert before == core.POLICY_LOSS_REGISTRY
+
+
+def worker_data(prompts: list[int], responses: list[int]):
+    """What verl's actor worker hands to its loss: nested tensors per completion, and the whole
+    batch's counts.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def nested(lengths, make):
+        return torch.nested.as_nested_tensor([make(n) for n in lengths], layout=torch.jagged)
+
+    def logps(n):
+        return -torch.rand(n, generator=random)
+
+    advantages = iter((1.0, -1.0, 0.5, -0.3))
+    tensors = {
+        "prompts": nested(prompts, lambda n: torch.ones(n, dtype=torch.long)),
+        "responses": nested(responses, lambda n: torch.ones(n, dtype=torch.long)),
+        "response_mask": nested(responses, lambda n: torch.ones(n, dtype=torch.long)),
+        "old_log_probs": nested(responses, logps),
+        "ref_log_prob": nested(responses, logps),
+        "advantages": nested(responses, lambda n: torch.full((n,), next(advantages))),
+        "rollout_is_weights": nested(responses, lambda n: 2 * torch.rand(n, generator=random)),
+    }
+    counts = {"dp_size": 2, "batch_num_tokens": 50, "global_batch_size": 8}
+    model_output = nested([p + r for p, r in zip(prompts, responses, strict=True)], logps)
+    utils = importlib.import_module("verl.utils.tensordict_utils")
+    return utils.get_tensordict(tensors, non_tensor_dict=counts), model_output
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo"])
+def test_in_verls_worker_loss(name):
+    """`verl.workers.utils.losses.ppo_loss` with loss_mode=fast_…: it adds entropy and KL to the
+    loss in place.
+    """
+    ppo_loss = trainer_packages.load_verl("verl.workers.utils.losses").ppo_loss
+    data, log_probs = worker_data([2, 3, 1, 2], [4, 6, 3, 5])
+    results = []
+    with ours.register():
+        for loss_mode in (name, f"fast_{name}"):
+            config = actor(use_kl_loss=True, entropy_coeff=0.01, kl_loss_coef=0.1)
+            object.__setattr__(config.policy_loss, "loss_mode", loss_mode)
+            values = log_probs.values().clone().requires_grad_()
+            output = torch.nested.nested_tensor_from_jagged(values, log_probs.offsets())
+            loss, metrics = ppo_loss(
+                config, {"log_probs": output, "entropy": -output.detach()}, data
+            )
+            loss.backward()
+            results.append(
+                (
+                    loss.detach(),
+                    values.grad,
+                    {k: getattr(v, "values", v) for k, v in metrics.items()},
+                )
+            )
+    (theirs, their_gradient, their_metrics), (mine, gradient, metrics) = results
+    torch.testing.assert_close(mine, theirs, **TOLERANCE)
+    torch.testing.assert_close(gradient, their_gradient, **TOLERANCE)
+    assert metrics.keys() == their_metrics.keys()
+    for key, value in their_metrics.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+WORKER = """
+from tests.integrations import trainer_packages
+core = trainer_packages.load_verl("verl.trainer.ppo.core_algos")
+functional = trainer_packages.load_verl("verl.utils.experimental.torch_functional")
+print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearForPPO.__module__)
+"""
+
+
+def test_plugin_in_a_worker_process():
+    """verl imports the plugin in the middle of its own import, as in a Ray worker."""
+    env = {
+        "VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl_plugin",
+        "GRPO_FAST_VERL_HEAD": "1",
+    }
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", WORKER],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        cwd=root,
+        timeout=120,
+    )
+    assert result.stdout.split() == [ours.__name__, head.__name__], result.stderr[-2000:]
+
+
+def test_the_head_of_the_process_is_given_back():
+    functional = importlib.import_module("verl.utils.experimental.torch_functional")
+    theirs = functional.FusedLinearForPPO
+    with head.use_fast_head_everywhere() as handle:
+        assert functional.FusedLinearForPPO is head.FastLinearForPPO
+        handle.undo()
+        assert functional.FusedLinearForPPO is theirs
+    assert functional.FusedLinearForPPO is theirs
+
+
+# ------------------------------------------------------------------------------------------------
+# head
+
+
+@pytest.mark.parametrize("shape", [(13,), (3, 5)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_equals_verls(shape, temperature):
+    functional = importlib.import_module("verl.utils.experimental.torch_functional")
+    random = torch.Generator().manual_seed(0)
+    results = []
+    hidden, weight = (
+        torch.randn(*shape, 16, generator=random),
+        torch.randn(67, 16, generator=random) * 0.4,
+    )
+    ids = torch.randint(0, 67, shape, generator=random)
+    slopes = torch.randn(2, *shape, generator=random)
+    for build in (functional.FusedLinearForPPO, head.FastLinearForPPO):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        log_probs, entropy = build(chunk_size=4, impl_backend="torch")(
+            *leaves, ids, temperature=temperature
+        )
+        ((slopes[0] * log_probs).sum() + (slopes[1] * entropy).sum()).backward()
+        results.append([log_probs.detach(), entropy.detach(), *(x.grad for x in leaves)])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_head_under_autocast_projects_in_bf16_as_verls():
+    functional = importlib.import_module("verl.utils.experimental.torch_functional")
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(9, 32, generator=random),
+        torch.randn(67, 32, generator=random) * 0.4,
+    )
+    ids, results = torch.randint(0, 67, (9,), generator=random), []
+    for build in (functional.FusedLinearForPPO, head.FastLinearForPPO):
+        leaf = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            log_probs, entropy = build()(leaf, weight, ids)
+        log_probs.sum().backward()
+        results.append((log_probs.detach(), entropy.detach().float(), leaf.grad))
+    exact = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    assert 1e-4 < (results[1][0] - exact).abs().max() < 0.1
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.05)
+
+
+@pytest.fixture
+def patched_model():
+    """A tiny model whose class verl's `use_fused_kernels` has patched; given back afterwards."""
+    patch = importlib.import_module(
+        "verl.models.transformers.monkey_patch"
+    ).patch_forward_with_backends
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    before = type(model).forward
+    patch(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    yield model
+    type(model).forward = before
+
+
+def test_fast_head_in_verls_forward(patched_model):
+    """verl's own patched forward, with its head and with ours: outputs, gradients; undone it is
+    verl's again.
+    """
+    model = patched_model
+    ids = torch.arange(3, 27).view(2, 12)
+
+    def once() -> list:
+        model.zero_grad()
+        out = model(input_ids=ids, temperature=0.8, return_dict=True, use_cache=False)
+        (out.log_probs[:, :-1].sum() + 0.1 * out.entropy.sum()).backward()
+        return [
+            out.log_probs.detach(),
+            out.entropy.detach(),
+            *(p.grad.clone() for p in model.parameters()),
+        ]
+
+    calls = []
+    forward = head.FastLinearForPPO.forward
+    theirs = once()
+    with pytest.MonkeyPatch.context() as patch, head.use_fast_head(model):
+        patch.setattr(
+            head.FastLinearForPPO, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k)
+        )
+        mine = once()
+        assert calls == [1]
+    assert "forward" not in vars(model)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    once()
+    assert calls == [1]
+
+
+def test_fast_head_refusals(patched_model):
+    with pytest.raises(ValueError, match="impl_backend"):
+        head.FastLinearForPPO(impl_backend="triton")
+    with pytest.raises(ValueError, match="use_fused_kernels=True"):
+        head.use_fast_head(tiny_model("llama", num_hidden_layers=1))
+    patched_model._verl_fused_kernels_backend = "triton"
+    with pytest.raises(ValueError, match="got backend 'triton'"):
+        head.use_fast_head(patched_model)
+    gemma = tiny_model("gemma2", num_hidden_layers=1)
+    gemma._verl_fused_kernels_backend = "torch"
+    with pytest.raises(ValueError, match="leaves out final_logit_softcapping"):
+        head.use_fast_head(gemma)

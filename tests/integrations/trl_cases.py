@@ -1,0 +1,117 @@
+"""Trainers for the TRL parity tests: a tiny local model, GSM8K prompts, injected completions, fixed
+rewards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import FAMILIES, SIZES, TEXTS, tiny_model
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
+PROMPT_CHARACTERS = 40
+COMPLETION = 6
+
+
+def prompts(count: int) -> list[str]:
+    """The beginnings of GSM8K questions; made-up ones where the data set is absent."""
+    if not GSM8K.exists():
+        return [
+            f"Janet has {3 * i + 1} apples and buys {i + 2} more."[: 20 + i] for i in range(count)
+        ]
+    lines = GSM8K.read_text().splitlines()[:count]
+    return [
+        json.loads(line)["question"][: PROMPT_CHARACTERS - 3 * i] for i, line in enumerate(lines)
+    ]
+
+
+def folder(path: Path, family: str = "llama", **changes: Any) -> str:
+    """A tiny model with a BPE tokenizer on disk, as GRPOTrainer loads it (and its reference
+    model).
+    """
+    from grpo_fast.data.tokenizer import build_bpe_tokenizer
+
+    if not (path / "config.json").exists():
+        tokenizer = build_bpe_tokenizer(TEXTS, 260)
+        special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        fields = {**special, **SMALL, **changes, "vocab_size": len(tokenizer)}
+        model = (
+            tiny_model(family, **fields)
+            if family in FAMILIES
+            else other_model(family, {**SIZES, **fields})
+        )
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def other_model(family: str, fields: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, bos_token_id=None, **fields)
+    )
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [(sum(ids) % 7) / 7 + 0.1 * len(ids) for ids in completion_ids]
+
+
+class Injected:
+    """Completions by a seeded generator in place of sampling, the same for every trainer that
+    counts along.
+    """
+
+    def __init__(self, vocabulary: int, seed: int = 0, sampling: bool = False) -> None:
+        self.random, self.vocabulary, self.sampling = (
+            torch.Generator().manual_seed(seed),
+            vocabulary,
+            sampling,
+        )
+
+    def __call__(self, prompt_ids: list, *_: Any, **__: Any) -> tuple[list[list[int]], list | None]:
+        completions = []
+        for _prompt in prompt_ids:
+            length = int(torch.randint(2, COMPLETION + 1, (), generator=self.random))
+            ids = torch.randint(2, self.vocabulary, (length,), generator=self.random).tolist()
+            completions.append([*ids[:-1], 1] if length < COMPLETION else ids)
+        return completions, None
+
+
+def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **options: Any) -> Any:
+    """A trainer of this class on the model in `path`.
+
+    `options` go to GRPOConfig, peft_config to the trainer and loading to `from_pretrained`.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig
+
+    evaluation, peft_config = options.pop("evaluation", False), options.pop("peft_config", None)
+    dtype, loading = options.pop("dtype", torch.float32), options.pop("loading", {})
+    defaults = {
+        "output_dir": str(output), "per_device_train_batch_size": 4, "num_generations": 4,
+        "max_steps": 2, "max_completion_length": COMPLETION, "learning_rate": 0.05, "optim": "sgd",
+        "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [], "save_strategy": "no",
+        "bf16": False, "disable_tqdm": True, "seed": 7, "use_cpu": True, "max_grad_norm": 0.0,
+        "gradient_checkpointing": False, "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **loading)
+    data = Dataset.from_dict({"prompt": prompts(8)})
+    made = cls(
+        model=model, reward_funcs=reward, args=GRPOConfig(**{**defaults, **options}),
+        train_dataset=data, eval_dataset=data.select(range(2)) if evaluation else None,
+        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
+        peft_config=peft_config,
+    )  # fmt: skip
+    made.remove_callback(__import__("transformers").PrinterCallback)
+    made._generate_single_turn = completions or Injected(model.config.vocab_size)
+    return made

@@ -1,0 +1,252 @@
+"""`python -m tests.kernels.loader_cases FOLDER LIBRARY`: a loss where the C++ kernels may be
+missing.
+
+Each case in a forked process with a cache of its own, so that nothing but torch's import is shared.
+LIBRARY is a compiled rows.cpp: cases that need a compiler take one that copies it. FOLDER/<case>/
+then has out, err and statuses.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import grpo_fast
+from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.train import loop
+from grpo_fast.train.settings import load_recipe
+
+CACHE = "GRPO_FAST_CACHE"
+AT_ONCE = {"three_builds": 3}
+Prepare, Work = Callable[[Path], None], Callable[[], None]
+CASES: dict[str, tuple[Prepare, Work]] = {}
+
+
+def case(work: Work) -> Callable[[Prepare], Prepare]:
+    def add(prepare: Prepare) -> Prepare:
+        CASES[prepare.__name__] = prepare, work
+        return prepare
+
+    return add
+
+
+def one_loss() -> None:
+    """The loss twice, and the backend's name."""
+    hidden, ids = torch.ones(3, 4, requires_grad=True), torch.tensor([1, 2, 3])
+    lengths = torch.tensor([0, 3], dtype=torch.int32)
+    for _ in range(2):
+        output = grpo_fast.linear_grpo_loss(
+            hidden, torch.ones(7, 4), ids, torch.ones(1), grpo_fast.LossConfig(), cu_seqlens=lengths
+        )
+        output.loss.backward()
+    print(route.rows_route("auto", torch.empty(0)).backend)
+
+
+def a_run() -> None:
+    folder = Path(os.environ[CACHE]).parent / "run"
+    sizes = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16"]
+    few = ["rollout.prompts_per_step=4", "rollout.group_size=4", "log.save_model=false", "steps=1"]
+    loop.train(load_recipe("sort", [*sizes, *few, f"output_dir={folder}"]))
+
+
+def four_threads() -> None:
+    threads = [threading.Thread(target=csrc_loader.load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one_loss()
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / f"compiler-{os.getpid()}"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path.replace(folder / "compiler"))  # one that another process may be running
+
+
+def copying(folder: Path, before: str = "true") -> None:
+    find_output = 'while [ "$1" != -o ]; do shift; done'
+    write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
+    os.environ["CXX"] = script(folder, f"{before}; {find_output}; {write}")
+    os.environ["GRPO_FAST_GEMM"] = "vendor"  # the only other library that these shapes ask for
+
+
+@case(one_loss)
+def no_compiler(folder: Path) -> None:
+    os.environ["PATH"] = str(folder)
+
+
+@case(one_loss)
+def failing_compiler(folder: Path) -> None:
+    line = r"In file\nrows.cpp:1: error: \033[2Jplanted"
+    shout = rf"(printf '{line}'; head -c 200000 /dev/zero | tr '\0' x) >&2"
+    os.environ["CXX"] = script(folder, f"{shout}; exit 3")
+
+
+@case(one_loss)
+def idle_compiler(folder: Path) -> None:
+    os.environ["CXX"] = "true"
+
+
+@case(one_loss)
+def garbage_cpu(folder: Path) -> None:
+    os.environ["GRPO_FAST_CPU"] = "sse9\x1b[2J\n" * 1000
+
+
+@case(one_loss)
+def switched_off(folder: Path) -> None:
+    os.environ["GRPO_FAST_DISABLE_CSRC"] = "1"
+
+
+@case(one_loss)
+def open_quote(folder: Path) -> None:
+    os.environ["CXX"] = "g++ -DNAME='x"
+
+
+@case(one_loss)
+def shell_words(folder: Path) -> None:
+    os.environ["CXX"] = f"g++; touch {folder}/planted; $(touch {folder}/planted) #"
+
+
+@case(one_loss)
+def directory_as_compiler(folder: Path) -> None:
+    os.environ["CXX"] = str(folder)
+
+
+@case(one_loss)
+def nobody(folder: Path) -> None:
+    def missing(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    del os.environ[CACHE], os.environ["HOME"]
+    pwd.getpwuid = missing  # type: ignore[assignment]
+
+
+@case(one_loss)
+def another_users_folder(folder: Path) -> None:
+    copying(folder)
+    (folder / "cache").mkdir()
+    if os.geteuid() == 0:
+        os.chown(folder / "cache", 12345, 12345)
+    else:
+        os.geteuid = lambda: 12345
+
+
+@case(one_loss)
+def another_users_library(folder: Path) -> None:
+    copying(folder)
+    if os.geteuid() == 0:
+        os.chown(compiled(), 12345, 12345)
+    else:
+        compiled()
+        os.geteuid = lambda: 12345  # then the folder is another's as well
+
+
+@case(one_loss)
+def not_a_folder(folder: Path) -> None:
+    (folder / "file").write_text("")
+    os.environ[CACHE] = str(folder / "file" / "below")
+
+
+def compiled() -> Path:
+    """A library that an earlier process left in the cache."""
+    path, reason = csrc_loader.compile_library("rows")
+    assert path is not None, reason
+    return path
+
+
+@case(one_loss)
+def truncated(folder: Path) -> None:
+    copying(folder)
+    path = compiled()
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@case(one_loss)
+def emptied(folder: Path) -> None:
+    copying(folder)
+    os.truncate(compiled(), 0)
+
+
+@case(one_loss)
+def one_bit_changed(folder: Path) -> None:
+    copying(folder)
+    path = compiled()
+    text = bytearray(path.read_bytes())
+    text[len(text) // 2] ^= 1
+    path.write_bytes(text)
+
+
+@case(one_loss)
+def leftovers(folder: Path) -> None:
+    copying(folder)
+    for name in ("build-old_0old", "build-new_0new", "build-notes.txt", "notes"):
+        path = folder / "cache" / f"grpo-fast-{name}"
+        path.mkdir(parents=True)
+        (path / "leaves.h").write_text("")
+        if "new" not in name:
+            os.utime(path, (time.time() - 7200,) * 2)
+
+
+@case(one_loss)
+def three_builds(folder: Path) -> None:
+    copying(folder, before="sleep 1")
+
+
+@case(four_threads)
+def threads(folder: Path) -> None:
+    copying(folder, before="sleep 0.5")
+
+
+@case(a_run)
+def a_slow_run(folder: Path) -> None:
+    garbage_cpu(folder)
+
+
+@case(a_run)
+def a_fast_run(folder: Path) -> None:
+    copying(folder)
+
+
+def child(folder: Path, prepare: Prepare, work: Work) -> None:
+    """Never returns."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+    status = 1
+    try:
+        os.environ[CACHE] = str(folder / "cache")
+        prepare(folder)
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    for name, (prepare, work) in CASES.items():
+        folder = Path(sys.argv[1]) / name
+        folder.mkdir()
+        children = []
+        for _ in range(AT_ONCE.get(name, 1)):
+            children.append(os.fork())
+            if children[-1] == 0:
+                child(folder, prepare, work)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        (folder / "statuses").write_text(" ".join(map(str, statuses)))
+
+
+if __name__ == "__main__":
+    main()

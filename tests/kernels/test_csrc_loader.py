@@ -1,0 +1,156 @@
+"""What the loader of the C++ kernels meets on other machines, each case in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.kernels import route as backends
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from tests.kernels import loader_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+REASON = csrc_loader.load("rows")
+pytestmark = pytest.mark.skipif(REASON is not None, reason="there is no library to copy")
+OURS = ("GRPO_FAST_", "CXX", "PYTEST_")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+
+# Why plain torch runs, as the one line says it.
+FALLBACKS = {
+    "no_compiler": "no C++ compiler",
+    "failing_compiler": "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
+    "idle_compiler": "the compiler failed with status 0: it names no error",
+    "garbage_cpu": "GRPO_FAST_CPU: expected one of",
+    "open_quote": 'CXX: expected a command line, got "g++ -DNAME=\'x"',
+    "shell_words": "the compiler did not run",
+    "directory_as_compiler": "the compiler did not run",
+    "nobody": "GRPO_FAST_CACHE: expected a folder",
+    "another_users_folder": "which belongs to uid",
+    "not_a_folder": "cannot write to the cache folder",
+}
+
+DAMAGED = ("truncated", "emptied", "one_bit_changed", "another_users_library")
+
+
+class Case:
+    """What a case of `loader_cases` left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.out = folder.joinpath("out").read_text().splitlines()
+        self.err = folder.joinpath("err").read_text().splitlines()
+        self.statuses = folder.joinpath("statuses").read_text().split()
+        self.told = [line for line in self.err if line.startswith("grpo_fast: ")]
+        builds = folder / "builds"
+        self.builds = len(builds.read_text().split()) if builds.is_file() else 0
+
+    def names(self, pattern: str) -> set[str]:
+        return {path.name for path in (self.folder / "cache").glob(pattern)}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("loader")
+    library, reason = csrc_loader.compile_library("rows")
+    assert library is not None, reason
+    line = [sys.executable, "-m", "tests.kernels.loader_cases", str(folder), str(library)]
+    subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=240)
+    return lambda name: Case(folder / name)
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_torch_runs_where_the_kernels_cannot_and_one_line_says_so(case, name: str) -> None:
+    found = case(name)
+    assert found.out == ["torch"] and found.statuses == ["0"], found.err
+    assert len(found.told) == 1 and FALLBACKS[name] in found.told[0], found.err
+    assert not any("Traceback" in line for line in found.err)
+    assert len(found.told[0]) < 600 and found.told[0].isprintable()
+    assert not (found.folder / "planted").exists()  # nothing in CXX reaches a shell
+
+
+def test_what_was_asked_for_is_not_warned_about(case) -> None:
+    found = case("switched_off")
+    assert (found.out, found.statuses, found.told) == (["torch"], ["0"], [])
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: str) -> None:
+    """A truncated one would be a SIGBUS there. It is built again, the damaged one is gone."""
+    if name == "another_users_library" and os.geteuid() != 0:
+        pytest.skip("giving a file away needs root")
+    found = case(name)
+    assert found.out == ["cpu"] and found.statuses == ["0"], found.err
+    assert len(found.told) == 1 and "is damaged or another user's, compiling again" in found.told[0]
+    assert found.builds == 2 and len(found.names("rows-*.so")) == 1
+
+
+def test_three_processes_may_build_at_once(case) -> None:
+    found = case("three_builds")
+    assert found.out == ["cpu"] * 3 and found.statuses == ["0"] * 3 and found.told == []
+    assert found.builds == 3 and len(found.names("*")) == 1
+
+
+def test_threads_build_once(case) -> None:
+    found = case("threads")
+    assert (found.out, found.statuses, found.told, found.builds) == (["cpu"], ["0"], [], 1)
+
+
+def test_old_leftovers_of_killed_builds_are_swept_and_nothing_else(case) -> None:
+    found = case("leftovers")
+    kept = {f"grpo-fast-{name}" for name in ("build-new_0new", "build-notes.txt", "notes")}
+    assert found.out == ["cpu"] and found.names("grpo-fast-*") == kept
+
+
+def test_a_killed_build_leaves_what_the_next_start_sweeps(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    environment = ENVIRONMENT | {"GRPO_FAST_CACHE": str(cache), "CXX": str(compiler)}
+    line = [sys.executable, "-c", "from grpo_fast.kernels.cpu import loader; loader.load()"]
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True)
+    limit = time.monotonic() + 60
+    while not list(cache.glob("*/leaves.h")) and time.monotonic() < limit:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    (left,) = cache.iterdir()
+    os.utime(left, (time.time() - 7200,) * 2)
+    path, reason = csrc_loader.compile_library("rows", folder=cache)
+    assert reason is None and list(cache.iterdir()) == [path]
+
+
+def test_a_run_says_which_kernels_it_has(case) -> None:
+    slow, fast = case("a_slow_run"), case("a_fast_run")
+    lines = [[x for x in found.out if x.startswith("kernels: ")] for found in (slow, fast)]
+    assert len(lines[0]) == 1 and lines[1] == ["kernels: cpu"]
+    assert lines[0][0].startswith("kernels: torch (slower; cpu: GRPO_FAST_CPU: expected one of")
+    assert len(slow.told) == 1 and fast.told == [] and slow.statuses == fast.statuses == ["0"]
+    summaries = [json.loads((x.folder / "run" / "summary.json").read_text()) for x in (slow, fast)]
+    assert [x["backend"] for x in summaries] == ["torch", "cpu"]
+    assert summaries[1]["backend_fallback"] is None
+    assert summaries[0]["backend_fallback"] in lines[0][0]
+
+
+@pytest.mark.parametrize(("device", "level"), [("cuda", logging.WARNING), ("cpu", logging.INFO)])
+def test_a_gpu_without_triton_is_told_as_loudly(monkeypatch, caplog, device, level) -> None:
+    """Of the C++ kernels their loader has spoken already."""
+    monkeypatch.setattr(backends, "fallback_reason", lambda device: "it is not installed")
+    with caplog.at_level(logging.INFO, "grpo_fast"):
+        assert backends._auto.__wrapped__(device) == "torch"
+    (record,) = caplog.records
+    assert record.levelno == level and "(it is not installed)" in record.message
+
+
+def test_the_cases_are_all_looked_at() -> None:
+    looked_at = {*FALLBACKS, *DAMAGED, "switched_off", "leftovers", "three_builds", "threads"}
+    looked_at |= {"a_slow_run", "a_fast_run"}
+    assert looked_at == set(loader_cases.CASES)

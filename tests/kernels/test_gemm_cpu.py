@@ -1,0 +1,477 @@
+"""Our matrix product for the CPU: values in every layout, bits that depend on nothing else, and
+where it is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast import LossConfig, linear_grpo_loss
+from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import gemm as gemm_cpu
+from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.head import products
+from grpo_fast.kernels.types import AddedRows, widened
+
+REASON = csrc_loader.load("gemm")
+pytestmark = pytest.mark.skipif(
+    REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
+)
+# torch's tile product runs where oneDNN has bf16 instructions.
+HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
+KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
+# Rows come in sixes (32 for tiles), with every remainder, columns in panels of 16 or 64, k in
+# slices of 256 words.
+SHAPES = [
+    (1, 1, 1),
+    (5, 7, 3),
+    (6, 64, 16),
+    (13, 65, 17),
+    (14, 70, 9),
+    (100, 130, 700),
+    (257, 33, 1025),
+    (700, 20, 5),
+    (33, 600, 511),
+]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The questions that are asked once, asked again."""
+    caches = (gemm_cpu.unavailable, gemm_cpu.has_tiles, route._gemm_choice)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """(rows, columns) inside a larger matrix of NaN, or as the transpose of such a one."""
+    stored = (columns, rows) if transposed else (rows, columns)
+    x = torch.full((stored[0] + 2, stored[1] + 3), torch.nan, dtype=dtype)[1:-1, 1:-2]
+    x.copy_(torch.randn(stored))
+    return x.t() if transposed else x
+
+
+def positive16(x: Tensor) -> Tensor:
+    """x ≥ 0 with ten digits, in a larger matrix."""
+    stored = x if x.stride(1) == 1 else x.t()
+    out = torch.full((stored.shape[0] + 2, stored.shape[1] + 3), -1, dtype=torch.int16)[1:-1, 1:-2]
+    out.copy_(
+        ((stored.contiguous().view(torch.int32) - (29 << 23) + 0x2000).clamp(min=0) >> 14).to(
+            torch.int16
+        )
+    )
+    return out if x.stride(1) == 1 else out.t()
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    add: bool = False,
+    tiles: bool = False,
+    scales: Tensor | None = None,
+) -> Tensor:
+    (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
+    # Both readings are right; some arguments want one of them.
+    if a.shape[0] == 1 or a.shape[1] == 1:
+        a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
+    layout = a_transposed, b_transposed, add, tiles
+    torch.ops.grpo_fast_gemm.mm_(a, b, out, *layout, scales, *[None] * 5)
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "tiles"), KINDS)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layout_gives_the_fp64_product(
+    shape, out_dtype: torch.dtype, dtype: torch.dtype, tiles: bool
+) -> None:
+    torch.manual_seed(0)
+    m, n, k = shape
+    for a_transposed, b_transposed, add in itertools.product((False, True), repeat=3):
+        a, b = matrix(m, k, dtype, a_transposed), matrix(k, n, dtype, b_transposed)
+        start = torch.randn(m, n + 2).to(out_dtype)
+        out = start.clone()
+        multiply(a, b, out[:, 1:-1], add=add, tiles=tiles)
+        before = start[:, 1:-1].double() * add
+        truth, size = (
+            a.double() @ b.double() + before,
+            a.double().abs() @ b.double().abs() + before.abs(),
+        )
+        # bf16: the sum is rounded to bf16 before it is added, and after.
+        bound = 1e-6 * size if out_dtype == torch.float32 else 1e-6 * size + 2**-8 * truth.abs()
+        assert ((out[:, 1:-1].double() - truth).abs() <= bound).all()
+        assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # nothing beside it
+
+
+@pytest.mark.parametrize(("dtype", "tiles"), KINDS)
+def test_bits_depend_on_the_row_the_column_and_nothing_else(
+    dtype: torch.dtype, tiles: bool
+) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(301, 777).to(dtype), torch.randn(777, 1111).to(dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(multiply(a, b, torch.empty(301, 1111), tiles=tiles))
+    finally:
+        torch.set_num_threads(threads)
+    whole = results[0]
+    assert torch.equal(whole, results[1]) and torch.equal(whole, results[2])
+    for rows, columns in [
+        (slice(0, 1), slice(None)),
+        (slice(7, 8), slice(1100, 1101)),
+        (slice(3, 40), slice(65, 900)),
+    ]:
+        part = a[rows], b[:, columns]
+        out = torch.empty(part[0].shape[0], part[1].shape[1])
+        assert torch.equal(multiply(*part, out, tiles=tiles), whole[rows, columns])
+    # How the operands lie in memory does not matter either.
+    assert torch.equal(
+        multiply(
+            a.t().contiguous().t(), b.t().contiguous().t(), torch.empty_like(whole), tiles=tiles
+        ),
+        whole,
+    )
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_an_fp32_operand_beside_a_bf16_one(tiles: bool) -> None:
+    torch.manual_seed(0)
+    for (m, n, k), a_transposed, b_transposed in itertools.product(
+        SHAPES, (False, True), (False, True)
+    ):
+        a, b = matrix(m, k, torch.float32, a_transposed), matrix(k, n, torch.bfloat16, b_transposed)
+        out = multiply(a, b, torch.empty(m, n), tiles=tiles)
+        size = a.double().abs() @ b.double().abs()
+        assert ((out.double() - a.double() @ b.double()).abs() <= 2**-15 * size).all()
+
+
+def test_a_number_without_a_sign_has_two_digits_more() -> None:
+    # Above 2^-98, the least positive one: by chance smaller numbers became 0.
+    some = (0.5 + torch.rand(1000) / 2) * torch.logspace(-27, 9, 1000)
+    x = torch.cat([some, torch.tensor([0.0, 1.0, 1 + 2**-9, 2.0**30 - 2**20])])
+    back = widened(positive16(x[None]))[0]
+    assert ((back - x).abs() <= 2**-10 * x).all() and torch.equal(back[-4:], x[-4:])
+    assert widened(positive16(torch.tensor([[2.0**-99, 1e-38]]))).eq(0).all()
+    assert widened(x) is x and widened(x.double()).dtype == torch.float64
+    assert torch.equal(widened(x.bfloat16()), x.bfloat16().float())
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
+    """The bits are those of the same numbers in bf16, but in the rows of a transpose that have
+    heavy elements.
+    """
+    torch.manual_seed(0)
+    for m, n, k in SHAPES:
+        a, b = matrix(m, k, torch.float32, False).abs(), matrix(k, n, torch.bfloat16, False)
+        transposed, scales = positive16(a.t().contiguous().t()), torch.randn(k)
+        a = widened(positive16(a))
+        rounded = multiply(a.bfloat16(), b, torch.empty(m, n), tiles=tiles)
+        for b_stored in (b, b.t().contiguous().t()):
+            assert torch.equal(
+                multiply(positive16(a), b_stored, torch.empty(m, n), tiles=tiles), rounded
+            )
+        for by in (None, scales):
+            d = a if by is None else a * by
+            out = multiply(transposed, b, torch.empty(m, n), tiles=tiles, scales=by)
+            size = d.double().abs() @ b.double().abs()
+            assert ((out.double() - d.double() @ b.double()).abs() <= 2**-8 * size).all()
+            is_light = (d.square() < 0.06 * d.square().sum(1, keepdim=True)).all(1)
+            expected = multiply(d.bfloat16(), b, torch.empty(m, n), tiles=tiles)
+            assert torch.equal(out[is_light], expected[is_light])
+            assert k < 500 or 4 * is_light.sum() > m
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_elements_that_dominate_a_row_keep_their_digits(tiles: bool) -> None:
+    """One element of 1.006 (bf16: 1.0078) among small ones: only its own rounding matters, and it
+    is made good.
+    """
+    torch.manual_seed(0)
+    m, n, k = 300, 150, 700
+    a, b = 1e-4 * torch.rand(m, k), torch.randn(k, n).bfloat16()
+    places = torch.randint(k, (m,))
+    a[torch.arange(m), places] = 1.005859375  # 1 + 3/512, has ten digits
+    truth = widened(positive16(a)).double() @ b.double()
+    error = []
+    for stored in (a, a.t().contiguous().t()):  # heavy elements are looked for in a transpose
+        out = multiply(positive16(stored), b, torch.empty(m, n), tiles=tiles)
+        error.append(((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max())
+    assert error[0] > 1e-3 and error[1] < 1e-4
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_each_of_ten_heavy_elements_keeps_its_digits(tiles: bool) -> None:
+    """Among 10 equal ones each has a 10th of the squares."""
+    torch.manual_seed(0)
+    m, n, k = 300, 70, 700
+    a, b = 1e-4 * torch.rand(m, k), torch.randn(k, n).bfloat16()
+    a.scatter_(1, torch.rand(m, k).argsort(1)[:, :10], 1.005859375)
+    a *= torch.logspace(0, -3, m)[:, None]
+    a = positive16(a.t().contiguous().t())
+    out, truth = multiply(a, b, torch.empty(m, n), tiles=tiles), widened(a).double() @ b.double()
+    assert ((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_for_every_k(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for m, n, k in SHAPES:
+        a, b, scales = matrix(m, k, torch.float32, True), matrix(k, n, dtype, False), torch.randn(k)
+        scales[0] = 0
+        out = multiply(a, b, torch.empty(m, n), scales=scales)
+        scaled = a.double() * scales.double()
+        bound = 1e-6 if dtype == torch.float32 else 2**-15
+        assert (
+            (out.double() - scaled @ b.double()).abs()
+            <= bound * (scaled.abs() @ b.double().abs()) + 1e-12
+        ).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
+    """Equal ids in their order, whatever the blocks and threads; an id in every block, and rows
+    without one.
+    """
+    torch.manual_seed(0)
+    m, n, k = 700, 1100, 40
+    a, b, start = torch.randn(k, m).t(), torch.randn(k, n), torch.randn(m, n).to(dtype)
+    ids = torch.cat([torch.tensor([0, 699, 5, 5, 5]), torch.randint(m, (35,))])
+    values, coefficients = torch.randn(40, n), 2.0 ** torch.arange(-20, 20)
+    coefficients[7], values[7] = 0, torch.nan
+    expected = multiply(a, b, torch.empty(m, n))
+    AddedRows(coefficients, values, ids=ids).add_to_(expected)
+    assert expected.isfinite().all()
+    added = AddedRows(coefficients, values, ids=ids)
+    if dtype == torch.float32:
+        assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=added), expected)
+        shuffled = torch.randperm(40)
+        again = AddedRows(coefficients, values[shuffled], ids=ids, rows=shuffled.argsort())
+        assert torch.equal(gemm_cpu.mm_(a, b, start.clone(), added=again), expected)
+    out = gemm_cpu.mm_(a, b, start.clone(), add=True, added=added)
+    torch.testing.assert_close(
+        out,
+        (start.float() + expected).to(dtype),
+        rtol=1e-6 if dtype == torch.float32 else 2**-7,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
+    """As dH is made: one row of W for each, in order; a scale of 0 gives zeros, whatever the
+    product holds.
+    """
+    torch.manual_seed(0)
+    m, n, k = 700, 130, 40  # several blocks of rows
+    a, b, scales, rows = (
+        torch.randn(m, k),
+        torch.randn(k, n),
+        torch.randn(m),
+        torch.randint(9, (m,)),
+    )
+    a[3], scales[3] = torch.nan, 0
+    values, coefficients = torch.randn(9, n).to(dtype), torch.randn(m)
+    added = AddedRows(coefficients, values, rows=rows)
+    out = gemm_cpu.mm_(a, b, torch.empty(m, n), out_scales=scales, added=added)
+    true = torch.where(
+        scales[:, None] == 0, 0, (a.double() @ b.double()) * scales[:, None].double()
+    )
+    true += coefficients[:, None].double() * values[rows].double()
+    torch.testing.assert_close(out.double(), true, rtol=1e-5, atol=1e-5)
+    narrow = gemm_cpu.mm_(
+        a, b, torch.empty(m, n, dtype=torch.bfloat16), out_scales=scales, added=added
+    )
+    assert torch.equal(narrow, out.bfloat16())
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    a, b = torch.ones(40, 30), torch.ones(30, 70)
+    a[17, 3] = torch.nan
+    out = multiply(a, b, torch.empty(40, 70))
+    assert out[17].isnan().all() and (out[torch.arange(40) != 17] == 30).all()
+
+
+@pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
+def test_a_nan_stays_in_its_product(tiles: bool) -> None:
+    """Nothing of what a product leaves in the memory that it packs into reaches the next one."""
+    for dtype, a_transposed, b_transposed in itertools.product(
+        (torch.float32, torch.bfloat16), (False, True), (False, True)
+    ):
+        for k, value in ((64, torch.nan), (33, 1.0)):
+            a, b = matrix(40, k, dtype, a_transposed), matrix(k, 70, torch.bfloat16, b_transposed)
+            out = multiply(a.fill_(value), b.fill_(value), torch.empty(40, 70), tiles=tiles)
+        assert (out == 33).all()
+
+
+def test_what_it_does_not_take() -> None:
+    a, out = torch.zeros(4, 3), torch.zeros(4, 5)
+    for operands, message in [
+        ((a, torch.zeros(2, 5), out), "b: expected K = 3 as in a, got 2"),
+        ((a.bfloat16(), torch.zeros(3, 5), out), "b: expected bfloat16 beside an a of 16 bits"),
+        (
+            (a.to(torch.int16), torch.zeros(3, 5), out),
+            "b: expected bfloat16 beside an a of 16 bits",
+        ),
+        ((a, torch.zeros(3, 5), torch.zeros(4, 4)), r"out: expected \(4, 5\)"),
+        ((a.double(), torch.zeros(3, 5).double(), out), "a: expected float32 or bfloat16"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            multiply(*operands)
+    for stored, dtype in ((a, torch.float32), (a.bfloat16().t().contiguous().t(), torch.bfloat16)):
+        with pytest.raises(
+            RuntimeError, match="scales: expected a transposed a that is float32 or int16"
+        ):
+            multiply(stored, torch.zeros(3, 5, dtype=dtype), out, scales=torch.ones(3))
+    with pytest.raises(RuntimeError, match="b: expected as it is beside a transposed a of int16"):
+        multiply(positive16(torch.zeros(3, 4).t()), torch.zeros(5, 3).bfloat16().t(), out)
+    with pytest.raises(RuntimeError, match="tiles: expected a bfloat16 b"):
+        multiply(a, torch.zeros(3, 5), out, tiles=True)
+    with pytest.raises(RuntimeError, match="out_scales: expected one value for each of 4 rows"):
+        gemm_cpu.mm_(a, torch.zeros(3, 5), out, out_scales=torch.ones(3))
+    ones, rows = torch.ones(4), torch.arange(4)
+    for added, message in [
+        (AddedRows(ones, torch.zeros(4, 6)), "added: expected 5 columns, got 6"),
+        (AddedRows(ones, torch.zeros(3, 5)), "added: expected 4 rows, got 3"),
+        (
+            AddedRows(torch.ones(5), torch.zeros(5, 5)),
+            "added: expected at most 4 coefficients, got 5",
+        ),
+        (
+            AddedRows(ones, torch.zeros(4, 5), ids=rows + 1),
+            "added_ids: expected indices from 0 to 3, got 4",
+        ),
+        (
+            AddedRows(ones, torch.zeros(3, 5), rows=rows),
+            "added_rows: expected indices from 0 to 2, got 3",
+        ),
+        (AddedRows(ones.double(), torch.zeros(4, 5)), "added_coefficients: expected float32"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            gemm_cpu.mm_(a, torch.zeros(3, 5), out, added=added)
+
+
+def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """fp32: ours unless the CPU is Intel's, or as GRPO_FAST_GEMM says. bf16: ours where it has
+    16-bit instructions.
+    """
+    has_fma, _, _ = torch.ops.grpo_fast_gemm.features()
+    for choice, vendor, expected in [
+        ("auto", "AuthenticAMD", has_fma),
+        ("auto", "GenuineIntel", False),
+        ("own", "GenuineIntel", has_fma),
+        ("vendor", "AuthenticAMD", False),
+    ]:
+        monkeypatch.setenv("GRPO_FAST_GEMM", choice)
+        monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
+        route._gemm_choice.cache_clear()
+        assert route.own_product(torch.zeros(1)) is expected, (choice, vendor)
+        assert not route.own_product(torch.zeros(1).double()) and not route.own_product(
+            torch.zeros(1).half()
+        )
+    monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
+    route._gemm_choice.cache_clear()
+    with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):
+        route.own_product(torch.zeros(1))
+
+
+def test_a_wrong_bf16_product_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, fresh: None, caplog
+) -> None:
+    """What lies outside torch's interface is believed after a look: a wrong result is refused, and
+    said so once.
+    """
+    if gemm_cpu.unavailable(torch.bfloat16) is not None:
+        pytest.skip(f"bf16 is widened here: {gemm_cpu.unavailable(torch.bfloat16)}")
+    gemm_cpu.unavailable.cache_clear()
+    real = torch.ops.grpo_fast_gemm.mm_
+
+    def disturbed(*arguments: object) -> None:
+        real(*arguments)
+        arguments[2].add_(0.01)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch.ops.grpo_fast_gemm, "mm_", disturbed)
+    for _ in range(2):
+        assert gemm_cpu.unavailable(torch.bfloat16) == "its bf16 product failed its self-check"
+    assert len(caplog.records) == 1 and "off by" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_loss_is_the_same_with_the_vendors_product(
+    dtype: torch.dtype, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    vocab = 301
+    hidden, weight = torch.randn(4, 32, 33).to(dtype), torch.randn(vocab, 33).to(dtype)
+    ids, advantages, bias = (
+        torch.randint(0, vocab, (4, 32)),
+        torch.randn(4),
+        torch.randn(vocab).to(dtype),
+    )
+    tensors = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    monkeypatch.setattr(
+        "grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: 128 // chunks * vocab * 4
+    )
+    calls = []
+
+    def run(own: bool) -> list[Tensor]:
+        def multiplies(x: Tensor) -> bool:
+            calls.append(own)
+            return own
+
+        for module in (route, products):
+            monkeypatch.setattr(module, "own_product", multiplies)
+        result = linear_grpo_loss(
+            hidden,
+            weight,
+            ids,
+            advantages,
+            LossConfig(loss_type="grpo"),
+            bias=bias,
+            old_logps=old,
+            backend="cpu",
+        )
+        return [result.logps, *torch.autograd.grad(result.loss, tensors)]
+
+    old = torch.full((4, 32), -5.7)
+    vendor, own = run(False), run(True)
+    assert True in calls and False in calls
+    torch.testing.assert_close(own[0], vendor[0], rtol=0, atol=1e-5)
+    for mine, theirs in zip(own[1:], vendor[1:], strict=True):
+        error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error <= (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a 16-bit product W is never widened as a whole; pieces of it add up to the same
+    matrices.
+    """
+    torch.manual_seed(0)
+    h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)
+    out = [torch.empty(8, 50) for _ in range(2)]
+    results = []
+    for rows, logits in zip((16, 1000), out, strict=True):
+        monkeypatch.setattr(products, "WIDEN_ROWS", rows)
+        products.matmul_wide(h, weight, out=logits)
+        results.append([logits, products.matmul_narrow(d, weight)])
+        results[-1].append(products.accumulate_outer(None, d, h, weight, is_only=True))
+        assert results[-1][-1].dtype == torch.float16
+    for pieces, whole in zip(*results, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        results[0][0].double(), h.double() @ weight.double().t(), rtol=1e-5, atol=1e-5
+    )

@@ -1,0 +1,161 @@
+"""`grad_filter`: columns left out of the gradient GEMMs, with a share that is exact and bounds that
+hold.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast import LossConfig
+from grpo_fast.kernels.head.grad_filter import column_masses, heavy_columns
+from tests.loss_cases import BACKENDS
+
+T, H, V = 96, 32, 3000
+CU = torch.tensor([0, 40, 96], dtype=torch.int32)
+
+CONFIGS = {
+    "dapo": LossConfig(),
+    "gspo": LossConfig(loss_type="gspo"),
+    "entropy": LossConfig(entropy_coef=0.1),
+}
+
+
+def problem(spread, dtype=torch.float64):
+    """Logits of this standard deviation: 0.5 is flat, 12 is peaked."""
+    g = torch.Generator().manual_seed(5)
+    hidden = torch.randn(T, H, generator=g, dtype=torch.float64)
+    weight = torch.randn(V, H, generator=g, dtype=torch.float64) * spread / H**0.5
+    ids = torch.distributions.Categorical(logits=hidden @ weight.T).probs.multinomial(
+        1, generator=g
+    )[:, 0]
+    leaves = [
+        x.to(dtype).requires_grad_() for x in (hidden, weight, torch.zeros(V, dtype=torch.float64))
+    ]
+    return leaves, ids, torch.tensor([1.0, -0.5])
+
+
+def run(leaves, ids, advantages, config=LossConfig(), **kw):  # noqa: B008
+    hidden, weight, bias = leaves
+    out = grpo_fast.linear_grpo_loss(
+        hidden, weight, ids, advantages, config, bias=bias, cu_seqlens=CU, **kw
+    )
+    return out, torch.autograd.grad(out.loss, leaves)
+
+
+@pytest.mark.parametrize("rows", [96, 32], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-2, 1e-4])
+@pytest.mark.parametrize(
+    "config",
+    [LossConfig(), LossConfig(loss_type="gspo"), LossConfig(entropy_coef=0.1)],
+    ids=["dapo", "gspo", "entropy"],
+)
+def test_bounds(config, tolerance, rows, monkeypatch):
+    """The reported share is that of the d-logits, at most the tolerance, and every gradient is
+    within its bound.
+    """
+    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
+    leaves, ids, advantages = problem(12)
+    exact, exact_grads = run(leaves, ids, advantages, config)
+    out, grads = run(leaves, ids, advantages, config, grad_filter=tolerance)
+    assert torch.equal(out.loss, exact.loss) and torch.equal(out.logps, exact.logps)
+    hidden, weight, bias = leaves
+    logits = (hidden.detach() @ weight.detach().T).requires_grad_()
+    plain = grpo_fast.logits_grpo_loss(logits, ids, advantages, config, cu_seqlens=CU)
+    mass = torch.autograd.grad(plain.loss, logits)[0].abs().sum()
+    dropped, columns = (
+        out.metrics[name] for name in ("grad_filter/dropped_mass", "grad_filter/columns")
+    )
+    assert 0 < dropped <= tolerance and 0 < columns < 0.6
+    delta = dropped.double() * mass
+    dh, dw, db = ((a - b).norm() for a, b in zip(grads, exact_grads, strict=True))
+    assert 0 < dh <= delta * weight.norm(dim=1).max() and 0 < dw <= delta * hidden.norm(dim=1).max()
+    assert (grads[2] - exact_grads[2]).abs().sum() <= delta * (1 + 1e-6) and db > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_backends(dtype, backend):
+    leaves, ids, advantages = problem(12, dtype)
+    _, exact = run(leaves, ids, advantages, backend=backend)
+    out, grads = run(leaves, ids, advantages, grad_filter=1e-3, backend=backend)
+    assert out.metrics["grad_filter/columns"] < 0.6
+    for ours, theirs in zip(grads, exact, strict=True):
+        assert (ours - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_reported_share_counts_the_target(backend):
+    """Of one row db is its d-logits: what is missing from it is the share, and half of its mass is
+    the target's.
+    """
+    (hidden, weight, bias), _, _ = problem(12, torch.float32)
+
+    def gradient(**kw):
+        out = grpo_fast.linear_grpo_loss(
+            hidden[:1], weight, torch.tensor([7]), torch.ones(1), LossConfig(loss_type="reinforce"),
+            bias=bias, cu_seqlens=torch.tensor([0, 1], dtype=torch.int32), backend=backend, **kw,
+        )  # fmt: skip
+        return out.metrics.get("grad_filter/dropped_mass"), torch.autograd.grad(out.loss, bias)[
+            0
+        ].double()
+
+    (_, exact), (share, filtered) = gradient(), gradient(grad_filter=1e-1)
+    missing = (exact - filtered).abs().sum() / exact.abs().sum()
+    assert 0.02 < missing <= 0.1 and share.item() == pytest.approx(missing.item(), rel=1e-4)
+
+
+def test_a_flat_softmax_keeps_everything():
+    leaves, ids, advantages = problem(0.5, torch.float32)
+    _, exact = run(leaves, ids, advantages)
+    out, grads = run(leaves, ids, advantages, grad_filter=1e-3)
+    assert out.metrics["grad_filter/dropped_mass"] == 0 and out.metrics["grad_filter/columns"] == 1
+    for ours, theirs in zip(grads, exact, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_masses_hold_the_coefficients():
+    """A column that only rows without coefficient want is the first to go."""
+    d = torch.zeros(70, 5)
+    d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])
+    assert torch.equal(column_masses(d), torch.tensor([70, 0.5, 0.25, d[0, 3].item(), 0]).double())
+    assert torch.equal(column_masses(d, scale=torch.full((70,), -2.0)), 2 * column_masses(d))
+    columns, dropped, total = heavy_columns(column_masses(d), 0.005)
+    assert (
+        columns.tolist() == [0, 1]
+        and dropped == pytest.approx(0.26)
+        and total == pytest.approx(70.76)
+    )
+    assert heavy_columns(torch.tensor([1.0, float("nan"), 0.5]), 0.5)[0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, -0.1, float("nan"), "a lot"])
+def test_refusals(bad):
+    leaves, ids, advantages = problem(1)
+    with pytest.raises(ValueError, match="grad_filter: expected None or a number in"):
+        run(leaves, ids, advantages, grad_filter=bad)
+
+
+def test_in_a_compiled_step():
+    leaves, ids, advantages = problem(12, torch.float32)
+    config = LossConfig()
+
+    def step(hidden, weight):
+        out = grpo_fast.linear_grpo_loss(
+            hidden,
+            weight,
+            ids,
+            advantages,
+            config,
+            cu_seqlens=CU,
+            grad_filter=1e-2,
+            backend="torch",
+        )
+        return out.loss, out.metrics["grad_filter/dropped_mass"]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves[:2])
+    eager = step(*leaves[:2])
+    assert torch.equal(compiled[0], eager[0]) and torch.equal(compiled[1], eager[1])
+    both = [torch.autograd.grad(loss, leaves[:2]) for loss, _ in (compiled, eager)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))

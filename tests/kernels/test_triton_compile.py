@@ -1,0 +1,86 @@
+"""Every shipped Triton configuration is compiled for five architectures, and its code counted.
+
+No GPU is needed. No spills, shared memory within the device's limit, the matrix units of that
+architecture in use. The configurations are listed in tests/kernels/triton_tools/shipped.py;
+`python tests/kernels/triton_tools/report.py` prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from grpo_fast.kernels.gpu import configs
+from tests.kernels.triton_tools.launcher import HAS_TRITON, OTHER_TRITON, TOOLS, run_python  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+KERNELS = {
+    f"{name}_kernel"
+    for name in ("slice", "join", "target", "units", "row_logps", "row_grad", "row_loss", "scale")
+}
+MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
+
+
+def check(arch: str, other_triton: str | None = None) -> None:
+    entries = json.loads(
+        run_python(
+            str(TOOLS / "report.py"), arch, "--json", interpret=False, other_triton=other_triton
+        )
+    )
+    assert {e["kernel"] for e in entries} == KERNELS
+    for e in entries:
+        where = f"{arch} {e['name']} {e['kernel']}: {e}"
+        assert e["spills"] == 0, where
+        assert e["shared"] <= e["limit"], where
+        if e["kernel"] == "slice_kernel" and "float16" in e["name"]:
+            assert e["matrix"] > 0, where
+        if arch == "sm_90":
+            assert e["counts"]["HMMA"] == 0, where
+        if e["kernel"] == "slice_kernel" and "float16" in e["name"] and arch in MATRIX_UNIT:
+            assert e["counts"][MATRIX_UNIT[arch]] > 0, where
+            has_tma = arch in ("sm_90", "sm_100") and "V=32000" in e["name"]
+            assert (e["counts"]["UTMALDG"] > 0) == has_tma, where
+            assert (e["counts"]["UTMASTG"] > 0) == (
+                has_tma and e["name"].startswith("exponentials")
+            ), where
+
+
+def test_the_entropy_changes_no_sum():
+    """Two tiles of one device add up a row's columns and its hidden units in the same order."""
+    for key, light in configs._LIGHT.items():
+        heavy = configs._LINEAR[key]
+        assert (light.piece, light.block_h) == (heavy.piece, heavy.block_h)
+    for config in (*configs._LIGHT.values(), *configs._LINEAR.values()):
+        assert (
+            config.block_v // config.piece in (1, 2, 4, 8)
+            and configs.SLICE_COLUMNS % config.block_v == 0
+        )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_code(arch):
+    check(arch)
+
+
+@pytest.mark.parametrize("loop", ["flatten", "specialize"])
+def test_a_candidate_loop_compiles(loop):
+    """No spill in a tile of 128 x 256, and warps of their own only where the loop asks for them."""
+    config = tuple(configs._LIGHT["sm_90", True, True])
+    code = f"""
+from benchmarks.gpu.candidates import Candidate, compile_one
+print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, {loop!r})))
+"""
+    assert "'starts': True" in run_python("-c", code, interpret=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    OTHER_TRITON is None, reason="GRPO_FAST_TRITON36 does not name a folder with triton 3.6"
+)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_code_other_triton(arch):
+    assert os.path.isdir(OTHER_TRITON)
+    check(arch, OTHER_TRITON)

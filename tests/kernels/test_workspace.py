@@ -1,0 +1,88 @@
+"""The workspace of the chunk loop: kept on the CPU from call to call, whatever shape it had, up to
+a bound.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast.kernels import workspace as memory
+
+WEIGHT = torch.zeros(7, 3)
+
+
+@pytest.fixture(autouse=True)
+def no_spare(monkeypatch):
+    monkeypatch.setattr(memory, "_spare", [])
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.5", "", "1e3", "٣"])
+def test_a_size_that_is_none_is_refused_by_its_name(monkeypatch, text):
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", text)
+    with pytest.raises(
+        ValueError, match="GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got "
+    ):
+        memory.workspace_bytes(torch.device("cpu"))
+    for size in (0, 1024):
+        monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", str(size))
+        assert memory.workspace_bytes(torch.device("cpu")) == size << 20
+
+
+def take(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return memory.take_workspace(rows, columns, WEIGHT, dtype)
+
+
+def test_the_next_call_gets_the_same_memory():
+    """The same shape, a smaller one, and the first one again: nothing is allocated."""
+    first = take(64, 512)
+    memory.give_back_workspace(first)
+    for rows, columns in ((64, 512), (32, 500), (1, 1), (64, 512)):
+        again = take(rows, columns)
+        assert again.shape == (rows, columns) and again.is_contiguous()
+        assert again.data_ptr() == first.data_ptr()
+        memory.give_back_workspace(again)
+
+
+def test_what_is_not_given_back_is_not_given_twice():
+    memory.give_back_workspace(take(8, 8))
+    one, other = take(8, 8), take(8, 8)
+    assert one.data_ptr() != other.data_ptr()
+
+
+def test_another_dtype_and_a_larger_shape_get_their_own():
+    memory.give_back_workspace(take(8, 8))
+    assert take(8, 8, torch.float64).dtype == torch.float64
+    memory.give_back_workspace(take(8, 8))
+    assert take(9, 8).shape == (9, 8)
+
+
+def test_large_ones_are_not_kept(monkeypatch):
+    monkeypatch.setattr(memory, "KEPT_BYTES", 8 * 8 * 4)
+    memory.give_back_workspace(take(9, 8))
+    assert not memory._spare
+    memory.give_back_workspace(take(8, 8))
+    assert memory._spare
+
+
+def test_none_of_inference_mode_is_kept():
+    """Such a tensor may not be written outside of it."""
+    with torch.inference_mode():
+        memory.give_back_workspace(take(8, 8))
+        assert not memory._spare
+    memory.give_back_workspace(take(8, 8))
+    with torch.inference_mode():
+        memory.give_back_workspace(take(8, 8))
+    take(8, 8).add_(1)
+
+
+def test_what_is_kept_counts_as_memory_of_a_measured_call():
+    from benchmarks import measure
+
+    def call() -> None:
+        memory.give_back_workspace(take(4096, 4096).fill_(1.0))
+
+    call()
+    assert memory._spare
+    measured = [measure.peak_memory(call, "cpu")["workspace_mib"] for _ in range(2)]
+    assert all(abs(mib - 64) < 8 for mib in measured)

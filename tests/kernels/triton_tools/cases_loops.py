@@ -1,0 +1,90 @@
+"""The candidate loops of slice_kernel in the interpreter: the shipped kernel's bits, or a refusal.
+
+Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu import loops
+from grpo_fast.kernels.gpu import linear
+from grpo_fast.kernels.gpu.configs import LinearConfig
+from grpo_fast.kernels.gpu.exponentials import head_exponentials
+from grpo_fast.kernels.types import LogitRule
+from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
+
+PLAIN = LogitRule(1.0, None, 1.0)
+ROWS, HIDDEN, VOCAB = 70, 72, 200  # none fills its last tile
+
+
+@pytest.fixture(params=[64, 128], ids=["two pieces", "four pieces"])
+def config(request, monkeypatch):
+    """Tiles of two and of four pieces, through tensor descriptors."""
+    chosen = LinearConfig(64, request.param, 32, 4, 2, 32, use_tma=True)
+    monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)
+    return chosen
+
+
+def head(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype)
+    weight = (0.2 * torch.randn(VOCAB, HIDDEN, generator=generator)).to(dtype)
+    target = torch.randint(40, (ROWS,), generator=generator)  # tiles with and without a target
+    target[3] = -100
+    return hidden, weight, None, target
+
+
+def assert_same(found, expected):
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("loop", loops.REPLACED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logps_and_logits(config, loop, dtype):
+    def run():
+        out = torch.full((ROWS, VOCAB), float("nan"))
+        arguments = (*head(dtype), LogitRule(1.0, None, 0.9))
+        return *linear.head_logps(*arguments, return_entropy=True, logits_out=out), out
+
+    expected = run()
+    with loops.using_loop(loop):
+        assert_same(run(), expected)
+
+
+@pytest.mark.parametrize("loop", loops.REPLACED)
+@pytest.mark.parametrize("columns", [VOCAB, VOCAB + 3], ids=["stored by TMA", "stored by masks"])
+def test_exponentials(config, loop, columns):
+    """One row is far from its target, so that the guard sweeps it again."""
+
+    def run():
+        hidden, weight, bias, target = head()
+        hidden[5] = -weight[target[5]] * 40
+        out = torch.full((ROWS, columns), float("nan"), dtype=torch.bfloat16)[:, :VOCAB]
+        found = head_exponentials(hidden, weight, bias, target, PLAIN, out)
+        return *found.stats[:2], found.unit, found.target_unit, out
+
+    expected = run()
+    assert -expected[1][5] > 40
+    with loops.using_loop(loop):
+        assert_same(run(), expected)
+
+
+@pytest.mark.parametrize("loop", loops.REPLACED)
+def test_a_line_that_is_gone_is_refused(monkeypatch, loop):
+    monkeypatch.setitem(loops.REPLACED, loop, [("no such line", "")])
+    loops.kernel.cache_clear()
+    with pytest.raises(ValueError, match=f"{loop}: expected 'no such line' once"):
+        loops.kernel(loop)
+    loops.kernel.cache_clear()
+
+
+@pytest.mark.parametrize("loop", loops.REPLACED)
+def test_the_shipped_kernel_is_back_afterwards(loop):
+    before = linear.sweep, linear.slice_kernel, linear.tiles
+    with pytest.raises(ZeroDivisionError), loops.using_loop(loop):
+        assert linear.sweep is not before[0]
+        raise ZeroDivisionError
+    assert (linear.sweep, linear.slice_kernel, linear.tiles) == before

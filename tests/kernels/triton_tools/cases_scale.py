@@ -1,0 +1,41 @@
+"""Interpreter cases of kernels/scale_triton.py; started by
+tests/kernels/test_triton_interpreter.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast.kernels.gpu import scale as scale_triton
+from tests.kernels.triton_tools.interpreter import only_memory_of
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 2048])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaled(dtype, size, programs, monkeypatch):
+    """Every element once, also where a program takes several blocks; a power of two is exact."""
+    monkeypatch.setattr(scale_triton, "PROGRAMS", programs)
+    before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    x, factor = before.clone(), torch.tensor(-0.5)
+    with only_memory_of(x, factor):
+        assert scale_triton.scale_(x, factor) is x
+    assert torch.equal(x, before * -0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_upstream_of_one_writes_nothing(dtype):
+    x = torch.randn(5000).to(dtype)
+    x[7], x[8] = float("nan"), float("inf")
+    bits = x.view(torch.uint8).clone()
+    scale_triton.scale_(x, torch.ones((), dtype=dtype))
+    assert torch.equal(x.view(torch.uint8), bits)
+
+
+def test_rounded_once():
+    x = torch.randn(1000).bfloat16()
+    expected = (x.float() * 0.3).bfloat16()
+    assert torch.equal(scale_triton.scale_(x.clone(), torch.tensor(0.3)), expected)

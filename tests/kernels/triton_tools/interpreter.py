@@ -1,0 +1,253 @@
+"""Triton's interpreter made trustworthy: bf16 arithmetic, out-of-bounds checks, program order.
+
+Import this in a process started with TRITON_INTERPRET=1, before any kernel runs. The interpreter
+holds bf16 as bit patterns in uint16; most of its arithmetic then works on the patterns. Here every
+bf16 value is widened to fp32, computed on, and rounded to nearest even. (`tl.sum` of bf16 stays
+wrong: reduce in fp32, as every kernel here does.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def is_bf16(handle: Any) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def widen(handle: TensorHandle) -> TensorHandle:
+    """bf16 handle -> the same values in fp32; other handles as they are."""
+    if not is_bf16(handle):
+        return handle
+    bits = np.asarray(handle.data).astype(np.uint32) << np.uint32(16)
+    return TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def narrow(values: np.ndarray) -> TensorHandle:
+    """fp32 values -> bf16, to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = ((bits.astype(np.uint64) + bias) >> np.uint64(16)).astype(np.uint16)
+    return TensorHandle(np.where(np.isnan(values), np.uint16(0x7FC0), rounded), tl.bfloat16)
+
+
+def _replace(name: str, make: Any) -> None:
+    setattr(InterpreterBuilder, name, make(getattr(InterpreterBuilder, name)))
+
+
+def _repaired_cast(original: Any) -> Any:
+    def cast(self, source, target, *rest):
+        if is_bf16(source) and target.scalar == tl.bfloat16:
+            return source
+        if is_bf16(source):
+            source = widen(source)
+            return source if target.scalar == tl.float32 else cast_impl(self, source, target)
+        if target.scalar == tl.bfloat16:
+            return narrow(np.asarray(source.data).astype(np.float32))
+        return original(self, source, target, *rest)
+
+    return cast
+
+
+def _repaired_arithmetic(original: Any) -> Any:
+    def apply(self, *arguments):
+        *handles, operation = arguments
+        if not any(isinstance(handle, TensorHandle) and is_bf16(handle) for handle in handles):
+            return original(self, *arguments)
+        values = operation(*(widen(handle).data for handle in handles))
+        return TensorHandle(values, tl.int1) if values.dtype == np.bool_ else narrow(values)
+
+    return apply
+
+
+def _repaired_dot(original: Any) -> Any:
+    def dot(self, a, b, accumulator, *rest):
+        # In fp64: a BLAS product in fp32 depends on where in the tile a row stands, which no tensor
+        # core does.
+        product = np.matmul(widen(a).data.astype(np.float64), widen(b).data.astype(np.float64))
+        total = (product + accumulator.data).astype(accumulator.data.dtype)
+        return TensorHandle(total, accumulator.dtype.scalar)
+
+    return dot
+
+
+cast_impl = InterpreterBuilder.cast_impl
+_replace("cast_impl", _repaired_cast)
+_replace("create_fp_to_fp", _repaired_cast)
+_replace("binary_op", _repaired_arithmetic)
+_replace("unary_op", _repaired_arithmetic)
+_replace("create_dot", _repaired_dot)
+# tl.maximum and tl.minimum give the other operand for a NaN (maxnum, minnum), on every GPU; Triton
+# 3.6's interpreter gives the NaN.
+InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+
+
+def _with_index(original: Any) -> Any:
+    def patch(tensor, scope):
+        result = original(tensor, scope)
+        # numpy >= 2.4 refuses int() of a one-element array, and with it triton 3.6's range() over a
+        # run-time length.
+        scope.set_attr(
+            tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
+        )
+        return result
+
+    return patch
+
+
+interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
+
+
+def _once_per_launch(original: Any) -> Any:
+    """A launch patches `triton.language`; so does every call of a helper inside it, which is half
+    of the time spent.
+    """
+    patched: list[Any] = []
+
+    def patch(function):
+        modules = [
+            value for value in function.__globals__.values() if value is tl or value is tl.core
+        ]
+        if patched and all(module in patched for module in modules):
+            return None  # a nested call: nobody restores its scope
+        scope = original(function)
+        restore = scope.restore
+        outermost = not patched
+
+        def restore_and_forget() -> None:
+            if outermost:
+                patched.clear()
+            restore()
+
+        scope.restore = restore_and_forget
+        patched.extend(modules)
+        return scope
+
+    return patch
+
+
+interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
+
+
+# ---- memory check and program order
+# ---------------------------------------------------------------------------------
+
+_allowed: list[tuple[int, int]] | None = None
+_reverse = False
+_grid = (1, 1, 1)
+
+
+def _check(kind: str, pointers: Any, mask: Any) -> None:
+    if _allowed is None:
+        return
+    width = pointers.get_element_ty().primitive_bitwidth // 8
+    addresses = np.asarray(pointers.data)
+    active = np.broadcast_to(
+        True if mask is None else np.asarray(mask.data).astype(bool), addresses.shape
+    )
+    addresses = addresses[active].astype(np.int64)
+    inside = np.zeros(addresses.shape, dtype=bool)
+    for begin, end in _allowed:
+        inside |= (addresses >= begin) & (addresses + width <= end)
+    if not inside.all():
+        raise IndexError(f"{kind} out of bounds in {int((~inside).sum())} of {inside.size} lanes")
+
+
+def _checked(kind: str, position: int | None) -> Any:
+    def make(original: Any) -> Any:
+        def access(self, pointers, *rest, **keywords):
+            _check(kind, pointers, None if position is None else rest[position])
+            return original(self, pointers, *rest, **keywords)
+
+        return access
+
+    return make
+
+
+# Unmasked loads and stores call the masked ones, so these two see everything (the package has no
+# atomics).
+_replace("create_masked_load", _checked("load", 0))
+_replace("create_masked_store", _checked("store", 1))
+
+
+def _remember_grid(original: Any) -> Any:
+    def set_grid_dim(self, *dims):
+        global _grid
+        _grid = dims
+        return original(self, *dims)
+
+    return set_grid_dim
+
+
+def _reorder(original: Any) -> Any:
+    def set_grid_idx(self, *index):
+        if _reverse:
+            index = tuple(size - 1 - i for size, i in zip(_grid, index, strict=True))
+        return original(self, *index)
+
+    return set_grid_idx
+
+
+_replace("set_grid_dim", _remember_grid)
+_replace("set_grid_idx", _reorder)
+
+
+@contextlib.contextmanager
+def only_memory_of(*tensors: torch.Tensor | None) -> Iterator[None]:
+    """Inside, a load or store outside of the memory that these tensors cover raises IndexError.
+
+    Outputs that the door allocates itself cannot be known beforehand: `torch.empty` and
+    `torch.empty_like` are watched, their memory is poisoned with NaN and added.
+    """
+    global _allowed
+    originals = torch.empty, torch.empty_like
+
+    def span(tensor: torch.Tensor) -> tuple[int, int]:
+        extent = (
+            sum(
+                (size - 1) * stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            + 1
+        )
+        return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+
+    def watched(original: Any) -> Any:
+        def make(*args: Any, **keywords: Any) -> torch.Tensor:
+            tensor = original(*args, **keywords)
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            if tensor.numel():
+                _allowed.append(span(tensor))
+            return tensor
+
+        return make
+
+    _allowed = [span(tensor) for tensor in tensors if tensor is not None and tensor.numel()]
+    torch.empty, torch.empty_like = map(watched, originals)
+    try:
+        yield
+    finally:
+        (torch.empty, torch.empty_like), _allowed = originals, None
+
+
+@contextlib.contextmanager
+def reversed_programs() -> Iterator[None]:
+    """Inside, the programs of a grid run last to first: a result that depends on their order
+    shows.
+    """
+    global _reverse
+    _reverse = True
+    try:
+        yield
+    finally:
+        _reverse = False

@@ -1,0 +1,47 @@
+"""Start the Triton checks in processes of their own: interpreter and compiler cannot share one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parents[2]
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# A folder into which another Triton (3.6) was installed by `pip install --target`.
+OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
+
+
+def run_python(
+    *arguments: str, interpret: bool, other_triton: str | None = None, timeout: float = 900
+) -> str:
+    """Run this Python with the repository and (if given) another Triton on its path; its output."""
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")
+    }
+    paths = [other_triton, str(ROOT), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads cost more than they give on tiles
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    if done.returncode:
+        raise AssertionError(
+            f"{' '.join(arguments)} exited with {done.returncode}:\n{output[-6000:]}"
+        )
+    return done.stdout
+
+
+def run_cases(name: str, other_triton: str | None = None) -> str:
+    """Run one file of interpreter cases under pytest, without the conftest of the other tests."""
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+    return run_python(
+        "-m", "pytest", str(TOOLS / name), *options, interpret=True, other_triton=other_triton
+    )

@@ -1,0 +1,154 @@
+"""Every configuration the package ships, as calls of its own doors on CPU tensors, inside
+`compile_launches`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from grpo_fast.kernels.gpu import exponentials
+from grpo_fast.kernels.gpu import linear as linear_triton
+from grpo_fast.kernels.gpu import rows as rows_triton
+from grpo_fast.kernels.gpu import scale as scale_triton
+from grpo_fast.kernels.types import LogitRule
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
+
+ROWS = 64
+
+
+def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
+    """Arguments of a door that starts from hidden, and whether it gives the entropy.
+
+    `options` holds "b" for a bias and temperatures by row, "c" for a soft cap, "e" for the entropy.
+    """
+    hidden, weight = (
+        torch.empty(ROWS, hidden_size, dtype=dtype),
+        torch.empty(vocab, hidden_size, dtype=dtype),
+    )
+    has_bias = "b" in options
+    rule = LogitRule(1.0, 30.0 if "c" in options else None, torch.ones(ROWS) if has_bias else 1.0)
+    bias = weight[:, 0].contiguous() if has_bias else None
+    return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), rule), "e" in options
+
+
+def linear(
+    dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, store: bool = False
+) -> Callable[[], object]:
+    """The hidden -> logps kernel, bare (a pass without gradient), or storing fp32 logits."""
+
+    def call() -> object:
+        arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
+        out = torch.empty(ROWS, vocab) if store else None
+        return linear_triton.head_logps(*arguments, return_entropy=has_entropy, logits_out=out)
+
+    return call
+
+
+def written(
+    vocab: int, hidden_size: int, options: str, *, known: bool = False
+) -> Callable[[], object]:
+    """The hidden -> 16-bit weights kernels: first pass and guard, or from known statistics."""
+
+    def call() -> object:
+        arguments, has_entropy = problem(torch.bfloat16, vocab, hidden_size, options)
+        out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
+        v = torch.ones(ROWS)
+        stats = (v, v, None) if known else None
+        return exponentials.head_exponentials(
+            *arguments, out, return_entropy=has_entropy, known=stats
+        )
+
+    return call
+
+
+def rows(dtype: torch.dtype, vocab: int) -> Callable[[], object]:
+    """The three row kernels with every option that adds code."""
+
+    def call() -> None:
+        logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
+        v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
+        rule = LogitRule(1.0, 30.0, v)
+        rows_triton.row_logps(logits, target, rule, return_entropy=True)
+        rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule)
+        if dtype == torch.float32:  # d-logits in 16 bits beside the logits
+            out = torch.empty(4, vocab, dtype=torch.bfloat16)
+            rows_triton.row_grad_(logits, target, (v, v, v), v, v, rule, out=out)
+            rows_triton.row_loss_(
+                logits, out, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+            )
+        rows_triton.row_loss_(
+            logits, logits, target, RowTerms(v, v, v, v, v, v), config, rule, return_entropy=True
+        )
+
+    return call
+
+
+def scaled(dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: scale_triton.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
+
+
+def loss(config: LossConfig) -> Callable[[], object]:
+    def call() -> None:
+        logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
+        rule = LogitRule(1.0, None, 1.0)
+        rows_triton.row_loss_(
+            logits, logits, target, RowTerms(v, v, v, v, v), config, rule, return_entropy=False
+        )
+
+    return call
+
+
+def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, call) of every configuration on `arch`. V = 32000 and H = 896 are aligned; 32001 and
+    897 are odd.
+
+    On sm_90, which has a tile of its own for calls without any option, with more of the options
+    between none and all.
+    """
+    for vocab, hidden_size in ((32000, 896), (32001, 897)):
+        size = f"V={vocab} H={hidden_size}"
+        for dtype in (torch.bfloat16, torch.float32):
+            for options in ("", "bce"):
+                yield (
+                    f"linear {str(dtype)[6:]} {size} {options}",
+                    linear(dtype, vocab, hidden_size, options),
+                )
+        yield f"exponentials bfloat16 {size} bce", written(vocab, hidden_size, "bce")
+    yield (
+        "linear bfloat16 V=32000 H=896 be store",
+        linear(torch.bfloat16, 32000, 896, "be", store=True),
+    )
+    yield (
+        "linear float16 V=32000 H=896 bce store",
+        linear(torch.float16, 32000, 896, "bce", store=True),
+    )
+    for options in ("", "b", "be", "c") if arch == "sm_90" else ("",):
+        yield f"exponentials bfloat16 V=32000 H=896 {options}", written(32000, 896, options)
+    yield "exponentials bfloat16 V=32000 H=896 known", written(32000, 896, "", known=True)
+    for dtype, vocab in (
+        (torch.float16, 1000),
+        (torch.float32, 1001),
+        (torch.bfloat16, 32000),
+        (torch.float32, 32001),
+    ):
+        yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield f"scale {str(dtype)[6:]}", scaled(dtype)
+    if (
+        arch == "sm_90"
+    ):  # the leaves have no architecture of their own (and there are fewer estimators than losses)
+        token = {
+            o.leaf: name
+            for name, o in OBJECTIVES.items()
+            if o.window == "ratio" and "token" in o.levels
+        }
+        for name, estimator in zip(token.values(), itertools.cycle(KL_ESTIMATORS), strict=False):
+            estimator = estimator if OBJECTIVES[name].reference else LossConfig.kl_estimator
+            config = LossConfig(loss_type=name, kl_estimator=estimator, max_completion_length=8)
+            yield f"loss {name}, kl {estimator}", loss(config)

@@ -1,0 +1,232 @@
+"""the numerical contract: logps, gradients, confident tokens, each with its bar."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import grpo_fast
+from tests import oracle_inputs
+from tests.loss_cases import BACKENDS, relative_l2
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+GRADIENT_BAR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
+
+
+def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
+    """Logits of the given spread. In any fp32 GEMM a logit of size z is off by about z·6e-8·√H/4,
+    and its p by as much relatively: at std 1 the contract's absolute bars are reachable, at std 2.5
+    torch's own error is the measure."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, H, generator=g).to(dtype)
+    weight = (std * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
+    ids = torch.randint(V, (N,), generator=g)
+    advantages = torch.randn(N, generator=g)
+    return hidden, weight, ids, advantages
+
+
+# 896, 2048, 8192: hidden sizes of the recipes' models and the largest of the contract; 33: no
+# vector width divides it.
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("H", [33, 896, 2048, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
+    hidden, weight, ids, _ = problem(dtype, N=16, H=H, V=1000, std=2.5)
+    lp64, H64 = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
+    with torch.no_grad():
+        quiet = grpo_fast.linear_logps(hidden, weight, ids, backend=backend)
+    lp, entropy = grpo_fast.linear_logps(
+        hidden, weight.requires_grad_(), ids, return_entropy=True, backend=backend
+    )
+    for value in (quiet, lp.detach()):
+        assert (value.double() - lp64).abs().max() <= 1e-5
+    assert (entropy.detach().double() - H64).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logps_of_given_logits_against_fp64(dtype, backend):
+    g = torch.Generator().manual_seed(1)
+    logits, ids = (
+        (4 * torch.randn(33, 5003, generator=g)).to(dtype),
+        torch.randint(5003, (33,), generator=g),
+    )
+    lp64, H64 = oracle_inputs.logps_and_entropy(logits.double(), ids)
+    lp, entropy = grpo_fast.logits_logps(logits, ids, return_entropy=True, backend=backend)
+    assert (lp.double() - lp64).abs().max() <= 5e-6
+    assert (entropy.double() - H64).abs().max() <= 5e-6
+
+
+def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
+    h, w = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    cu = torch.tensor([0, len(ids)], dtype=torch.int32)
+    out = grpo_fast.linear_grpo_loss(
+        h, w, ids, advantages, config, old_logps=old, cu_seqlens=cu, backend=backend
+    )
+    out.loss.backward()
+    return h.grad, w.grad
+
+
+def worst_row(value, true):
+    rows = (value.double() - true).norm(dim=1) / true.norm(dim=1).clamp(min=1e-30)
+    return rows[true.norm(dim=1) > 0].max().item()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_gradients_against_fp64_overall_and_worst_row(
+    off_policy, chunks, dtype, backend, monkeypatch
+):
+    from grpo_fast.kernels.head import loop as linear
+
+    hidden, weight, ids, advantages = problem(dtype, N=96)
+    if chunks > 1:
+        monkeypatch.setattr(linear.LinearHead, "_chunk_rows", lambda self: 96 // chunks)
+    old, options = None, {"loss_type": "dapo"}
+    if off_policy:
+        lp64, _ = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
+        old = (
+            lp64
+            - 0.11 * torch.randn(len(ids), generator=torch.Generator().manual_seed(9)).clamp(-1, 1)
+        ).float()
+    d_hidden, d_weight = loss_gradients(
+        hidden, weight, ids, advantages, old, grpo_fast.LossConfig(**options), backend
+    )
+    mask = torch.ones(1, len(ids), dtype=torch.bool)
+    exact = oracle_inputs.oracle_from_hidden(
+        hidden[None],
+        weight,
+        ids[None],
+        advantages[None],
+        options,
+        mask=mask,
+        old=None if old is None else old[None],
+    )
+    bar = GRADIENT_BAR[dtype]
+    assert relative_l2(d_hidden, exact.hidden_grad[0]) <= bar
+    assert relative_l2(d_weight, exact.weight_grad) <= bar
+    assert worst_row(d_hidden, exact.hidden_grad[0]) <= bar
+    assert worst_row(d_weight, exact.weight_grad) <= bar
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("std", [1.0, 2.5])
+def test_gradient_error_is_at_most_twice_that_of_torch(std, dtype, backend):
+    hidden, weight, ids, advantages = problem(dtype, N=64, seed=3, std=std)
+    d_hidden, d_weight = loss_gradients(
+        hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
+    )
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    lp = torch.log_softmax((h @ w.T).float(), -1).gather(1, ids[:, None]).squeeze(1)
+    (-(advantages * lp).sum() / len(ids)).backward()
+    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    lp = torch.log_softmax(h64 @ w64.T, -1).gather(1, ids[:, None]).squeeze(1)
+    (-(advantages * lp).sum() / len(ids)).backward()
+    for own, torchs, true in ((d_hidden, h.grad, h64.grad), (d_weight, w.grad, w64.grad)):
+        assert relative_l2(own, true) <= 2 * relative_l2(torchs, true)
+        assert worst_row(own, true) <= 2 * worst_row(torchs, true)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch):
+    """bf16 sums over 32 chunks would cost 2.8× the error; with fp32 sums the only rounding is the
+    final store.
+    """
+    from grpo_fast.kernels.head import loop as linear
+
+    hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
+    advantages = 1.0 + 0.1 * advantages  # one sign: the running sum is much larger than each term
+    monkeypatch.setattr(linear.LinearHead, "_chunk_rows", lambda self: 32)
+    _, d_weight = loss_gradients(
+        hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
+    )
+    mask = torch.ones(1, len(ids), dtype=torch.bool)
+    exact = oracle_inputs.oracle_from_hidden(
+        hidden[None], weight, ids[None], advantages[None], {"loss_type": "reinforce"}, mask=mask
+    )
+    stored = exact.weight_grad.to(torch.bfloat16)
+    assert relative_l2(d_weight, exact.weight_grad) <= 1.05 * relative_l2(stored, exact.weight_grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("one_minus_p", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
+    """p up to 1 − 1e-6: the target column is −(1 − p), within 0.4%; at 1 − 1e-6 fp32's own p has
+    two digits left.
+    """
+    V, T = 257, 8
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(T, V, generator=g)
+    ids = torch.randint(V, (T,), generator=g)
+    others = logits.scatter(1, ids[:, None], -math.inf).logsumexp(1)
+    logits[torch.arange(T), ids] = others + math.log((1 - one_minus_p) / one_minus_p)
+    logits = logits.to(dtype)
+    exact = logits.double().softmax(-1)
+    true = -exact.scatter(1, ids[:, None], 0.0).sum(1)
+    x = logits.clone().requires_grad_()
+    cu = torch.tensor([0, T], dtype=torch.int32)
+    config = grpo_fast.LossConfig(loss_type="reinforce", aggregation="sequence_sum")
+    grpo_fast.logits_grpo_loss(
+        x, ids, torch.ones(1), config, cu_seqlens=cu, backend=backend
+    ).loss.backward()
+    own = x.grad[torch.arange(T), ids].double()
+    assert ((own - true).abs() <= 4e-3 * true.abs()).all(), (own / true - 1).abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_the_logit_gradient_sum_to_zero(dtype, backend):
+    """Σ_j dz_j = 0: a shift of all logits changes nothing. Holds to the rounding of one store per
+    element.
+    """
+    g = torch.Generator().manual_seed(2)
+    logits, ids = (
+        (2 * torch.randn(12, 300, generator=g)).to(dtype),
+        torch.randint(300, (12,), generator=g),
+    )
+    x = logits.requires_grad_()
+    cu = torch.tensor([0, 12], dtype=torch.int32)
+    config = grpo_fast.LossConfig(
+        loss_type="reinforce", entropy_coef=0.5, aggregation="sequence_sum"
+    )
+    grpo_fast.logits_grpo_loss(
+        x, ids, torch.ones(1), config, cu_seqlens=cu, backend=backend
+    ).loss.backward()
+    size = x.grad.double().abs().sum(1)
+    epsilon = 1e-6 if dtype == torch.float32 else 2**-9
+    assert (x.grad.double().sum(1).abs() <= epsilon * size).all()
+
+
+@pytest.mark.parametrize("all_active", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rival_that_resembles_the_target_in_bf16(backend, all_active):
+    """dH = g p (w_rival - w_target), a 10th of its terms: a p of 8 bits would leave it with an
+    error of 1%.
+
+    With few active rows these are gathered, and their rivals with them.
+    """
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(200, 64, generator=g)
+    ids = torch.arange(0, 64, 2)
+    weight[ids + 1] = weight[ids] + 0.1 * torch.randn(32, 64, generator=g)
+    weight, advantages = weight.bfloat16(), torch.randn(32, generator=g)
+    active = torch.ones(32, dtype=torch.bool) if all_active else torch.arange(32) % 3 == 1
+    advantages = advantages * active
+    hidden = (weight[ids].float() / 4).bfloat16().requires_grad_()
+    exact = hidden.detach().double().requires_grad_()
+    logps = (exact @ weight.double().T).log_softmax(1)[torch.arange(32), ids]
+    (-(advantages * logps).mean()).backward()
+    out = grpo_fast.linear_grpo_loss(
+        hidden, weight, ids, advantages, grpo_fast.LossConfig(loss_type="reinforce"),
+        cu_seqlens=torch.tensor([0, 32], dtype=torch.int32), backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    error = (hidden.grad.double() - exact.grad).norm(dim=1)[active] / exact.grad.norm(dim=1)[active]
+    assert error.max() <= 3e-3 and (hidden.grad[~active] == 0).all()

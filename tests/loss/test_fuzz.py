@@ -1,0 +1,236 @@
+"""Hypothesis: 500 random calls per run over shapes, strides, dtypes, options, layouts and backends,
+against the oracle.
+
+The seed is printed. `GRPO_FAST_FUZZ_SEED=<seed> pytest tests/loss/test_fuzz.py` replays the run;
+GRPO_FAST_FUZZ_CASES sets the number of cases.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+import grpo_fast
+from grpo_fast.objective.losses import OBJECTIVES
+from tests import oracle_inputs, oracles
+from tests.loss.test_loss_autograd import VIEWS
+from tests.loss_cases import (
+    AGGREGATIONS,
+    BACKENDS,
+    LOSS_LEVELS,
+    make_case,
+    options_for,
+    relative_l2,
+    run,
+    spans,
+    truth,
+)
+
+SEED = int(os.environ.get("GRPO_FAST_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
+CASES = int(os.environ.get("GRPO_FAST_FUZZ_CASES", 500))
+RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
+# fp32 arithmetic, and half a unit in the last place for each rounding to 16 bits: one at the store,
+# and one more where the upstream gradient is not 1 (these batches are so small that a relative L2
+# can be the error of a single number).
+ARITHMETIC = 3e-5
+HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@st.composite
+def calls(draw):
+    loss_type, level = draw(st.sampled_from(LOSS_LEVELS))
+    options = options_for(loss_type, level, draw(st.sampled_from((None, *AGGREGATIONS))))
+    options.setdefault("max_completion_length", draw(st.integers(1, 9)))
+    if loss_type not in ("kimi", "dro") and draw(st.booleans()):
+        options.update(beta=draw(st.sampled_from((0.04, 0.5))), kl_times_ratio=draw(st.booleans()))
+        options.update(kl_estimator=draw(st.sampled_from(tuple(oracles.KL_ORACLES))))
+    if draw(st.booleans()) and "delta" in OBJECTIVES[loss_type].params:
+        options["delta"] = draw(st.sampled_from((1.05, 1.7, 4.0)))
+    for name, values in (
+        ("temperature", (1.0, 0.6, 1.5)),
+        ("softcap", (None, 4.0)),
+        ("logit_scale", (1.0, 1.6)),
+        ("entropy_coef", (0.0, 0.1)),
+        ("off_policy_threshold", (None, 0.07)),
+        ("top_entropy_quantile", (1.0, 0.55)),
+        (
+            "sampling_correction",
+            ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None),
+        ),
+    ):
+        options[name] = draw(st.sampled_from(values))
+    B, L = draw(st.integers(0, 5)), draw(st.integers(0, 6))
+    bits = draw(st.lists(st.integers(0, 3), min_size=B * L, max_size=B * L))
+    return {
+        "options": options,
+        "mask": torch.tensor([b > 0 for b in bits], dtype=torch.bool).reshape(B, L),
+        "H": draw(st.sampled_from((1, 3, 8, 17))),
+        "V": draw(st.sampled_from((2, 5, 31, 33, 130))),
+        "dtype": draw(
+            st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))
+        ),
+        "bias": draw(st.booleans()),
+        "sampling": draw(st.booleans()),
+        "per_token_advantages": draw(st.booleans()),
+        "on_policy": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**20)),
+        "function": draw(st.sampled_from(("linear", "linear", "logits", "logps"))),
+        "layout": draw(st.sampled_from(("padded", "packed"))),
+        "backend": draw(st.sampled_from(RUNNABLE)),
+        "view": draw(st.sampled_from((None, *VIEWS))),
+        "upstream": draw(st.sampled_from((1.0, -2.5))),
+        "totals": draw(st.booleans()),
+        "workspace_rows": draw(st.sampled_from((None, 1, 40))),
+    }
+
+
+def decisions_are_clear(case, expected) -> bool:
+    """False where fp32 or 16-bit rounding may fall on the other side of a bound: such a case proves
+    nothing.
+    """
+    o = expected.options
+    if not case.mask.any():
+        return True
+    lp = getattr(expected, "logps", None)
+    lp = lp if lp is not None else expected.given_logps
+    rows = oracle_inputs.completions_of(
+        lp, case.advantages, case.mask, old=case.old, sampling=case.sampling
+    )
+    bounds = [1 - o.epsilon_low, 1 + o.epsilon_high, o.dual_clip_c, o.delta or 9e9, o.epsilon_high]
+    for c in (c for c in rows if len(c.logp)):
+        if case.old is not None:
+            r = oracles.ratio(c, o)
+            mean = torch.exp((c.logp - c.old).mean())
+            for bound in bounds:
+                if torch.any((r - bound).abs() < 1e-3) or abs(mean - bound) < 1e-3:
+                    return False
+            lr = c.logp - c.old
+            if o.loss_type == "gmpo" and torch.any(
+                (lr - o.epsilon_high).abs().minimum((lr + o.epsilon_low).abs()) < 1e-3
+            ):
+                return False
+            moved = (c.logp.exp() - c.old.exp()).abs()
+            divergence = oracles.binary_kl(c.old.exp(), c.logp.exp())
+            if o.loss_type.startswith("dppo") and any(
+                torch.any((x - e).abs() < 1e-4)
+                for x in (moved, divergence)
+                for e in (o.epsilon_low, o.epsilon_high)
+            ):
+                return False
+        if c.sampling is not None:
+            gap = c.old - c.sampling
+            for x in (gap, gap.sum()):
+                if torch.any((x - torch.tensor(o.sampling_ratio_cap).log()).abs() < 1e-3):
+                    return False
+        if o.off_policy_threshold is not None:
+            behaviour = c.old if c.sampling is None else c.sampling
+            if abs((behaviour - c.logp).mean() - o.off_policy_threshold) < 1e-3:
+                return False
+    if expected.entropy_floor is not None:
+        gaps = (
+            torch.cat([c.entropy for c in expected.rows if len(c.entropy)]) - expected.entropy_floor
+        ).abs()
+        # The quantile may fall on a token: rounding decides both sides alike.
+        exact_hit = gaps < 1e-12
+        if torch.any((gaps < 1e-4) & ~exact_hit) or (
+            exact_hit.any() and case.hidden.dtype != torch.float32
+        ):
+            return False
+        if exact_hit.any():
+            return False
+    return True
+
+
+@pytest.mark.fuzz
+@seed(SEED)
+@settings(
+    max_examples=CASES,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
+)
+@given(call=calls())
+def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
+    from grpo_fast.kernels.head import loop as linear
+
+    case = make_case(
+        call["seed"], H=call["H"], V=call["V"], mask=call["mask"], dtype=call["dtype"],
+        bias=call["bias"], sampling=call["sampling"],
+        per_token_advantages=call["per_token_advantages"], **call["options"],
+    )  # fmt: skip
+    if call["on_policy"]:
+        case = case.but(old=None)
+    if call["totals"]:
+        case = case.but(num_items=37, num_completions=11)
+    if call["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
+        call["layout"] = (
+            "padded"  # packed with T = B: (T,) would be read as one advantage per completion
+        )
+    view = VIEWS.get(call["view"], lambda x: x)
+    if call["view"] and case.mask.numel():
+        case = case.but(
+            ids=view(case.ids),
+            mask=view(case.mask),
+            old=None if case.old is None else view(case.old),
+            ref=view(case.ref),
+        )
+    expected = truth(call["function"], case)
+    if call["function"] == "logps":
+        from tests.loss_cases import reference_logps
+
+        expected.given_logps = reference_logps(case)[0].double()
+    entropy = expected.entropy if hasattr(expected, "entropy") else None
+    if entropy is None and expected.entropy_floor is not None:
+        from tests.loss_cases import reference_logps
+
+        entropy = reference_logps(case)[1].double()
+    expected.rows = (
+        []
+        if entropy is None
+        else [
+            oracles.Completion(x, x, None, None, x, x)
+            for x in oracle_inputs.split(entropy, case.mask)
+        ]
+    )
+    if not decisions_are_clear(case, expected):
+        return
+    rows = call["workspace_rows"]
+    real = linear.workspace_bytes
+    monkeypatch.setattr(
+        linear, "workspace_bytes", real if rows is None else lambda *_: rows * call["V"] * 4
+    )
+    result = run(
+        call["function"],
+        case,
+        layout=call["layout"],
+        backend=call["backend"],
+        upstream=call["upstream"],
+    )
+    size = sum(w.abs().sum().item() for w in expected.losses) + 1.0
+    assert abs(result.loss.item() - expected.loss.item()) <= 1e-5 * size
+    roundings = 1 if call["upstream"] == 1 else 2
+    half_ulp = 0.0 if call["function"] == "logps" else HALF_ULP[call["dtype"]]
+    tolerance = ARITHMETIC + 1.01 * roundings * half_ulp
+    for name, grad in result.grads.items():
+        true = call["upstream"] * getattr(expected, f"{name}_grad")
+        error = (grad.double() - true).norm().item()
+        floor = 1e-6 if call["dtype"] != torch.float16 else 1e-5
+        assert error <= tolerance * true.norm().item() + floor, (name, relative_l2(grad, true))
+        if name not in ("weight", "bias"):
+            assert (grad[~case.mask] == 0).all()
+
+
+def test_the_seed_is_printed(capsys):
+    with capsys.disabled():
+        print(f"\nfuzz: {CASES} cases, GRPO_FAST_FUZZ_SEED={SEED}")
+    assert grpo_fast.LossConfig() is not None

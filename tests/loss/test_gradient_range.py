@@ -1,0 +1,179 @@
+"""16-bit gradients under a loss scale: formed in the forward pass, before the scale is known, and
+no digit lost.
+
+A step of 131072 tokens gives each a weight of 8e-6, whose d-logits fp16 cannot hold; a loss scale
+of 2^16 makes up for that afterwards. Truth is fp64 on the same 16-bit inputs; the bar is plain
+torch's own error in the same dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_fast
+from tests.loss_cases import BACKENDS
+
+SCALE, ITEMS = 2.0**16, 131072
+N, H, V = 192, 32, 300
+DTYPES = (torch.float16, torch.bfloat16)
+CONFIGS = {
+    "dapo": grpo_fast.LossConfig(),
+    "gspo": grpo_fast.LossConfig(loss_type="gspo", aggregation="token_mean_global"),
+    "kl and entropy": grpo_fast.LossConfig(beta=0.05, entropy_coef=0.01),
+}
+
+
+def problem(dtype: torch.dtype) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(9)
+    hidden = torch.randn(N, H, generator=g).to(dtype)
+    weight = (torch.randn(V, H, generator=g) * 0.3).to(dtype)
+    bias = (torch.randn(V, generator=g) * 0.2).to(dtype)
+    ids = torch.randint(V, (N,), generator=g)
+    logps = (hidden.double() @ weight.double().T + bias.double()).log_softmax(-1)
+    logps = logps.gather(-1, ids[:, None])[:, 0]
+    near = 0.05 * torch.randn(2, N, generator=g)
+    return {
+        "hidden": hidden, "weight": weight, "bias": bias, "ids": ids,
+        "advantages": torch.tensor([1.0, -0.7, 0.4]), "old": (logps + near[0]).float(),
+        "ref": (logps + near[1]).float(),
+    }  # fmt: skip
+
+
+def plain(
+    x: dict[str, Tensor], config: grpo_fast.LossConfig, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Gradients by torch in one dtype: logits, fp32 (or fp64) log_softmax, our objective on logps,
+    backward.
+    """
+    leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
+    logits = torch.nn.functional.linear(*leaves)
+    logp_all = logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
+    logps = logp_all.gather(-1, x["ids"][:, None])[:, 0]
+    entropy = -(logp_all.exp() * logp_all).sum(-1)
+    loss = grpo_fast.grpo_loss(
+        logps, x["advantages"], config, entropy=entropy, **tokens(x, config)
+    ).loss
+    (loss * SCALE).backward()
+    return tuple(leaf.grad for leaf in leaves)
+
+
+def tokens(x: dict[str, Tensor], config: grpo_fast.LossConfig) -> dict:
+    cu = torch.tensor([0, 50, 90, N], dtype=torch.int32)
+    ref = x["ref"] if config.beta else None
+    return {"cu_seqlens": cu, "old_logps": x["old"], "ref_logps": ref, "num_items_in_batch": ITEMS}
+
+
+def errors(found: Tensor, true: Tensor) -> tuple[float, float]:
+    """Relative L2 error of all, and of the worst row."""
+    off = (found.double() - true).reshape(len(true), -1).norm(dim=1)
+    size = true.reshape(len(true), -1).norm(dim=1)
+    worst = (off / size.clamp(min=1e-300))[size > 0].max()
+    return float(off.norm() / size.norm()), float(worst)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_from_hidden(dtype, backend, name):
+    x, config = problem(dtype), CONFIGS[name]
+    true, theirs = plain(x, config, torch.float64), plain(x, config, dtype)
+    leaves = [x[k].clone().requires_grad_() for k in ("hidden", "weight", "bias")]
+    out = grpo_fast.linear_grpo_loss(
+        leaves[0],
+        leaves[1],
+        x["ids"],
+        x["advantages"],
+        config,
+        bias=leaves[2],
+        backend=backend,
+        **tokens(x, config),
+    )
+    (out.loss * SCALE).backward()
+    for ours, other, exact in zip((leaf.grad for leaf in leaves), theirs, true, strict=True):
+        assert ours.dtype == dtype
+        for mine, bar in zip(errors(ours, exact), errors(other, exact), strict=True):
+            assert mine <= 1.05 * bar, (mine, bar)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_from_logits(dtype, backend, inplace):
+    x, config = problem(dtype), CONFIGS["dapo"]
+    logits = torch.nn.functional.linear(x["hidden"], x["weight"], x["bias"])
+
+    def gradient(dtype: torch.dtype, loss_of) -> Tensor:
+        leaf = logits.clone().to(dtype).requires_grad_()
+        (loss_of(leaf) * SCALE).backward()
+        return leaf.grad
+
+    def reference(z: Tensor) -> Tensor:
+        logps = (
+            z.to(torch.promote_types(z.dtype, torch.float32))
+            .log_softmax(-1)
+            .gather(-1, x["ids"][:, None])[:, 0]
+        )
+        return grpo_fast.grpo_loss(logps, x["advantages"], config, **tokens(x, config)).loss
+
+    def ours(z: Tensor) -> Tensor:
+        z = z * 1 if inplace else z
+        return grpo_fast.logits_grpo_loss(
+            z,
+            x["ids"],
+            x["advantages"],
+            config,
+            backend=backend,
+            inplace=inplace,
+            **tokens(x, config),
+        ).loss
+
+    true = gradient(torch.float64, reference)
+    pairs = zip(
+        errors(gradient(dtype, ours), true), errors(gradient(dtype, reference), true), strict=True
+    )
+    assert all(mine <= 1.05 * bar for mine, bar in pairs)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3e-4, 5e4])
+def test_any_scale_and_size(factor):
+    """Gradients near both ends of fp16, an upstream that is no power of two, and a second
+    backward.
+    """
+    x, config = problem(torch.float16), CONFIGS["dapo"]
+    x["advantages"] = x["advantages"] * factor
+    hidden, weight = (x[k].clone().requires_grad_() for k in ("hidden", "weight"))
+    out = grpo_fast.linear_grpo_loss(
+        hidden, weight, x["ids"], x["advantages"], config, **tokens(x, config)
+    )
+    upstream = ITEMS / factor / 7
+    grads = torch.autograd.grad(out.loss * upstream, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(out.loss * upstream, (hidden, weight))
+    exact = {k: v.double() if v.is_floating_point() else v for k, v in x.items()}
+    leaves = [exact[k].requires_grad_() for k in ("hidden", "weight")]
+    true = grpo_fast.linear_grpo_loss(
+        *leaves, x["ids"], x["advantages"], config, **tokens(x, config)
+    )
+    torch.testing.assert_close(out.loss, true.loss, rtol=1e-5, atol=1e-12)
+    for ours, second, exact_grad in zip(
+        grads, again, torch.autograd.grad(true.loss * upstream, leaves), strict=True
+    ):
+        assert torch.equal(ours, second) and ours.dtype == torch.float16
+        assert errors(ours, exact_grad)[0] <= 5e-4
+
+
+def test_compiled():
+    x, config = problem(torch.float16), CONFIGS["dapo"]
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return grpo_fast.linear_grpo_loss(
+            hidden, weight, x["ids"], x["advantages"], config, **tokens(x, config)
+        ).loss
+
+    results = []
+    for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = [x[k].clone().requires_grad_() for k in ("hidden", "weight")]
+        (call(*leaves) * SCALE).backward()
+        results.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -1,0 +1,186 @@
+"""`hidden_rows`: one hidden row may predict several targets, as the last row of a shared prompt
+does.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast import LossConfig
+from tests.loss_cases import BACKENDS
+
+# 3 completions of 3, 2 and 3 tokens over 7 rows: row 1 (the end of their prompt) predicts the first
+# token of each.
+ROWS = torch.tensor([1, 2, 3, 1, 4, 1, 5, 6])
+CU = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
+V, H = 37, 16
+LOSSES = {
+    "token-local": dict(loss_type="grpo", beta=0.05),
+    "sequence": dict(loss_type="gspo", aggregation="sequence_mean"),
+    "entropy": dict(loss_type="dapo", entropy_coef=0.01),
+}
+
+
+def problem(dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, H, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    ids = torch.randint(V, (8,), generator=g)
+    tokens = dict(
+        old_logps=-3 - torch.rand(8, generator=g), ref_logps=-3 - torch.rand(8, generator=g)
+    )
+    return hidden, weight, ids, torch.tensor([1.0, -0.5, 0.7]), tokens
+
+
+def loss_of(config, hidden, weight, ids, advantages, tokens, **kw):
+    return grpo_fast.linear_grpo_loss(
+        hidden, weight, ids, advantages, config, cu_seqlens=CU, **tokens, **kw
+    )
+
+
+def gradients(loss, *leaves):
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
+    """Same loss bit for bit, and the gradient that autograd sends back through `hidden[rows]`."""
+    hidden, weight, ids, advantages, tokens = problem(dtype)
+    config = LossConfig(**options)
+    ours = loss_of(
+        config, hidden, weight, ids, advantages, tokens, hidden_rows=ROWS, backend=backend
+    )
+    repeated = loss_of(config, hidden[ROWS], weight, ids, advantages, tokens, backend=backend)
+    assert torch.equal(ours.loss, repeated.loss) and torch.equal(ours.logps, repeated.logps)
+    (dh, dw), (dh_repeated, dw_repeated) = (
+        gradients(x.loss, hidden, weight) for x in (ours, repeated)
+    )
+    assert torch.equal(dw, dw_repeated)
+    # The row used three times is summed in fp32 here, in bf16 by autograd.
+    once = [0, 2, 3, 4, 5, 6]
+    assert torch.equal(dh[once], dh_repeated[once]) and not dh[0].any()
+    torch.testing.assert_close(
+        dh[1], dh_repeated[1], rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logps_and_their_gradient(backend):
+    hidden, weight, ids, _, _ = problem()
+    ours = grpo_fast.linear_logps(
+        hidden, weight, ids, hidden_rows=ROWS, return_entropy=True, backend=backend
+    )
+    repeated = grpo_fast.linear_logps(
+        hidden[ROWS], weight, ids, return_entropy=True, backend=backend
+    )
+    up = torch.arange(1.0, 9.0)
+    found, expected = (gradients((lp * up + h).sum(), hidden, weight) for lp, h in (ours, repeated))
+    assert torch.equal(ours[0], repeated[0]) and torch.equal(ours[1], repeated[1])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_masked_targets_may_name_any_row():
+    hidden, weight, ids, advantages, tokens = problem()
+    mask = torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])
+    wild = ROWS.clone()
+    wild[2] = 10**9
+    for options in LOSSES.values():
+        runs = [
+            loss_of(
+                LossConfig(**options),
+                hidden,
+                weight,
+                ids,
+                advantages,
+                tokens,
+                completion_mask=mask,
+                hidden_rows=rows,
+            )
+            for rows in (ROWS, wild)
+        ]
+        (dh, dw), (dh_wild, dw_wild) = (gradients(x.loss, hidden, weight) for x in runs)
+        assert torch.equal(dh, dh_wild) and torch.equal(dw, dw_wild)
+
+
+def test_padded_targets_and_chunks(monkeypatch):
+    """(B, L) targets over (R, H) rows; and chunks that cut between the uses of one row change no
+    bit.
+    """
+    hidden, weight, ids, advantages, tokens = problem()
+    whole = loss_of(LossConfig(), hidden, weight, ids, advantages, tokens, hidden_rows=ROWS)
+    big = torch.randint(V, (3, 40), generator=torch.Generator().manual_seed(1))
+    rows = torch.arange(120).reshape(3, 40) % 7
+    config = LossConfig(loss_type="grpo")
+
+    def run():
+        out = grpo_fast.linear_grpo_loss(hidden, weight, big, advantages, config, hidden_rows=rows)
+        return out.logps, *gradients(out.loss, hidden)
+
+    expected = run()
+    assert expected[0].shape == (3, 40) and torch.isfinite(whole.loss)
+    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: 32 * V * 4)
+    for one, other in zip(run(), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_threads_sum_in_one_order():
+    """4096 targets over 7 rows: bitwise the sums of one thread, every time."""
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = (
+        torch.randn(7, 64, generator=g).requires_grad_(),
+        torch.randn(50, 64, generator=g),
+    )
+    ids, rows = torch.randint(50, (4096,), generator=g), torch.randint(7, (4096,), generator=g)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        (expected,) = gradients(
+            grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=rows).sum(), hidden
+        )
+        torch.set_num_threads(2)
+        for _ in range(5):
+            (found,) = gradients(
+                grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=rows).sum(), hidden
+            )
+            assert torch.equal(found, expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_refusals():
+    hidden, weight, ids, advantages, tokens = problem()
+    for bad, said in (
+        (ROWS.float(), "hidden_rows: expected an int64 or int32 tensor"),
+        (ROWS[:3], "hidden_rows: expected shape that of target_ids"),
+        (ROWS + 1, "hidden_rows: expected rows in \\[0, 7\\)"),
+        (ROWS - 2, "hidden_rows: expected rows in \\[0, 7\\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            loss_of(LossConfig(), hidden, weight, ids, advantages, tokens, hidden_rows=bad)
+        with pytest.raises(ValueError, match=said):
+            grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=bad)
+    with pytest.raises(ValueError, match="hidden: expected shape \\(R, H\\)"):
+        loss_of(LossConfig(), hidden[None], weight, ids, advantages, tokens, hidden_rows=ROWS)
+
+
+def test_in_a_compiled_step():
+    hidden, weight, ids, advantages, tokens = problem()
+
+    config = LossConfig()
+
+    def step(h, w, rows):
+        return loss_of(
+            config, h, w, ids, advantages, tokens, hidden_rows=rows, backend="torch"
+        ).loss
+
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight, ROWS)
+    expected = step(hidden, weight, ROWS)
+    assert torch.equal(found, expected)
+    for one, other in zip(
+        gradients(found, hidden, weight), gradients(expected, hidden, weight), strict=True
+    ):
+        assert torch.equal(one, other)

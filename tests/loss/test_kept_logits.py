@@ -1,0 +1,116 @@
+"""`linear_logps` keeps the logits that fit its workspace until the first backward: fewer products,
+the same bits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast import linear_logps
+from grpo_fast.kernels.cpu import linear as linear_cpu
+from grpo_fast.kernels.head import chunks
+from grpo_fast.kernels.head import loop as linear
+from tests.loss_cases import BACKENDS, Fused
+
+T, V, H = 96, 41, 16
+CHUNKS = {"one chunk": 96, "three chunks": 32}
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Rows of every product hidden·Wᵀ, in order."""
+    rows, original = [], chunks.matmul_wide
+
+    def counted(h, weight, *, out):
+        rows.append(h.shape[0])
+        original(h, weight, out=out)
+
+    def counted_rows(h, *others):
+        rows.append(h.shape[0])
+        return original_rows(h, *others)
+
+    original_rows = linear_cpu._rows
+    monkeypatch.setattr(chunks, "matmul_wide", counted)
+    monkeypatch.setattr(linear_cpu, "_rows", counted_rows)
+    return rows
+
+
+def problem():
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g)
+    ids, up = torch.randint(V, (T,), generator=g), torch.randn(2, T, generator=g)
+    up[:, 70:90] = 0  # rows without gradient in the last chunk
+    return hidden.requires_grad_(), weight.requires_grad_(), ids, up
+
+
+def run(backend, retain=False):
+    hidden, weight, ids, up = problem()
+    if isinstance(backend, Fused):  # what is kept are weights, which know the logps' gradient only
+        loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0]).sum()
+    else:
+        loss = (
+            torch.stack(linear_logps(hidden, weight, ids, return_entropy=True, backend=backend))
+            * up
+        ).sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=retain)
+    return (first, torch.autograd.grad(loss, (hidden, weight))) if retain else first
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
+def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
+    run(backend)
+    forward = [rows] * (T // rows)
+    assert products == forward + forward[:-1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
+def test_a_second_backward_forms_them_again_to_the_same_bits(rows, backend, products, monkeypatch):
+    """The first backward overwrites what was kept; dH is the same bit for bit, dW but for the order
+    of its chunks.
+    """
+    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
+    first, second = run(backend, retain=True)
+    assert len(products) == 3 * T // rows - 1
+    assert torch.equal(first[0], second[0])
+    torch.testing.assert_close(first[1], second[1], rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_is_kept_without_a_gradient(products):
+    hidden, weight, ids, _ = problem()
+    with torch.no_grad():
+        assert not linear_logps(hidden, weight, ids).requires_grad
+    assert not linear_logps(hidden.detach(), weight.detach(), ids).requires_grad
+    assert products == [T, T]
+
+
+def test_frozen_tensors_get_no_gradient():
+    hidden, weight, ids, up = problem()
+    (dh,) = torch.autograd.grad(
+        (linear_logps(hidden, weight.detach(), ids) * up[0]).sum(), (hidden,)
+    )
+    whole, _ = torch.autograd.grad(
+        (linear_logps(hidden, weight, ids) * up[0]).sum(), (hidden, weight)
+    )
+    assert torch.equal(dh, whole)
+
+
+def test_weights_changed_before_the_backward_are_refused():
+    hidden, weight, ids, _ = problem()
+    logps = linear_logps(hidden, weight, ids)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logps.sum().backward()
+
+
+def test_no_rows_give_zero_gradients():
+    hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    logps, entropy = linear_logps(
+        hidden, weight, torch.zeros(0, dtype=torch.long), return_entropy=True
+    )
+    dh, dw = torch.autograd.grad(logps.sum() + entropy.sum(), (hidden, weight))
+    assert dh.shape == (0, H) and torch.equal(dw, torch.zeros(V, H))

@@ -1,0 +1,235 @@
+"""Packing: every completion token is found back once, packs keep to their budget, layouts say who
+sees whom.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_fast.attention import PackedLayout, Share, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.attention.reference import visible
+
+sizes = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def numbered(groups):
+    """Groups of these sizes in which every token is another number: a misplaced one cannot hide."""
+    numbers = iter(range(10_000))
+    return [
+        ([next(numbers) for _ in range(p)], [[next(numbers) for _ in range(c)] for c in cs])
+        for p, cs in groups
+    ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes, st.booleans())
+def test_every_completion_token_is_found_back_once(groups, shared):
+    groups = numbered(groups)
+    pack = pack_groups(groups, shared=shared)
+    completions = [list(c) for _, cs in groups for c in cs]
+    assert [view.tolist() for view in pack.split(pack.target_ids)] == completions
+    assert [[v.tolist() for v in views] for views in pack.split_groups(pack.target_ids)] == [
+        cs for _, cs in groups
+    ]
+    assert (
+        pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
+        and pack.cu_seqlens.dtype == torch.int32
+    )
+    # What a token is predicted from: walk back from the predicting row over the rows that it sees.
+    seen, position = visible(pack.layout), pack.layout.position_ids[0]
+    ids = pack.input_ids[0]
+    expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]
+    for row, context in zip(pack.predicting.tolist(), expected, strict=True):
+        rows = seen[row].nonzero()[:, 0]
+        rows = rows[position[rows].argsort()]
+        assert position[rows].tolist() == list(range(len(context)))
+        assert ids[rows].tolist() == context
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.booleans())
+def test_the_trunk_sees_no_token_too_many(groups, shared):
+    pack = pack_groups(numbered(groups), shared=shared)
+    assert (
+        pack.layout.total
+        == pack.input_ids.numel()
+        == sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
+    )
+    assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
+    # A layout without sharing says so, whoever asked for it.
+    shares = [cs for _, cs in groups if sum(c > 1 for c in cs) > 1]
+    assert pack.layout.sharing == (tuple(sum(c > 1 for c in cs) for cs in shares) if shared else ())
+    if shared:
+        every = pack.input_ids[0].tolist()
+        assert len(set(every)) == len(every)
+
+
+@settings(max_examples=120, deadline=None)
+@given(sizes, st.integers(1, 40), st.booleans())
+def test_packs_hold_everything_once_within_the_budget(groups, budget, shared):
+    plan = plan_packs(groups, budget, shared=shared)
+    placed = [(share.group, i) for shares in plan for share in shares for i in share.completions]
+    assert sorted(placed) == [(g, i) for g, (_, cs) in enumerate(groups) for i in range(len(cs))]
+    assert plan == sorted(plan) and all(shares == sorted(shares) for shares in plan)
+    assert plan == plan_packs(groups, budget, shared=shared)
+    assert all(len({share.group for share in shares}) == len(shares) for shares in plan)
+
+    def cost(share):
+        prompt, completions = groups[share.group]
+        return trunk_tokens(prompt, [completions[i] for i in share.completions], shared=shared)
+
+    for shares in plan:
+        alone = len(shares) == 1 and len(shares[0].completions) == 1
+        assert sum(map(cost, shares)) <= budget or alone
+    if shared:  # a group is split only if it alone exceeds the budget
+        for group, (prompt, completions) in enumerate(groups):
+            parts = sum(share.group == group for shares in plan for share in shares)
+            assert parts == 1 or trunk_tokens(prompt, completions) > budget
+
+
+def test_best_fit_by_hand():
+    # costs 10, 9, 5, 4, 2 under 14: largest first, into the fullest pack that holds it
+    groups = [(1, [10]), (1, [5]), (1, [9]), (1, [4]), (1, [2])]
+    plan = plan_packs(groups, 14)
+    assert [[share.group for share in shares] for shares in plan] == [[0, 3], [1, 2], [4]]
+    # Into the fullest pack, not the first: costs 12, 10, 9, 1 under 20
+    plan = plan_packs([(1, [12]), (1, [10]), (1, [9]), (1, [1])], 20)
+    assert [[share.group for share in shares] for shares in plan] == [[0], [1, 2, 3]]
+    # A group of 5 + 3·4 = 17 tokens over 14: two completions beside one copy of the prompt, one
+    # beside the other.
+    assert plan_packs([(5, [5, 5, 5])], 14) == [[Share(0, (0, 1))], [Share(0, (2,))]]
+    # The rest of a split group still shares its pack with another group.
+    assert plan_packs([(5, [5, 5, 5]), (2, [2, 2])], 14) == [
+        [Share(0, (0, 1))],
+        [Share(0, (2,)), Share(1, (0, 1))],
+    ]
+    # One completion over the budget stands alone; one-token completions cost nothing beside their
+    # prompt.
+    assert plan_packs([(9, [2, 9, 1])], 10) == [[Share(0, (0, 2))], [Share(0, (1,))]]
+    # Without sharing completions are placed one by one.
+    assert plan_packs([(5, [5, 5, 5])], 18, shared=False) == [[Share(0, (0, 1))], [Share(0, (2,))]]
+
+
+def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for():
+    lists = numbered([(3, [2, 4]), (2, [1])])
+    tensors = [
+        (torch.tensor(p), [torch.tensor(c, dtype=torch.int32) for c in cs]) for p, cs in lists
+    ]
+    one, other = pack_groups(lists), pack_groups(tensors, device="meta")
+    assert torch.equal(one.input_ids, pack_groups(tensors).input_ids)
+    for name in ("input_ids", "predicting", "target_ids", "cu_seqlens"):
+        here, there = getattr(one, name), getattr(other, name)
+        assert (
+            there.device.type == "meta" and here.dtype == there.dtype and here.shape == there.shape
+        )
+    assert one.model_inputs.keys() == {"input_ids", "position_ids", "use_cache", "packed_layout"}
+    assert (
+        one.model_inputs["packed_layout"] is one.layout and one.model_inputs["use_cache"] is False
+    )
+
+
+def test_a_layout_by_hand():
+    layout = PackedLayout.of([3, 2, 1, 2, 4, 2], sharing=[2, 1])
+    # rows:   P1 P1 P1 | P2 P2 | c11 | c12 c12 | c21 c21 c21 c21 | s s
+    assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 3, 3, 4, 2, 3, 4, 5, 0, 1]]
+    assert layout.prompt_of == (-1, -1, 0, 0, 1, -1) and layout.prefixes == (0, 0, 3, 3, 2, 0)
+    assert (layout.total, layout.max_seqlen, layout.longest_context, layout.prompt_rows) == (
+        14,
+        4,
+        6,
+        5,
+    )
+    assert layout.completion_rows == slice(5, 12)
+    across = layout.on_prompts
+    assert (across.queries, across.keys, across.causal) == ((3, 4), (3, 2), False)
+    assert (
+        across.cu_q.tolist() == [0, 3, 7]
+        and across.cu_k.tolist() == [0, 3, 5]
+        and across.cu_k.dtype == torch.int32
+    )
+    itself = layout.on_itself
+    assert itself.cu_q.tolist() == itself.cu_k.tolist() == [0, 3, 5, 6, 8, 12, 14] and itself.causal
+    gathered = layout.gathered(3)  # two rows of the prompt in front of each completion
+    assert gathered.rows.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        1,
+        2,
+        5,
+        1,
+        2,
+        6,
+        7,
+        3,
+        4,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+    ]
+    assert gathered.spans.keys == (3, 2, 3, 4, 6, 2) and layout.gathered(3) is gathered
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "groups: expected at least one"),
+        ([([1], [[2]]), ([], [[1]])], r"groups\[1\]: expected a prompt"),
+        ([([1], [])], r"groups\[0\]: expected at least one completion"),
+        ([([1], [[1], []])], r"groups\[0\]: .* came lengths \[1, 0\]"),
+    ],
+)
+def test_bad_groups_are_refused(groups, message):
+    with pytest.raises(ValueError, match=message):
+        pack_groups(groups)
+    lengths = [(len(p), [len(c) for c in cs]) for p, cs in groups]
+    if lengths:
+        with pytest.raises(ValueError, match=message):
+            plan_packs(lengths, 10)
+
+
+def test_other_bad_input_is_refused():
+    with pytest.raises(ValueError, match="budget: expected at least 1"):
+        plan_packs([(1, [1])], 0)
+    with pytest.raises(ValueError, match="lengths: expected at least one segment and none empty"):
+        PackedLayout.of([3, 0])
+    with pytest.raises(ValueError, match="sharing: expected at least 1 completion"):
+        PackedLayout.of([3, 2], sharing=[0])
+    with pytest.raises(ValueError, match="prompts [+] completions ≤ 2 segments"):
+        PackedLayout.of([3, 2], sharing=[2])
+    pack = pack_groups([([1, 2], [[3, 4]])])
+    with pytest.raises(ValueError, match="values: expected one row for each of 2 tokens"):
+        pack.split(torch.zeros(3))
+
+
+def test_no_groups_no_packs():
+    assert plan_packs([], 10) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(1, 9))
+def test_gradients_of_copied_keys_find_their_rows(groups, window):
+    """`Gathered.put_back` is the transpose of gathering."""
+    layout = pack_groups(numbered(groups)).layout
+    gathered = layout.gathered(window)
+    grad = torch.arange(1.0, len(gathered.rows) + 1, dtype=torch.float64)
+    expected = torch.zeros(layout.total, dtype=torch.float64).index_add_(0, gathered.rows, grad)
+    assert torch.equal(gathered.put_back(grad), expected)
+    spans = gathered.spans
+    assert list(chain(accumulate(spans.queries)))[-1] == layout.total and sum(spans.keys) == len(
+        gathered.rows
+    )

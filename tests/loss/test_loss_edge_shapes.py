@@ -1,0 +1,288 @@
+"""Shapes at the edge of what must work: vocabularies, long and empty batches, −inf columns, 64-bit
+offsets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import grpo_fast
+from tests import oracle_inputs
+from tests.loss_cases import (
+    BACKENDS,
+    FUNCTIONS,
+    LOSS_LEVELS,
+    assert_same,
+    make_case,
+    options_for,
+    reference_logps,
+    relative_l2,
+    run,
+)
+
+# 1, 2: nothing to normalise; 127, 129: around a power of two and not a multiple of any vector
+# width; the rest: real tokenizers (GPT-2, Qwen twice, Gemma), of which 50257 is odd and 262144 the
+# largest in use.
+VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 152064, 262144)
+# One rounding at the store may cost half a unit in the last place, and half the smallest number
+# where it underflows.
+ONE_STORE = {
+    torch.float32: (0.0, 0.0),
+    torch.bfloat16: (2**-8, 0.0),
+    torch.float16: (2**-11, 2**-25),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("V", "dtype"),
+    [(V, d) for V in VOCABULARIES for d in ONE_STORE if V < 1e5 or d != torch.float16],
+)
+def test_vocabulary_sizes(V, dtype, backend):
+    g = torch.Generator().manual_seed(V)
+    # A much smaller H falls into a skinny-GEMM path of MKL whose sums over V are 100 times worse.
+    T, H = (3, 64)
+    hidden, weight = (
+        torch.randn(T, H, generator=g).to(dtype),
+        (torch.randn(V, H, generator=g) / 8).to(dtype),
+    )
+    ids = torch.tensor([0, V - 1, V // 2])
+    cu, config = torch.tensor([0, 1, T], dtype=torch.int32), grpo_fast.LossConfig(loss_type="grpo")
+    A = torch.tensor([1.0, -0.5])
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = grpo_fast.linear_grpo_loss(h, w, ids, A, config, cu_seqlens=cu, backend=backend)
+    out.loss.backward()
+    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    lp = torch.log_softmax(h64 @ w64.T, -1).gather(1, ids[:, None]).squeeze(1)
+    loss = -(A[0] * lp[0] + A[1] * lp[1:].mean()) / 2
+    loss.backward()
+    assert (out.logps.double() - lp).abs().max() <= 1e-5
+    if V == 1:
+        assert (h.grad == 0).all() and (w.grad == 0).all() and (out.logps == 0).all()
+        return
+    for own, true in ((h.grad, h64.grad), (w.grad, w64.grad)):
+        arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
+        half_ulp, smallest = ONE_STORE[dtype]
+        error = own.double() - true
+        # Its products are of bf16 numbers where the CPU has such.
+        if dtype == torch.bfloat16 and backend == "cpu":
+            assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
+        else:
+            assert (error.abs() <= arithmetic + half_ulp * true.abs() + smallest).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [1, 2, 3, 127, 129, 1023, 50257])
+def test_vocabulary_sizes_of_the_logits_function(V, dtype, backend):
+    g = torch.Generator().manual_seed(V)
+    logits, ids = (
+        (3 * torch.randn(4, V, generator=g)).to(dtype),
+        torch.randint(V, (4,), generator=g),
+    )
+    x = logits.clone().requires_grad_()
+    cu, A = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([1.0])
+    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.1)
+    out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
+    out.loss.backward()
+    exact = oracle_inputs.oracle_from_logits(
+        logits[None],
+        ids[None],
+        A,
+        {"loss_type": "reinforce", "entropy_coef": 0.1},
+        mask=torch.ones(1, 4, dtype=torch.bool),
+    )
+    assert (out.logps.double() - exact.logps[0]).abs().max() <= 1e-5
+    assert abs(out.loss.item() - exact.loss.item()) <= 1e-5
+    assert relative_l2(x.grad, exact.logits_grad[0]) <= (3e-6 if dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("L", [65536, 70001])
+def test_completions_longer_than_a_16_bit_index(L, backend):
+    case = make_case(
+        71, H=2, V=3, mask=torch.ones(2, L, dtype=torch.bool), **options_for("gspo", "sequence")
+    )
+    # All terms of each sum over the tokens have one sign: what is judged is the arithmetic, not a
+    # cancellation.
+    case = case.but(
+        ids=torch.zeros_like(case.ids),
+        hidden=case.hidden.abs(),
+        advantages=torch.tensor([1.3, 0.8]),
+    )
+    case = case.but(old=reference_logps(case)[0] - 0.1)
+    result = run("linear", case, layout="packed", backend=backend)
+    assert_same("linear", case, result, loss_tol=3e-6, grad_tol=2e-5)
+    result = run(
+        "linear",
+        case.with_options(**options_for("dapo"), importance_sampling_level="token"),
+        backend=backend,
+    )
+    assert torch.isfinite(result.loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_row_offsets_beyond_two_to_the_31(dtype, backend):
+    """Two rows whose distance is more than 2³¹ elements: the memory between them is reserved, never
+    touched.
+    """
+    V, stride = 64, 2**31 + 128
+    try:
+        base = torch.empty(stride + V, dtype=dtype)
+    except RuntimeError as error:
+        pytest.skip(
+            f"cannot reserve {(stride + V) * dtype.itemsize / 2**30:.0f} GiB of addresses: {error}"
+        )
+    logits = base.as_strided((2, V), (stride, 1))
+    logits.copy_(torch.randn(2, V, generator=torch.Generator().manual_seed(0)))
+    near = logits.clone()
+    ids, cu, A = torch.tensor([5, 63]), torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1.0])
+    config = grpo_fast.LossConfig(loss_type="reinforce")
+    assert torch.equal(
+        grpo_fast.logits_logps(logits, ids, backend=backend),
+        grpo_fast.logits_logps(near, ids, backend=backend),
+    )
+    grads = []
+    for x in (logits, near):
+        x = x.detach().requires_grad_()
+        out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
+        (grad,) = torch.autograd.grad(out.loss, x)
+        grads.append(grad.clone())
+    assert torch.equal(*grads) and (grads[0] != 0).all()
+
+
+# ----------------------------------------------------------
+# nothing there
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+def test_empty_padded_batches(loss_type, level, shape, backend):
+    B, L = shape
+    config = grpo_fast.LossConfig(**options_for(loss_type, level, entropy_coef=0.1))
+    h = torch.zeros(B, L, 4, requires_grad=True)
+    w = torch.ones(7, 4, requires_grad=True)
+    ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
+    out = grpo_fast.linear_grpo_loss(
+        h,
+        w,
+        ids,
+        torch.ones(B),
+        config,
+        completion_mask=mask,
+        old_logps=torch.zeros(B, L),
+        backend=backend,
+    )
+    out.loss.backward()
+    assert out.loss.item() == 0 and out.logps.shape == shape
+    assert h.grad.shape == h.shape and (w.grad == 0).all()
+    assert not any(torch.isnan(m).any() for m in out.metrics.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cu", [[0], [0, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_empty_packed_batches(function, cu, backend):
+    config = grpo_fast.LossConfig(loss_type="grpo")
+    ids, cu = torch.zeros(0, dtype=torch.int64), torch.tensor(cu, dtype=torch.int32)
+    A = torch.ones(len(cu) - 1)
+    if function == "linear":
+        x = torch.zeros(0, 4, requires_grad=True)
+        out = grpo_fast.linear_grpo_loss(
+            x, torch.ones(7, 4), ids, A, config, cu_seqlens=cu, backend=backend
+        )
+    elif function == "logits":
+        x = torch.zeros(0, 7, requires_grad=True)
+        out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
+    else:
+        x = torch.zeros(0, requires_grad=True)
+        out = grpo_fast.grpo_loss(x, A, config, cu_seqlens=cu)
+    out.loss.backward()
+    assert out.loss.item() == 0 and out.logps.shape == (0,) and x.grad.shape == x.shape
+
+
+def test_logps_functions_of_nothing():
+    lp, H = grpo_fast.linear_logps(
+        torch.zeros(0, 4), torch.ones(7, 4), torch.zeros(0, dtype=torch.int64), return_entropy=True
+    )
+    assert lp.shape == H.shape == (0,)
+    assert grpo_fast.logits_logps(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64)).shape == (
+        0,
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("empty", [[], [0], [4], [0, 4], [1, 2, 3]])
+def test_empty_completions_anywhere_count_in_b_and_nowhere_else(empty, backend):
+    mask = torch.ones(5, 4, dtype=torch.bool)
+    mask[empty] = False
+    for loss_type in ("grpo", "gspo", "gmpo", "luspo", "vespo"):
+        case = make_case(72, mask=mask, **options_for(loss_type, beta=0.2))
+        for layout in ("padded", "packed"):
+            result = run("linear", case, layout=layout, backend=backend)
+            assert_same("linear", case, result, loss_tol=2e-6, grad_tol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_token_completions(backend):
+    case = make_case(73, mask=torch.ones(6, 1, dtype=torch.bool), **options_for("grpo"))
+    expected = run("linear", case, backend=backend)
+    # A completion of one token: the sequence ratio is the token's.
+    for loss_type in ("gspo", "gspo_token"):
+        same = run("linear", case.with_options(loss_type=loss_type), backend=backend)
+        assert same.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert relative_l2(same.grads["weight"], expected.grads["weight"]) < 1e-6
+
+
+# --------------------------------------------------------------------------------------------------
+# −inf columns
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_minus_infinity_columns_through_the_bias(dtype, backend):
+    """A forbidden token: bias −inf. Its probability, entropy term and every gradient of its column
+    are exactly 0.
+    """
+    case = make_case(74, dtype=dtype, **options_for("grpo", entropy_coef=0.1))
+    bias = case.bias.clone()
+    forbidden = torch.tensor([0, 5, 22])
+    bias[forbidden] = -math.inf
+    ids = torch.where(torch.isin(case.ids, forbidden), 7, case.ids)
+    case = case.but(bias=bias, ids=ids)
+    result = run("linear", case, backend=backend)
+    assert torch.isfinite(result.loss) and torch.isfinite(result.logps).all()
+    for name in ("hidden", "weight", "bias"):
+        assert torch.isfinite(result.grads[name]).all(), name
+    assert (result.grads["weight"][forbidden] == 0).all() and (
+        result.grads["bias"][forbidden] == 0
+    ).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_with_one_allowed_token(backend):
+    logits = torch.full((2, 40), -math.inf)
+    logits[0, 3], logits[1, 39] = 1.5, -70.0
+    ids = torch.tensor([3, 39])
+    lp, H = grpo_fast.logits_logps(logits, ids, return_entropy=True, backend=backend)
+    assert (lp == 0).all() and (H == 0).all()
+    x = logits.clone().requires_grad_()
+    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.3)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    grpo_fast.logits_grpo_loss(
+        x, ids, torch.ones(1), config, cu_seqlens=cu, backend=backend
+    ).loss.backward()
+    assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [30.0, 300.0, 3e4])
+def test_large_logits_do_not_overflow(scale, backend):
+    g = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(5, 129, generator=g)
+    ids = logits.argmax(-1)
+    lp, H = grpo_fast.logits_logps(logits, ids, return_entropy=True, backend=backend)
+    lp64, H64 = oracle_inputs.logps_and_entropy(logits.double(), ids)
+    torch.testing.assert_close(lp.double(), lp64, rtol=1e-6, atol=4e-7 * scale)
+    torch.testing.assert_close(H.double(), H64, rtol=1e-5, atol=4e-7 * scale)

@@ -1,0 +1,369 @@
+"""Extras in their documented order, entropy, logit rules and metrics, against the oracle and
+against plain counts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import grpo_fast
+from tests import oracle_inputs, oracles
+from tests.loss_cases import (
+    BACKENDS,
+    FUNCTIONS,
+    LAYOUTS,
+    LOSS_LEVELS,
+    assert_same,
+    make_case,
+    options_for,
+    reference_logps,
+    relative_l2,
+    run,
+    truth,
+)  # fmt: skip
+
+EXACT = dict(loss_tol=3e-6, grad_tol=1e-5)
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+# --------------------------------------------------------------------------------------------------
+# corrections
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("correction", [*CORRECTIONS, None])
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "vespo", "gmpo", "reinforce"])
+def test_sampling_correction(loss_type, correction, function):
+    case = make_case(
+        31, sampling=True, **options_for(loss_type, beta=0.2), sampling_correction=correction
+    )
+    assert_same(function, case, run(function, case), **EXACT)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_sampling_correction_without_old_logps_is_a_constant(correction):
+    """Then the ratio is exp(sg(lp) − sampling_logps): it scales the loss and has no gradient of its
+    own.
+    """
+    case = make_case(32, sampling=True, **options_for("grpo"), sampling_correction=correction).but(
+        old=None
+    )
+    logps, _ = reference_logps(case)
+    case = case.but(
+        sampling=logps - torch.where(case.mask, 0.3, 0.0) * case.advantages.sign().unsqueeze(1)
+    )
+    assert_same("logps", case, run("logps", case), **EXACT)
+    assert_same("linear", case, run("linear", case), **EXACT)
+
+
+def test_sampling_correction_never_scales_the_kl():
+    case = make_case(
+        33, sampling=True, **options_for("grpo", beta=0.5), sampling_correction="token_mask"
+    )
+    case = case.but(sampling=case.old - 5.0)  # every ratio is e^5 > cap: masked
+    result = run("logps", case)
+    assert_same("logps", case, result, **EXACT)
+    assert (result.grads["logps"][case.mask] != 0).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("with_sampling", [True, False])
+@pytest.mark.parametrize("threshold", [-10.0, 0.05, 0.3, 10.0])
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
+def test_off_policy_mask(loss_type, threshold, with_sampling, function):
+    options = options_for(loss_type, beta=0.2, off_policy_threshold=threshold)
+    case = make_case(34, sampling=with_sampling, **options)
+    assert_same(function, case, run(function, case), **EXACT)
+
+
+def test_off_policy_mask_keeps_every_completion_with_a_nonnegative_advantage():
+    case = make_case(35, **options_for("grpo", off_policy_threshold=0.1))
+    case = case.but(old=case.old + 3.0)  # every completion drifted by far
+    grad = run("logps", case).grads["logps"]
+    assert (grad[case.advantages < 0] == 0).all()
+    kept = (case.advantages > 0)[:, None] & case.mask
+    assert (grad[kept] != 0).all()
+
+
+def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
+    """TRL 1.16 get_off_policy_mask: NaN sampling logps carry no evidence."""
+    case = make_case(36, sampling=True, **options_for("grpo", off_policy_threshold=0.1))
+    holed = case.sampling.clone()
+    holed[0, 2] = float("nan")
+    agreeing = case.sampling.clone()
+    agreeing[0, 2] = case.old[0, 2]
+    case = case.with_options(sampling_correction="token_truncate", off_policy_threshold=None)
+    a, b = run("logps", case.but(sampling=holed)), run("logps", case.but(sampling=agreeing))
+    assert a.loss == b.loss and torch.equal(a.grads["logps"], b.grads["logps"])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.8, 1.0])
+def test_top_entropy_mask(quantile, entropy_coef, layout, function):
+    options = options_for(
+        "dapo", beta=0.2, top_entropy_quantile=quantile, entropy_coef=entropy_coef
+    )
+    case = make_case(37, **options)
+    assert_same(function, case, run(function, case, layout=layout), **EXACT)
+
+
+def test_all_extras_at_once():
+    options = options_for(
+        "grpo", beta=0.3, kl_times_ratio=True, off_policy_threshold=0.3, top_entropy_quantile=0.6,
+        entropy_coef=0.2, sampling_correction="token_truncate", delta=2.5, temperature=0.8,
+        softcap=5.0, logit_scale=1.3,
+    )  # fmt: skip
+    for level in ("token", "sequence"):
+        case = make_case(38, sampling=True, **options, importance_sampling_level=level)
+        for function in FUNCTIONS:
+            for layout in LAYOUTS:
+                assert_same(function, case, run(function, case, layout=layout), **EXACT)
+
+
+# ----------------------------------------------------------
+# entropy
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", ["logits", "linear"])
+@pytest.mark.parametrize("num_items", [None, 57])
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [("grpo", "token"), ("gspo", "sequence"), ("cispo", "token"), ("gmpo", "token")],
+)
+def test_entropy_bonus_is_differentiable_in_the_fused_path(
+    loss_type, level, num_items, function, backend
+):
+    case = make_case(39, **options_for(loss_type, level, entropy_coef=0.25)).but(
+        num_items=num_items
+    )
+    assert_same(function, case, run(function, case, backend=backend), **EXACT)
+
+
+def test_entropy_bonus_reaches_the_entropy_given_to_grpo_loss():
+    case = make_case(39, **options_for("grpo", entropy_coef=0.25))
+    result = run("logps", case)
+    expected = torch.where(case.mask, -0.25 / case.mask.sum(), 0.0)
+    torch.testing.assert_close(result.grads["entropy"], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", ["logits", "linear"])
+def test_entropy_is_returned_when_asked_for(function, backend):
+    case = make_case(40, **options_for("grpo"))
+    assert run(function, case, backend=backend).entropy is None
+    result = run(
+        function,
+        case,
+        backend=backend,
+        config=grpo_fast.LossConfig(**case.options, compute_entropy=True),
+    )
+    expected = truth(function, case)
+    assert (result.entropy - expected.entropy)[case.mask].abs().max() < 1e-5
+    assert result.metrics["entropy"].item() == pytest.approx(
+        expected.entropy[case.mask].mean().item(), abs=1e-5
+    )
+    assert not result.raw.entropy.requires_grad and not result.raw.logps.requires_grad
+    assert (
+        result.raw.loss.dtype == result.raw.logps.dtype == result.raw.entropy.dtype == torch.float32
+    )
+
+
+# ----------------------------------------------------------
+# logit rules
+RULES = (
+    {"temperature": 0.7}, {"temperature": 1.9}, {"softcap": 3.0}, {"logit_scale": 0.4},
+    {"logit_scale": -1.3}, {"temperature": 0.6, "softcap": 4.0, "logit_scale": 1.7},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("function", ["logits", "linear"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: "-".join(f"{k}={v}" for k, v in r.items()))
+def test_scale_softcap_temperature_and_bias(rule, function, bias, backend):
+    case = make_case(
+        41, bias=bias, scale=1.5, **options_for("grpo", beta=0.2, entropy_coef=0.1), **rule
+    )
+    result = run(function, case, backend=backend)
+    assert_same(function, case, result, **EXACT)
+    assert (result.logps - truth(function, case).logps)[case.mask].abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("function", ["logits", "linear"])
+def test_one_temperature_per_token(function, layout, backend):
+    from tests.loss_cases import pack, spans
+
+    case = make_case(42, **options_for("grpo", beta=0.2, entropy_coef=0.1), softcap=6.0)
+    temperature = 0.5 + torch.rand(case.mask.shape, generator=torch.Generator().manual_seed(1))
+    case = case.with_options(temperature=temperature)
+    given = temperature if layout == "padded" else pack(temperature, spans(case.mask))
+    config = grpo_fast.LossConfig(**{**case.options, "temperature": given})
+    assert_same(
+        function, case, run(function, case, layout=layout, backend=backend, config=config), **EXACT
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logps_functions_against_the_oracle(backend):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(9, 8, generator=g),
+        torch.randn(31, 8, generator=g),
+        torch.randn(31, generator=g),
+    )
+    ids, temperature = torch.randint(31, (9,), generator=g), 0.5 + torch.rand(9, generator=g)
+    for temp in (1.0, 0.7, temperature):
+        rule = {"temperature": temp, "softcap": 4.0, "logit_scale": 1.2}
+        h, w, b = (x.clone().requires_grad_() for x in (hidden, weight, bias))
+        lp, H = grpo_fast.linear_logps(
+            h, w, ids, bias=b, return_entropy=True, backend=backend, **rule
+        )
+        h64, w64, b64 = (x.double().requires_grad_() for x in (hidden, weight, bias))
+        lp64, H64 = oracle_inputs.logps_and_entropy(h64 @ w64.T + b64, ids, **rule)
+        torch.testing.assert_close(lp.double(), lp64, rtol=0, atol=3e-6)
+        torch.testing.assert_close(H.double(), H64, rtol=0, atol=3e-6)
+        coefficients = torch.randn(2, 9, generator=g)
+        (lp * coefficients[0] + H * coefficients[1]).sum().backward()
+        (lp64 * coefficients[0] + H64 * coefficients[1]).sum().backward()
+        for x, x64 in ((h, h64), (w, w64), (b, b64)):
+            assert relative_l2(x.grad, x64.grad) < 2e-6
+        z = (h64 @ w64.T + b64).detach().float().requires_grad_()
+        lp2, H2 = grpo_fast.logits_logps(z, ids, return_entropy=True, backend=backend, **rule)
+        (lp2 * coefficients[0] + H2 * coefficients[1]).sum().backward()
+        z64 = z.detach().double().requires_grad_()
+        lp64, H64 = oracle_inputs.logps_and_entropy(z64, ids, **rule)
+        (lp64 * coefficients[0] + H64 * coefficients[1]).sum().backward()
+        assert relative_l2(z.grad, z64.grad) < 2e-6
+
+
+def test_logps_functions_of_padded_inputs_have_their_shape():
+    hidden, weight = torch.randn(2, 3, 8), torch.randn(11, 8)
+    ids = torch.randint(11, (2, 3))
+    lp, H = grpo_fast.linear_logps(hidden, weight, ids, return_entropy=True)
+    assert lp.shape == H.shape == (2, 3)
+    lp2 = grpo_fast.logits_logps(hidden @ weight.T, ids)
+    assert lp2.shape == (2, 3)
+    torch.testing.assert_close(lp, lp2, rtol=0, atol=3e-6)
+
+
+# ----------------------------------------------------------
+# metrics
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+def test_metrics_are_masked_means(loss_type, level, layout):
+    case = make_case(43, **options_for(loss_type, level, beta=0.3))
+    result = run("linear", case, layout=layout)
+    m = {k: v.item() for k, v in result.metrics.items()}
+    assert all(v.dim() == 0 and not v.requires_grad for v in result.metrics.values())
+    expected = truth("linear", case)
+    assert m["active_tokens"] == case.mask.sum().item()
+    raw = (expected.logps - case.old.double())[case.mask]
+    assert m["approx_kl"] == pytest.approx((raw**2 / 2).mean().item(), rel=1e-5)
+    assert m["policy_loss"] == pytest.approx(expected.policy_loss.item(), abs=3e-6)
+    if loss_type not in ("kimi", "dro"):
+        assert m["kl"] == pytest.approx(torch.cat(expected.kls).mean().item(), rel=1e-5)
+        assert m["kl_guarded"] == 0
+    if loss_type in ("vespo", "gmpo", "gspo_token"):
+        return
+    rows = oracle_inputs.completions_of(expected.logps, case.advantages, case.mask, old=case.old)
+    o = oracles.resolve(case.options)
+    ratios = [oracles.ratio(c, o) for c in rows if len(c.logp)]
+    flat = torch.cat(ratios)
+    for name, value in (("mean", flat.mean()), ("min", flat.min()), ("max", flat.max())):
+        assert m[f"ratio/{name}"] == pytest.approx(value.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "dual_clip"])
+def test_clip_fractions(loss_type, level, layout):
+    case = make_case(44, **options_for(loss_type, level))
+    m = {k: v.item() for k, v in run("linear", case, layout=layout).metrics.items()}
+    logps = truth("linear", case).logps
+    rows = oracle_inputs.completions_of(logps, case.advantages, case.mask, old=case.old)
+    o = oracles.resolve(case.options)
+    low, high = [], []
+    for c in rows:
+        if len(c.logp):
+            r = oracles.ratio(c, o)
+            low.append(((r < 0.8) & (c.advantage < 0)).double())
+            high.append(((r > 1.28) & (c.advantage > 0)).double())
+    region = [a + b for a, b in zip(low, high, strict=True)]
+    for name, per_completion in (("low", low), ("high", high), ("region", region)):
+        means = torch.stack([x.mean() for x in per_completion])
+        assert m[f"clip_ratio/{name}_mean"] == pytest.approx(
+            torch.cat(per_completion).mean().item(), abs=1e-6
+        )
+        assert m[f"clip_ratio/{name}_min"] == pytest.approx(means.min().item(), abs=1e-6)
+        assert m[f"clip_ratio/{name}_max"] == pytest.approx(means.max().item(), abs=1e-6)
+    if level == "token":
+        assert m["clip_ratio/low_mean"] > 0 and m["clip_ratio/high_mean"] > 0
+
+
+def test_cispo_clip_fraction_and_vespo_phi():
+    case = make_case(45, **options_for("cispo"))
+    m = run("linear", case).metrics
+    ratios = (truth("linear", case).logps - case.old.double()).exp()
+    clipped = (ratios > 1.5) & (case.advantages > 0)[:, None]
+    assert m["cispo_clip_ratio"].item() == pytest.approx(
+        clipped[case.mask].double().mean().item(), abs=1e-6
+    )
+    assert m["cispo_clip_ratio"] > 0
+    case = make_case(45, **options_for("vespo"))
+    case = case.but(old=case.old * 0.1 + 0.9 * truth("linear", case).logps.float())
+    m = run("linear", case).metrics
+    rows = oracle_inputs.completions_of(
+        truth("linear", case).logps, case.advantages, case.mask, old=case.old
+    )
+    phi = torch.cat(
+        [oracles.vespo_phi(c, oracles.resolve(case.options)) for c in rows if len(c.logp)]
+    )
+    assert phi.max() > 0.05
+    assert m["vespo/phi_seq_mean"].item() == pytest.approx(phi.mean().item(), rel=1e-4)
+
+
+def test_kl_guard_is_counted():
+    case = make_case(46, **options_for("grpo", beta=0.1))
+    logps, _ = reference_logps(case)
+    ref = case.ref.clone()
+    ref[0, 1] = logps[0, 1] + 60.0
+    ref[3, 0] = logps[3, 0] + 21.0
+    result = run("linear", case.but(ref=ref))
+    assert result.metrics["kl_guarded"].item() == 2
+    assert all(math.isfinite(v.item()) for v in result.metrics.values())
+
+
+def test_skipped_rows_are_counted():
+    """Zero advantage and no KL: nothing to do for those rows, and the gradient there is
+    exactly 0.
+    """
+    case = make_case(47, **options_for("reinforce"))
+    advantages = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
+    result = run("linear", case.but(advantages=advantages))
+    active = (case.mask & (advantages != 0)[:, None]).sum().item()
+    total = case.mask.numel()
+    assert result.metrics["skipped_rows"].item() in (
+        total - active,
+        case.mask.sum().item() - active,
+    )
+    assert (result.grads["hidden"][1] == 0).all() and (result.grads["hidden"][3] == 0).all()
+
+
+def test_vespo_overflowing_weight_gives_zero_not_nan():
+    case = make_case(48, **options_for("vespo"))
+    logps, _ = reference_logps(case)
+    for shift in (15.0, -15.0):
+        result = run("logps", case.but(old=logps + shift))
+        assert torch.isfinite(result.loss) and torch.isfinite(result.grads["logps"]).all()
+        assert (
+            relative_l2(
+                result.grads["logps"], truth("logps", case.but(old=logps + shift)).logps_grad
+            )
+            < 1e-4
+        )

@@ -1,0 +1,223 @@
+"""The bugs that shipped elsewhere (OBJECTIVES, "Traps"), each with its name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import grpo_fast
+from tests.loss_cases import (
+    BACKENDS,
+    LAYOUTS,
+    LOSS_LEVELS,
+    assert_same,
+    make_case,
+    options_for,
+    reference_logps,
+    relative_l2,
+    run,
+    truth,
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+EXACT = dict(loss_tol=2e-6, grad_tol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trap_luspo_through_a_broadcast_upstream_gradient(level, layout, backend):
+    """Elsewhere: the (B, 1) gradient was read out of bounds and came out 1/L too small."""
+    case = make_case(21, **options_for("luspo", level))
+    result = run("linear", case, layout=layout, backend=backend)
+    assert_same("linear", case, result, **EXACT)
+    lengths = case.mask.sum(1)
+    grad = run("logps", case, layout=layout).grads["logps"]
+    one_token = case.but(mask=case.mask & (torch.arange(7) == 0))
+    assert lengths.max() > 3 and one_token.mask.any()
+    # on policy, w_t = 1/B and slope −A: nothing is divided by the length
+    grad = run("logps", case.but(old=None), layout=layout).grads["logps"]
+    share = (
+        1.0
+        if level == "token"
+        else (1.0 / lengths.clamp(min=1)).unsqueeze(1) * lengths.unsqueeze(1)
+    )
+    expected = torch.where(case.mask, -case.advantages.unsqueeze(1) / len(lengths) * share, 0.0)
+    assert relative_l2(grad, expected) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("upstream", [1.0, -3.5])
+def test_trap_sequence_level_upstream_gradient_at_masked_positions(upstream, backend):
+    """Elsewhere: at sequence level masked positions leaked into the mean ratio's gradient (65–126%
+    error).
+    """
+    case = make_case(22, **options_for("grpo", "sequence"))
+    garbage = torch.where(case.mask, case.old, 37.0)
+    result = run("linear", case.but(old=garbage), backend=backend, upstream=upstream)
+    expected = truth("linear", case)
+    assert relative_l2(result.grads["hidden"], upstream * expected.hidden_grad) < 1e-5
+    assert (result.grads["hidden"][~case.mask] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3", "k3+"])
+def test_trap_sequence_level_kl_times_ratio_is_not_constant(kl_estimator, backend):
+    """Elsewhere: the ratio in KL×ratio was a constant (1% error)."""
+    options = options_for(
+        "gspo", "sequence", beta=0.5, kl_times_ratio=True, kl_estimator=kl_estimator
+    )
+    case = make_case(23, **options)
+    case = case.but(advantages=torch.zeros_like(case.advantages))  # nothing but KL×ratio is left
+    result = run("linear", case, backend=backend)
+    assert_same("linear", case, result, **EXACT)
+    plain = truth("linear", case.with_options(kl_times_ratio=False))
+    assert relative_l2(result.grads["hidden"], plain.hidden_grad) > 1e-2
+
+
+@pytest.mark.parametrize("function", ["logps", "logits", "linear"])
+def test_trap_delta_below_the_clip_bound_with_a_negative_advantage(function):
+    """Elsewhere: δ < 1 + ε_high, A < 0, r in (δ, 1 + ε_high): the gradient −r·A was dropped (68%
+    error).
+    """
+    case = make_case(24, **options_for("grpo", delta=1.05, epsilon_low=0.2))
+    case = case.with_options(epsilon_high=0.9)
+    logps, _ = reference_logps(case)
+    case = case.but(old=logps - math.log(1.4), advantages=-torch.ones(5))
+    result = run(function, case)
+    assert_same(function, case, result, **EXACT)
+    if function == "logps":
+        assert (result.grads["logps"][case.mask] > 0).all()
+
+
+def test_delta_bounds_the_ratio_of_negative_advantages():
+    case = make_case(24, **options_for("grpo", delta=1.6))
+    logps, _ = reference_logps(case)
+    case = case.but(old=logps - math.log(2.0), advantages=-torch.ones(5))
+    result = run("logps", case)
+    # One of the five completions is empty.
+    assert result.loss.item() == pytest.approx(1.6 * 4 / 5, rel=1e-5)
+    assert (result.grads["logps"] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leading", [64, 127, 128, 1024])
+def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype, backend):
+    """Elsewhere: exp(−inf − (−inf)) = NaN in the first block. Such columns have probability exactly
+    0.
+    """
+    V, T = leading + 40, 6
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(T, V, generator=g).to(dtype)
+    ids = torch.randint(leading, V, (T,), generator=g)
+    logits[:, :leading] = -torch.inf
+    logits[1, leading + 3 :] = -torch.inf
+    ids[1] = leading + 1
+    short = logits[:, leading:].clone()
+    cut = [
+        grpo_fast.logits_logps(x, i, return_entropy=True, backend=backend)
+        for x, i in ((logits, ids), (short, ids - leading))
+    ]
+    for whole, part in zip(cut[0], cut[1], strict=True):
+        assert torch.isfinite(whole).all()
+        torch.testing.assert_close(whole, part, rtol=0, atol=2e-6)
+    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.1)
+    x = logits.clone().requires_grad_()
+    out = grpo_fast.logits_grpo_loss(
+        x,
+        ids,
+        torch.ones(1),
+        config,
+        cu_seqlens=torch.tensor([0, T], dtype=torch.int32),
+        backend=backend,
+    )
+    out.loss.backward()
+    assert torch.isfinite(x.grad).all()
+    assert (x.grad[:, :leading] == 0).all() and (x.grad[1, leading + 3 :] == 0).all()
+
+
+@pytest.mark.parametrize("function", ["logps", "logits", "linear"])
+@pytest.mark.parametrize("gap", [25.0, 90.0, 1e4])
+@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, function):
+    """Elsewhere: r = inf, then 0·inf = NaN gradients on clipped rows."""
+    case = make_case(25, **options_for(loss_type, level, beta=0.1))
+    logps, _ = reference_logps(case)
+    for old in (logps - gap, logps + gap):
+        result = run(function, case.but(old=old))
+        assert torch.isfinite(result.loss)
+        for name, grad in result.grads.items():
+            assert torch.isfinite(grad).all(), name
+        for name, metric in result.metrics.items():
+            assert torch.isfinite(metric).all(), name
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
+    """Log ratios of 40, -39 and -0.1 have the mean 0.3: far tokens that cancel count in full."""
+    level = {"importance_sampling_level": "sequence"} if loss_type == "grpo" else {}
+    config = grpo_fast.LossConfig(loss_type=loss_type, epsilon_low=0.5, epsilon_high=0.5, **level)
+    logps = torch.tensor([-1.0, -40.0, -2.0], requires_grad=True)
+    old_logps = torch.tensor([-41.0, -1.0, -1.9])
+    output = grpo_fast.grpo_loss(
+        logps, torch.tensor([2.0]), config, cu_seqlens=torch.tensor([0, 3]), old_logps=old_logps
+    )
+    output.loss.backward()
+    expected = -2 * math.exp(0.3)
+    assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(logps.grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", ["unclipped", "grpo", "dual_clip"])
+def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
+    """r is exp(min(lr, 20)); for A < 0 the unclipped branch goes on pushing lp down, with slope
+    −r·A.
+    """
+    options = options_for(loss_type, "token", "token_mean_local")
+    case = make_case(25, **options)
+    logps, _ = reference_logps(case)
+    case = case.but(old=logps - 30.0, advantages=-torch.ones(5))
+    grad = run("logps", case).grads["logps"][case.mask]
+    if loss_type == "dual_clip":
+        assert (grad == 0).all()  # beyond c the loss is the constant −A·c
+    else:
+        torch.testing.assert_close(
+            grad, torch.full_like(grad, math.exp(20.0) / case.mask.sum().item()), rtol=1e-5, atol=0
+        )
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean_global"])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
+def test_trap_dapo_scale_when_micro_batches_and_generation_batches_differ(loss_type, aggregation):
+    """Elsewhere: mis-scaled. Here Σ over any split with the step's total is the whole step's
+    loss.
+    """
+    case = make_case(26, **options_for(loss_type, "token", aggregation))
+    total = int(case.mask.sum())
+    whole = run("linear", case)
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 5)):
+        piece = case.but(
+            hidden=case.hidden[rows], ids=case.ids[rows], mask=case.mask[rows],
+            advantages=case.advantages[rows], old=case.old[rows], ref=case.ref[rows],
+            num_items=total,
+        )  # fmt: skip
+        parts.append(run("linear", piece))
+    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), abs=1e-6)
+    assert relative_l2(sum(p.grads["weight"] for p in parts), whole.grads["weight"]) < 1e-6
+
+
+def test_trap_an_empty_completion_and_an_empty_batch_are_zero_not_nan():
+    for loss_type, level in LOSS_LEVELS:
+        case = make_case(27, **options_for(loss_type, level, beta=0.2, entropy_coef=0.1))
+        nothing = case.but(mask=torch.zeros_like(case.mask))
+        for function in ("logps", "logits", "linear"):
+            result = run(function, nothing)
+            assert result.loss.item() == 0.0, (loss_type, level, function)
+            for grad in result.grads.values():
+                assert (grad == 0).all()
+            for name, metric in result.metrics.items():
+                assert not torch.isnan(metric).any(), name

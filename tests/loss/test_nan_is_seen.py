@@ -1,0 +1,155 @@
+"""What an active row or the head cannot compute reaches the loss and
+every gradient.
+
+Comparisons inside a loss, a clip, a mask or a weight of 0 must not hide it: a check of either the
+loss or a gradient sees it. The Triton kernels are held to the same in triton_tools/cases_nan.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, Case, make_case, options_for, run
+
+WHERE = ("hidden", "weight")
+BAD = (math.nan, math.inf, -math.inf)
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def spoiled(case: Case, where: str, value: float) -> Case:
+    """One bad number: in hidden at an active row of the second completion, or in a row of W that is
+    nobody's target.
+    """
+    changed = getattr(case, where).clone()
+    if where == "hidden":
+        changed[1, 1, 3] = value
+    else:
+        free = next(v for v in range(len(changed)) if v not in case.ids)
+        changed[free, 3] = value
+    return case.but(**{where: changed})
+
+
+def assert_seen(case: Case, function: str, backend: str, layout: str = "padded", **more) -> None:
+    result = run(function, case, backend=backend, layout=layout, **more)
+    assert not math.isfinite(result.loss.item()), "the loss is finite"
+    for name, grad in result.grads.items():
+        assert not grad.isfinite().all(), f"d{name} is finite"
+        if name not in ("weight", "bias"):
+            assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_on_policy", [False, True], ids=["old", "on-policy"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+def test_for_every_loss(loss_type, level, backend, is_on_policy, layout):
+    case = make_case(31, **options_for(loss_type, level))
+    case = case.but(old=None) if is_on_policy else case
+    for where in WHERE:
+        for value in BAD:
+            for function in ("linear", "logits"):
+                assert_seen(spoiled(case, where, value), function, backend, layout)
+
+
+@pytest.mark.parametrize("kl_estimator", tuple(KL_ESTIMATORS))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gmpo", "vespo", "cispo"])
+def test_beside_a_kl(loss_type, backend, kl_estimator):
+    for times_ratio in (False, True):
+        options = options_for(
+            loss_type, beta=0.2, kl_estimator=kl_estimator, kl_times_ratio=times_ratio
+        )
+        for is_on_policy in (False, True):
+            case = make_case(32, **options)
+            case = spoiled(case.but(old=None) if is_on_policy else case, "hidden", math.nan)
+            for function in ("linear", "logits"):
+                assert_seen(case, function, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "dapo", "kimi", "reinforce"])
+def test_where_a_filter_drops_the_row(loss_type, backend):
+    """Weights of 0: an advantage of 0, a masked ratio to the sampler, the off-policy mask, the
+    entropy mask.
+    """
+    cases = [
+        make_case(33, sampling=True, **options_for(loss_type, sampling_correction=x))
+        for x in CORRECTIONS
+    ]
+    cases += [
+        make_case(33, **options_for(loss_type, off_policy_threshold=0.0, top_entropy_quantile=0.3))
+    ]
+    cases += [
+        make_case(33, **options_for(loss_type, entropy_coef=0.1, softcap=4.0, temperature=0.7))
+    ]
+    far = [
+        case.but(sampling=case.sampling - 5) for case in cases if case.sampling is not None
+    ]  # ratios above the cap
+    for case in cases + far:
+        for advantage in (-0.8, 0.0):
+            values = case.advantages.clone()
+            values[1] = advantage
+            for function in ("linear", "logits"):
+                assert_seen(
+                    spoiled(case.but(advantages=values), "hidden", math.nan), function, backend
+                )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", WHERE)
+def test_with_a_vocabulary_for_the_fused_kernels(where, backend, dtype):
+    """Enough columns for several slices and blocks, several chunks, and a filter of the
+    gradient.
+    """
+    options = options_for("grpo", beta=0.1)
+    mask = torch.ones(5, 30, dtype=torch.bool)
+    case = make_case(34, H=16, V=2500, mask=mask, dtype=dtype, **options)
+    for value in BAD:
+        for more in ({}, {"grad_filter": 0.05}):
+            assert_seen(spoiled(case, where, value), "linear", backend, **more)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+def test_from_logps(loss_type, level, layout):
+    """`grpo_loss` on logps of which one is NaN."""
+    options = options_for(loss_type, level)
+    case = make_case(35, **options)
+    config = grpo_fast.LossConfig(**options)
+    keywords = dict(old_logps=case.old, completion_mask=case.mask)
+    logps = torch.where(case.mask, -torch.rand(case.mask.shape), 0.0)
+    logps[1, 1] = math.nan
+    logps.requires_grad_()
+    if layout == "packed":
+        flat = {name: x.reshape(-1) for name, x in keywords.items()}
+        cu = torch.arange(0, case.mask.numel() + 1, case.mask.shape[1], dtype=torch.int32)
+        out = grpo_fast.grpo_loss(logps.reshape(-1), case.advantages, config, cu_seqlens=cu, **flat)
+    else:
+        out = grpo_fast.grpo_loss(logps, case.advantages, config, **keywords)
+    out.loss.backward()
+    assert out.loss.isnan() and logps.grad[1, 1].isnan()
+    assert (logps.grad[~case.mask] == 0).all()
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_logps(backend, where, value):
+    case = spoiled(make_case(36, **options_for("grpo")), where, value)
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    ids = torch.where(case.mask, case.ids, -100)
+    logps, entropy = grpo_fast.linear_logps(
+        hidden, weight, ids, return_entropy=True, backend=backend
+    )
+    assert not logps.isfinite().all() and not entropy.isfinite().all()
+    logps.sum().backward()
+    assert not hidden.grad.isfinite().all() and not weight.grad.isfinite().all()
+    assert (hidden.grad[~case.mask] == 0).all() and (logps[~case.mask] == 0).all()
+    with torch.no_grad():
+        assert not grpo_fast.linear_logps(hidden, weight, ids, backend=backend).isfinite().all()

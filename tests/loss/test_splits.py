@@ -1,0 +1,118 @@
+"""A step split into micro-batches gives the step's loss and gradients: 1, 2, 4, 8 uneven pieces,
+every loss, every normaliser whose total is global. `token_mean_local` is local by definition and is
+shown to differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.loss_cases import (
+    AGGREGATIONS,
+    BACKENDS,
+    LOSS_LEVELS,
+    Case,
+    make_case,
+    options_for,
+    relative_l2,
+    run,
+)
+
+# Twelve completions of very different lengths, one empty; cut points of 1, 2, 4 and 8 pieces, all
+# uneven.
+LENGTHS = [9, 1, 4, 0, 7, 2, 9, 3, 3, 8, 1, 5]
+CUTS = {1: [0, 12], 2: [0, 3, 12], 4: [0, 1, 2, 9, 12], 8: [0, 1, 2, 3, 4, 6, 7, 11, 12]}
+GLOBAL = tuple(a for a in AGGREGATIONS if a != "token_mean_local")
+
+
+def step(**options) -> Case:
+    mask = torch.arange(9)[None, :] < torch.tensor(LENGTHS)[:, None]
+    case = make_case(91, mask=mask, **options)
+    return case.but(num_items=float(mask.sum()), num_completions=len(LENGTHS))
+
+
+def piece(case: Case, rows: slice) -> Case:
+    def cut(x):
+        return None if x is None else x[rows]
+
+    return case.but(
+        hidden=case.hidden[rows], ids=case.ids[rows], mask=case.mask[rows],
+        advantages=case.advantages[rows], old=cut(case.old), ref=cut(case.ref),
+        sampling=cut(case.sampling),
+    )  # fmt: skip
+
+
+def assert_split(case: Case, pieces: int, layout: str, backend: str) -> None:
+    whole = run("linear", case, layout=layout, backend=backend)
+    cuts = CUTS[pieces]
+    parts = [
+        run("linear", piece(case, slice(a, b)), layout=layout, backend=backend)
+        for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
+    assert abs(sum(p.loss.item() for p in parts) - whole.loss.item()) <= 1e-6
+    for name in ("weight", "bias"):
+        assert relative_l2(sum(p.grads[name] for p in parts), whole.grads[name]) <= 1e-6
+    d_hidden = torch.cat([p.grads["hidden"] for p in parts])
+    assert torch.equal(d_hidden, whole.grads["hidden"])  # a row does not know the split at all
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("pieces", CUTS)
+@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_splits_of_every_loss(loss_type, level, pieces, layout, backend):
+    aggregation = "token_mean_global" if loss_type == "bnpo" else None
+    assert_split(
+        step(**options_for(loss_type, level, aggregation, beta=0.2)), pieces, layout, backend
+    )
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+@pytest.mark.parametrize("aggregation", GLOBAL)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_splits_of_every_normaliser(level, aggregation, pieces):
+    assert_split(
+        step(**options_for("grpo", level, aggregation, entropy_coef=0.1)), pieces, "packed", "torch"
+    )
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_splits_with_extras(pieces):
+    options = options_for(
+        "dapo", beta=0.2, kl_times_ratio=True, off_policy_threshold=0.3, entropy_coef=0.1
+    )
+    mask = torch.arange(9)[None, :] < torch.tensor(LENGTHS)[:, None]
+    case = make_case(92, mask=mask, sampling=True, **options).but(
+        num_items=float(mask.sum()), num_completions=12
+    )
+    assert_split(case, pieces, "packed", "torch")
+
+
+def test_totals_may_be_numbers_or_tensors():
+    case = step(**options_for("dapo"))
+    expected = run("linear", case)
+    for kind in (lambda x: int(x), lambda x: torch.tensor(x), lambda x: torch.tensor(int(x))):
+        same = run(
+            "linear",
+            case,
+            num_items_in_batch=kind(case.num_items),
+            num_completions_in_batch=kind(case.num_completions),
+        )
+        assert torch.equal(same.loss, expected.loss)
+
+
+def test_ranks_that_divide_by_the_global_total_add_up():
+    """Four 'ranks' with unequal shares: the sum of their gradients is the step's (sum, not mean, of
+    ranks).
+    """
+    case = step(**options_for("dapo"))
+    whole = run("linear", case)
+    ranks = [run("linear", piece(case, slice(3 * r, 3 * r + 3))) for r in range(4)]
+    assert relative_l2(sum(r.grads["weight"] for r in ranks), whole.grads["weight"]) <= 1e-6
+
+
+def test_the_local_mean_depends_on_the_split_by_definition():
+    case = step(**options_for("bnpo"))
+    whole = run("linear", case)
+    parts = [run("linear", piece(case, s)) for s in (slice(0, 3), slice(3, 12))]
+    assert relative_l2(sum(p.grads["weight"] for p in parts), whole.grads["weight"]) > 0.1

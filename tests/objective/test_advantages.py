@@ -1,0 +1,244 @@
+"""Advantages against plain loops over groups, one per mode; equal groups are exactly 0; a missing
+verdict drops out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from grpo_fast import group_advantages
+
+MODES = (
+    "rewards",
+    "centered",
+    "normalized",
+    "max",
+    "max_code",
+    "batch",
+    "rloo",
+    "reinforce_pp_baseline",
+    "opo",
+    "passk",
+)
+GROUPS = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0, 0.0], [2.0, -1.0, 2.0, 0.5]]
+LENGTHS = [[10, 20, 5, 7], [3, 3, 9, 1], [8, 2, 2, 4]]
+
+
+def flat(groups):
+    return torch.tensor([r for group in groups for r in group])
+
+
+def options_of(mode):
+    return {"lengths": flat(LENGTHS)} if mode == "opo" else {}
+
+
+def group_by_group(mode, groups):
+    """The definitions, one number at a time."""
+    everything = [r - statistics.fmean(g) for g in groups for r in g]
+    rewards = [r for g in groups for r in g]
+    out = []
+    for g, lengths in zip(groups, LENGTHS, strict=False):
+        mean, best = statistics.fmean(g), max(g)
+        for i, r in enumerate(g):
+            others = g[:i] + g[i + 1 :]
+            if mode == "rewards":
+                a = r
+            elif mode == "centered":
+                a = r - mean
+            elif mode == "normalized":
+                a = (r - mean) / (statistics.stdev(g) + 1e-4)
+            elif mode == "max":
+                a = r - mean if r == best else 0.0
+            elif mode == "max_code":
+                a = r if r == best else 0.0
+            elif mode == "batch":
+                a = (r - mean) / (statistics.stdev(rewards) + 1e-4)
+            elif mode == "rloo":
+                a = r - statistics.fmean(others)
+            elif mode == "reinforce_pp_baseline":
+                a = (r - mean - statistics.fmean(everything)) / (
+                    statistics.pstdev(everything) + 1e-8
+                )
+            elif mode == "opo":
+                a = r - sum(n * x for n, x in zip(lengths, g, strict=True)) / sum(lengths)
+            else:  # passk, k = G: what this completion adds to the best of the group
+                a = best - max(others) if r == best and g.index(best) == i else 0.0
+            out.append(a)
+    return torch.tensor(out)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode):
+    own = group_advantages(flat(GROUPS), mode, group_size=4, **options_of(mode))
+    assert own.dtype == torch.float32 and own.shape == (12,)
+    torch.testing.assert_close(own, group_by_group(mode, GROUPS), rtol=1e-5, atol=1e-6)
+
+
+def test_the_default_mode_is_normalized():
+    assert torch.equal(
+        group_advantages(flat(GROUPS), group_size=4),
+        group_advantages(flat(GROUPS), "normalized", group_size=4),
+    )
+
+
+def test_biased_standard_deviation():
+    own = group_advantages(flat(GROUPS), "normalized", group_size=4, unbiased=False)
+    expected = [
+        (r - statistics.fmean(g)) / (statistics.pstdev(g) + 1e-4) for g in GROUPS for r in g
+    ]
+    torch.testing.assert_close(own, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "rewards"])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0])
+@pytest.mark.parametrize("G", [2, 3, 7, 8])
+def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
+    """Whatever rounding says: the mean of seven times 0.1 is not 0.1 in floating point."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        rewards = torch.full((2 * G,), value, dtype=torch.float64).to(dtype)
+        options = {"lengths": torch.arange(1, 2 * G + 1)} if mode == "opo" else {}
+        assert (group_advantages(rewards, mode, group_size=G, **options) == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
+    """All advantages would be 0: by the call, and by the configuration before a model is loaded."""
+    from grpo_fast.train.settings import load_recipe
+
+    rewards = torch.tensor([1.0, 0.0, 0.5])
+    settings = ["rollout.group_size=1", f"advantages={mode}"]
+    options = {"lengths": torch.ones(3)} if mode == "opo" else {}
+    if mode == "rewards":
+        assert torch.equal(group_advantages(rewards, mode, group_size=1), rewards)
+        assert load_recipe("sort", settings).rollout.group_size == 1
+        return
+    said = f"group_size: mode '{mode}' expects at least 2, got 1: all advantages would be 0"
+    with pytest.raises(ValueError, match=said):
+        group_advantages(rewards, mode, group_size=1, **options)
+    with pytest.raises(ValueError, match=said):
+        load_recipe("sort", settings)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "rewards"])
+def test_an_equal_group_beside_a_mixed_one_is_exactly_zero(mode):
+    rewards = torch.tensor([0.1] * 4 + [1.0, 0.0, 0.3, 0.0])
+    options = {"lengths": torch.arange(1, 9)} if mode == "opo" else {}
+    own = group_advantages(rewards, mode, group_size=4, **options)
+    assert (own[:4] == 0).all() and (own[4:] != 0).any()
+
+
+@pytest.mark.parametrize(
+    "mode", ["centered", "normalized", "max", "max_code", "rloo", "opo", "passk"]
+)
+def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
+    """A failing reward drops that sample from the baseline (mean, spread,
+    leave-one-out alike).
+    """
+    group, lengths = [1.0, math.nan, 0.0, 0.4], torch.tensor([4, 9, 2, 7])
+    options = {"lengths": lengths} if mode == "opo" else {}
+    own = group_advantages(torch.tensor(group), mode, group_size=4, **options)
+    keep = torch.tensor([0, 2, 3])
+    options = {"lengths": lengths[keep]} if mode == "opo" else {}
+    expected = group_advantages(torch.tensor([1.0, 0.0, 0.4]), mode, group_size=3, **options)
+    assert own[1] == 0
+    torch.testing.assert_close(own[keep], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_group_without_any_verdict_is_zero():
+    own = group_advantages(torch.tensor([math.nan, math.nan, 1.0, 0.0]), "normalized", group_size=2)
+    assert (own[:2] == 0).all() and (own[2:] != 0).all()
+
+
+def test_no_rewards_at_all():
+    for mode in MODES:
+        options = {"lengths": torch.zeros(0)} if mode == "opo" else {}
+        assert group_advantages(torch.zeros(0), mode, group_size=4, **options).shape == (0,)
+
+
+def test_rewards_are_not_modified():
+    rewards = flat(GROUPS)
+    before = rewards.clone()
+    for mode in MODES:
+        group_advantages(rewards, mode, group_size=4, **options_of(mode))
+    assert torch.equal(rewards, before)
+
+
+BAD = [
+    (dict(rewards=torch.ones(2, 2), group_size=2), "rewards"),
+    (dict(rewards=torch.ones(5), group_size=2), "group_size"),
+    (dict(rewards=torch.ones(4), group_size=0), "group_size"),
+    (dict(rewards=torch.ones(4), group_size=2.0), "group_size"),
+    (dict(rewards=torch.ones(4), group_size=2, mode="mean"), "mode"),
+    (dict(rewards=torch.tensor([1.0, math.inf]), group_size=2), "rewards"),
+    (dict(rewards=torch.ones(4), group_size=2, mode="opo"), "lengths"),
+    (dict(rewards=torch.ones(4), group_size=2, mode="centered", eps=1.0), "eps"),
+    *[
+        (dict(rewards=torch.ones(4), group_size=2, eps=eps), "eps")
+        for eps in (math.nan, -1.0, "small")
+    ],
+    (dict(rewards=torch.ones(4), group_size=2, unbiased="no"), "unbiased"),
+    *[
+        (dict(rewards=torch.ones(4), group_size=2, mode="opo", lengths=x), "lengths")
+        for x in ([1] * 4, torch.ones(3))
+    ],
+    (dict(rewards=[1.0, 2.0], group_size=2), "rewards"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "name"), BAD)
+def test_refusals(keywords, name):
+    with pytest.raises(ValueError, match=name):
+        group_advantages(keywords.pop("rewards"), **keywords)
+
+
+# ----------------------------------------------------------
+# gae
+def test_gae_against_its_definition():
+    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t, V = 0 after the last token."""
+    from grpo_fast.objective.advantages import gae
+
+    g = torch.Generator().manual_seed(0)
+    lengths, gamma, lam = [5, 3, 0, 1], 0.9, 0.8
+    rewards, values = torch.randn(4, 5, generator=g), torch.randn(4, 5, generator=g)
+    mask = torch.arange(5)[None] < torch.tensor(lengths)[:, None]
+    own = gae(
+        torch.where(mask, rewards, math.nan),
+        torch.where(mask, values, math.nan),
+        gamma,
+        lam,
+        mask=mask,
+    )
+    expected = torch.zeros(4, 5)
+    for b, n in enumerate(lengths):
+        for t in range(n):
+            for k in range(n - t):
+                following = values[b, t + k + 1] if t + k + 1 < n else 0.0
+                delta = rewards[b, t + k] + gamma * following - values[b, t + k]
+                expected[b, t] += (gamma * lam) ** k * delta
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gae_without_a_mask_and_its_limits():
+    from grpo_fast.objective.advantages import gae
+
+    rewards, values = torch.randn(2, 6), torch.randn(2, 6)
+    following = torch.cat([values[:, 1:], torch.zeros(2, 1)], 1)
+    torch.testing.assert_close(gae(rewards, values, 0.9, 0.0), rewards + 0.9 * following - values)
+    returns = rewards.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(
+        gae(rewards, values, 1.0, 1.0), returns - values, rtol=1e-5, atol=1e-5
+    )
+    with pytest.raises(ValueError, match="gamma"):
+        gae(rewards, values, 1.5)
+    with pytest.raises(ValueError, match="gamma"):
+        gae(rewards, values, "a")
+    with pytest.raises(ValueError, match="values"):
+        gae(rewards, values[:, :3])
+    with pytest.raises(ValueError, match="mask"):
+        gae(rewards, values, mask=torch.ones(3))
+    with pytest.raises(ValueError, match="rewards"):
+        gae([[1.0]], values)

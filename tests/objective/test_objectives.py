@@ -1,0 +1,177 @@
+"""The table of leaves: same keys as the oracle's, value and slope of each leaf, KL estimators,
+overflow guards.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.objective.aggregation import AGGREGATIONS as PACKAGE_AGGREGATIONS
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
+from tests import oracles
+from tests.loss_cases import AGGREGATIONS, options_for
+
+
+def test_both_tables_have_the_same_losses():
+    assert set(OBJECTIVES) == set(oracles.ORACLES)
+
+
+def test_both_tables_have_the_same_kl_estimators():
+    assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
+
+
+def test_the_five_normalisers():
+    assert set(PACKAGE_AGGREGATIONS) == set(AGGREGATIONS)
+
+
+@pytest.mark.parametrize("loss_type", oracles.ORACLES)
+def test_default_aggregation(loss_type):
+    expected = oracles.DEFAULT_AGGREGATION[loss_type]
+    config = LossConfig(
+        loss_type=loss_type, max_completion_length=8 if expected == "fixed_length" else None
+    )
+    assert config.aggregation == expected
+
+
+def test_defaults_of_the_config():
+    for name, value in oracles.DEFAULTS.items():
+        if name in ("epsilon_high", "aggregation"):
+            continue
+        assert getattr(LossConfig(), name) == value, name
+    assert LossConfig().epsilon_high == 0.2
+    assert LossConfig(epsilon_low=0.1, loss_type="grpo").epsilon_high == 0.1
+    assert LossConfig(loss_type="cispo").epsilon_high == 5.0
+
+
+def single_token(loss_type, lp, lr, A, options):
+    """The oracle on completions of one token each: the leaf's own domain."""
+    c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
+    return oracles.ORACLES[loss_type](c, oracles.resolve(options))
+
+
+LEAF_LOSSES = tuple(x for x in oracles.ORACLES if x not in ("gmpo", "gspo_token", "vespo"))
+
+
+@pytest.mark.parametrize("loss_type", LEAF_LOSSES)
+@pytest.mark.parametrize("delta", [None, 1.1, 2.0])
+def test_leaf_value_and_slope(loss_type, delta):
+    """Leaf against fp64 oracle over a grid of lr and A that holds every branch (window losses: via
+    the loss tests).
+
+    1e-6: a leaf is written for fp32 and its hyperparameters may be fp32 numbers (1.05 is not one).
+    """
+    if delta is not None and "delta" not in OBJECTIVES[loss_type].params:
+        pytest.skip("this loss has no delta")
+    options = options_for(loss_type, delta=delta)
+    lr = torch.linspace(-2.503, 3.497, 121, dtype=torch.float64)
+    A = torch.tensor([-1.5, -0.2, 0.0, 0.3, 2.0], dtype=torch.float64)
+    lr, A = (x.reshape(-1) for x in torch.meshgrid(lr, A, indexing="ij"))
+    lp = -4.0 + 0.3 * torch.sin(torch.arange(len(lr), dtype=torch.float64))
+    lp.requires_grad_()
+    expected = torch.stack(
+        [
+            single_token(loss_type, lp[i : i + 1], lr[i : i + 1], A[i : i + 1], options)[0]
+            for i in range(len(lr))
+        ]
+    )
+    (slope,) = torch.autograd.grad(expected.sum(), lp)
+    leaf = OBJECTIVES[loss_type].leaf
+    value, own = leaf(lp.detach(), lr, A, *LossConfig(**options).params)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-6)
+    own = own if isinstance(own, torch.Tensor) else torch.full_like(lr, own)
+    torch.testing.assert_close(own.expand_as(lr), slope, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kl_estimator", oracles.KL_ORACLES)
+def test_kl_value_and_slope(kl_estimator):
+    d = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-30.0, 19.9, 20.1, 25.0])]).double()
+    lp = torch.zeros_like(d, requires_grad=True)
+    expected = oracles.KL_ORACLES[kl_estimator](d - lp)
+    (slope,) = torch.autograd.grad(expected.sum(), lp)
+    value, own = KL_ESTIMATORS[kl_estimator](d)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(own.double().expand_as(d), slope, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.249, 0.251, 0.5])
+def test_k3_is_accurate_where_its_formula_cancels(magnitude, sign):
+    """fp32, relative error ≤ 1e-6 for |d| 1e-7…1e-2 (contract); the seam of any series is covered
+    too.
+    """
+    d = torch.tensor([sign * magnitude, sign * magnitude * 1.37], dtype=torch.float32)
+    value, slope = KL_ESTIMATORS["k3"](d)
+    exact = d.double()
+    true = (
+        exact**2 / 2
+        + exact**3 / 6
+        + exact**4 / 24
+        + exact**5 / 120
+        + exact**6 / 720
+        + exact**7 / 5040
+    )
+    true = torch.where(exact.abs() < 0.05, true, torch.expm1(exact) - exact)
+    tolerance = 1e-6 if magnitude <= 1e-2 else 5e-6
+    assert ((value.double() - true).abs() <= tolerance * true).all()
+    assert (
+        (slope.double() + torch.expm1(exact)).abs() <= tolerance * torch.expm1(exact).abs()
+    ).all()
+
+
+def test_k3_is_never_negative():
+    d = torch.cat(
+        [
+            torch.linspace(-100, 100, 20001),
+            torch.logspace(-30, 2, 4000),
+            -torch.logspace(-30, 2, 4000),
+        ]
+    )
+    for dtype in (torch.float32, torch.float64):
+        value, _ = KL_ESTIMATORS["k3"](d.to(dtype))
+        assert torch.isfinite(value).all()
+        assert (value >= 0).all()
+
+
+def test_k3_is_exactly_zero_on_policy():
+    value, slope = KL_ESTIMATORS["k3"](torch.zeros(3))
+    assert (value == 0).all() and (slope == 0).all()
+
+
+@pytest.mark.parametrize("d", [20.5, 50.0, 88.0, 89.0, 100.0, 1e4])
+def test_trap_k3_far_from_the_reference_is_finite_and_still_pulls_back(d):
+    value, slope = KL_ESTIMATORS["k3"](torch.tensor([d]))
+    assert torch.isfinite(value).all() and torch.isfinite(slope).all()
+    assert slope.item() < -1.0  # raising lp, towards the reference, lowers the KL
+    assert value.item() == pytest.approx(
+        math.expm1(20.0) - 20.0 + math.expm1(20.0) * (d - 20.0), rel=1e-5
+    )
+
+
+def test_k3_goes_on_growing_beyond_its_guard():
+    d = torch.linspace(15, 60, 400)
+    value, _ = KL_ESTIMATORS["k3"](d)
+    assert (value.diff() > 0).all()
+
+
+def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
+    """r exactly at the bound, and r = 1 (on policy): slope −r·A."""
+    leaf = OBJECTIVES["grpo"].leaf
+    lr = torch.tensor([0.0, 0.0], dtype=torch.float64)
+    A = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    for epsilon in (0.0, 0.2):
+        _, slope = leaf(torch.full_like(lr, -1.0), lr, A, epsilon, epsilon, math.inf)
+        assert (slope == -A).all()
+
+
+def test_the_offset_bound_of_cispo_in_numbers():
+    """A ratio of 2 is cut to 1 + ε_high, one of 1/2 raised to 1 - ε_low."""
+    config = LossConfig(loss_type="cispo", cispo_bound="offset", epsilon_low=0.2, epsilon_high=0.3)
+    logps = torch.full((2, 1), -1.0, requires_grad=True)
+    old = logps.detach() - torch.tensor([[2.0], [0.5]]).log()
+    grpo_loss(logps, torch.ones(2), config, old_logps=old).loss.backward()
+    torch.testing.assert_close(logps.grad, -torch.tensor([[1.3], [0.8]]) / 2)

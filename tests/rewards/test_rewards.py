@@ -1,0 +1,389 @@
+"""Extraction rules, the rule rewards, and a reward set that nothing can stop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from decimal import Decimal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_fast.rewards import (
+    REWARDS,
+    RewardError,
+    RewardSet,
+    WeightedReward,
+    build_rewards,
+    import_function,
+    scorer_for,
+)
+from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
+from grpo_fast.rewards.isolated import IsolatedReward
+
+
+def spec(name, weight=1.0, **options):
+    return SimpleNamespace(name=name, weight=weight, options=options)
+
+
+def score(name, completion, answer, prompt=""):
+    return REWARDS[name](prompts=[prompt], completions=[completion], answers=[answer])[0]
+
+
+def one(function, weight=1.0, **keywords):
+    return RewardSet([WeightedReward("f", weight, function)], **keywords)
+
+
+# Extraction
+# ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("18", "18"),
+        (" 18 ", "18"),
+        ("$18", "18"),
+        ("18.", "18"),
+        ("18.0", "18"),
+        ("18.50", "18.5"),
+        ("18%", "18"),
+        ("**18**", "18"),
+        ("**18.**", "18"),
+        ("**18**.", "18"),
+        ("1,080", "1080"),
+        ("18,", "18"),
+        ("-7", "-7"),
+        ("-$7", "-7"),
+        ("$-7", "-7"),
+        ("$1,234,567.89", "1234567.89"),
+        ("0" * 31 + "1", "1"),
+        ("-0", "0"),
+        ("0.1", "0.1"),
+        ("9" * 32, "9" * 32),
+    ],
+)
+def test_numbers(text, value):
+    assert parse_number(text) == Decimal(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "eighteen",
+        "18 eggs",
+        "1 8",
+        "5*3",
+        "1e5",
+        "1/2",
+        ".5",
+        "--1",
+        "+1",
+        "0x10",
+        "1.2.3",
+        "NaN",
+        "inf",
+        "-",
+        "$",
+        "9" * 33,
+        "1." + "0" * 32,
+        "\u0661\u0668",
+        "\uff11\uff18",
+        "\u00b2",
+        "\u22127",
+        "1_000",
+    ],
+)
+def test_not_numbers(text):
+    assert parse_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "lenient"),
+    [
+        ("6 * 3 = 18\n#### 18", 18, 18),
+        ("####18", 18, 18),
+        ("#### 1\n#### 2", 2, 2),  # the last one wins
+        ("#### 18\nSo 5 are left.", 18, 18),  # what follows the line does not matter
+        ("<answer>18</answer>", 18, 18),
+        ("<answer>\n $18.00 \n</answer>", 18, 18),
+        ("<answer>1</answer> or <answer>2</answer>", 2, 2),
+        ("<answer>1</answer>\n#### 2", 2, 2),  # the later of the two
+        ("#### 1\n<answer>2</answer>", 2, 2),
+        ("<answer>#### 3</answer>", 3, 3),
+        ("#### 18 eggs for 3 days", None, 18),
+        ("#### 7\n#### ", None, 7),
+        ("<answer>18", None, 18),
+        ("The answer is $1,080.", None, 1080),
+        ("from 10-18", None, 18),
+        ("a loss of -$5", None, -5),
+        ("a loss of \u2212$5, from 10\u22128 to \u22127", None, -7),
+        ("#### \u22127", None, -7),
+        ("5*3=15", None, 15),
+        ("**18**", None, 18),
+        ("no number", None, None),
+        ("9" * 40, None, None),
+    ],
+)
+def test_strict_and_lenient(text, strict, lenient):
+    assert (extract_strict(text), extract_lenient(text)) == (strict, lenient)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "1",
+        "-",
+        "1,",
+        "####",
+        "#### ",
+        "<answer>",
+        "</answer>",
+        "<answer>1</answer>",
+        "1.",
+        "1.1",
+        " ",
+        "$",
+        "*",
+        "%",
+        "\n",
+        "-1",
+        "-$",
+        ",",
+        "#",
+        "<",
+        "####\n",
+        "<<",
+        "1 ",
+        "\u0661",
+    ],
+)
+def test_extraction_is_linear_on_64k_adversarial_characters(unit):
+    text = (unit * (1 << 16))[: 1 << 16]
+    for candidate in (text, text + "x", "#### " + text, f"<answer>{text}</answer>"):
+        start = time.perf_counter()
+        extract_strict(candidate)
+        extract_lenient(candidate)
+        assert time.perf_counter() - start < 0.1
+
+
+# Rule rewards
+# ----------------------------------------------------------
+
+
+def test_gsm8k_rewards():
+    for text in ("#### 18", "#### 18.0", "#### $18", "#### 18.", "<answer>18</answer>"):
+        assert score("gsm8k_correct", text, "18") == score("gsm8k_format", text, "18") == 1.0
+    assert score("gsm8k_correct", "#### 1080", "1,080") == 1.0
+    assert (score("gsm8k_correct", "#### 19", "18"), score("gsm8k_format", "#### 19", "18")) == (
+        0.0,
+        1.0,
+    )
+    assert (
+        score("gsm8k_correct", "it is 18", "18"),
+        score("gsm8k_correct_lenient", "it is 18", "18"),
+    ) == (0.0, 1.0)
+    assert score("gsm8k_format", "", "18") == score("gsm8k_correct_lenient", "", "18") == 0.0
+    with pytest.raises(ValueError, match="answers: expected a number"):
+        score("gsm8k_correct", "#### 1", "one")
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "inclusion_ordering"),
+    [
+        ("1 2 3", 1.0, 2.0),
+        ("3 2 1", 1 / 3, 1.0),
+        ("2 1 3", 1 / 3, 1.5),
+        ("1 2", 2 / 3, 2 / 3 + 1 / 2),
+        ("", 0.0, 0.0),
+        ("1 2 3 3", 3 / 4, 2.0),  # longer than asked for
+        ("1 2 = 3", 2 / 4, 1 + 1 / 3),
+        ("9 9 9", 0.0, 1.0),
+    ],
+)
+def test_sort_rewards(given, positions, inclusion_ordering):
+    assert score("sort_positions", given, "1 2 3") == pytest.approx(positions)
+    assert score("sort_inclusion_ordering", given, "1 2 3") == pytest.approx(inclusion_ordering)
+    assert score("exact_match", given, "1 2 3") == float(given == "1 2 3")
+
+
+def test_sort_rewards_agree_with_the_lectures_sums():
+    """On completions of the right length: counts of the lecture divided by n and by n − 1,
+    recomputed here.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        prompt, reply = (torch.randint(0, 10, (5,), generator=generator).tolist() for _ in range(2))
+        answer, text = (" ".join(map(str, v)) for v in (sorted(prompt), reply))
+        right = sum(a == b for a, b in zip(reply, sorted(prompt), strict=True))
+        included = sum(1 for x in prompt if x in reply)
+        ordered = sum(1 for x, y in zip(reply, reply[1:], strict=False) if x <= y)
+        assert score("sort_positions", text, answer) == right / 5
+        assert score("sort_inclusion_ordering", text, answer) == included / 5 + ordered / 4
+    assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # as numbers, not as text
+
+
+# The set
+# ----------------------------------------------------------
+
+
+def test_weighted_sum():
+    rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
+    result = rewards(["q"] * 3, ["#### 18", "#### 1", "18"], ["18"] * 3)
+    assert result.total.tolist() == [2.5, 0.5, 0.0] and result.total.dtype == torch.float32
+    assert {n: v.tolist() for n, v in result.per_fn.items()} == {
+        "gsm8k_correct": [1, 0, 0],
+        "gsm8k_format": [1, 1, 0],
+    }
+    assert result.failures == {"gsm8k_correct": 0, "gsm8k_format": 0}
+    assert rewards([], [], []).total.shape == (0,)
+
+
+def test_raising_costs_only_the_samples_that_raise(caplog):
+    def touchy(*, prompts, completions, answers):
+        if "bad" in completions:
+            raise RuntimeError("boom \x1b[31m")
+        return [1.0] * len(completions)
+
+    rewards = one(touchy)
+    result = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
+    assert result.total.isnan().tolist() == [False, True, False, False]
+    assert result.failures == {"f": 1} and rewards.failed_total == {"f": 1}
+    assert "boom" in caplog.text and "\x1b" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda n: [1.0] * (n + 1),
+        lambda n: [],
+        lambda n: None,
+        lambda n: 1.0,
+        *(
+            lambda n, value=v: [value] * n
+            for v in (math.nan, math.inf, -math.inf, "1", None, 1e300, 10**400, [1, 2])
+        ),
+    ],
+)
+def test_nonsense_is_nan_and_counted(returned):
+    result = one(lambda *, prompts, completions, answers: returned(len(completions)))(
+        ["p"] * 3, ["a"] * 3, ["x"] * 3
+    )
+    assert result.total.isnan().all() and result.failures == {"f": 3}
+
+
+def test_tensors_bools_and_coroutines_are_fine():
+    async def slow(*, prompts, completions, answers):
+        await asyncio.sleep(0)
+        return [True, 0.5]
+
+    assert one(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist() == [1.0, 0.5]
+
+    async def inside_a_loop():
+        return one(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
+
+    assert asyncio.run(inside_a_loop()) == [1.0, 0.5]
+    as_tensor = one(lambda *, prompts, completions, answers: torch.tensor([1.0, 2.0]))
+    assert as_tensor(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist() == [1.0, 2.0]
+
+
+def test_a_reward_of_weight_zero_is_watched_but_cannot_poison_the_sum():
+    def broken(*, prompts, completions, answers):
+        raise KeyError("x")
+
+    exact = WeightedReward("exact_match", 1.0, REWARDS["exact_match"])
+    rewards = RewardSet([exact, WeightedReward("watched", 0.0, broken)], max_failures=1.0)
+    result = rewards(["p"], ["a"], ["a"])
+    assert result.total.tolist() == [1.0] and result.per_fn["watched"].isnan().all()
+
+
+def test_run_ends_above_the_threshold_only():
+    failing = iter([1, 1, 1, 1, 4, 4, 4, 4])
+
+    def sometimes(*, prompts, completions, answers):
+        bad = next(failing)
+        return [math.nan] * bad + [1.0] * (4 - bad)
+
+    rewards = one(sometimes, max_failures=0.5)
+    with pytest.raises(
+        RewardError,
+        match=r"reward f: 16 of the last 28 samples have no reward .*not a finite number",
+    ):
+        while True:
+            rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
+    # It ended on the 7th call, not before the share passed one half.
+    assert next(failing, None) == 4
+
+
+def test_set_refuses_bad_arguments():
+    with pytest.raises(
+        ValueError, match="no reward is called 'gsm8k_corect'; did you mean 'gsm8k_correct'"
+    ):
+        build_rewards([spec("gsm8k_corect")])
+    for wrong in ([], [spec("exact_match"), spec("exact_match")]):
+        with pytest.raises(ValueError, match="at least one, with different names"):
+            build_rewards(wrong)
+    with pytest.raises(ValueError, match="finite weight for exact_match, got nan"):
+        build_rewards([spec("exact_match", math.nan)])
+    with pytest.raises(ValueError, match="lists of one length, got 1, 2, 1"):
+        build_rewards([spec("exact_match")])(["p"], ["a", "b"], ["x"])
+    with pytest.raises(ValueError, match="max_failures"):
+        one(REWARDS["exact_match"], max_failures=2)
+
+
+def test_import_path(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(
+        "def longest(*, prompts, completions, answers, unit=1):\n    return [len(c) / unit for c "
+        "in completions]\n"
+    )
+    (tmp_path / "broken_rewards.py").write_text("raise OSError('no disk')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewards = build_rewards([spec("own_rewards:longest", unit=2)])
+    assert rewards.names == ["longest"] and rewards(["p"], ["abcd"], ["x"]).total.tolist() == [2.0]
+    with pytest.raises(ValueError, match="expected a function 'nothing' in own_rewards"):
+        import_function("own_rewards:nothing")
+    with pytest.raises(ValueError, match="could not import 'broken_rewards'.*no disk"):
+        import_function("broken_rewards:f")
+    with pytest.raises(ValueError, match="could not import"):
+        import_function("no_such_module_here:f")
+
+
+def test_isolated_reward_survives_hanging_and_dying(tmp_path, monkeypatch):
+    (tmp_path / "wild_rewards.py").write_text(
+        "import os, time\n"
+        "def wild(*, prompts, completions, answers, scale=1):\n"
+        "    print('noise on stdout')\n"
+        "    if 'hang' in completions: time.sleep(60)\n"
+        "    if 'die' in completions: os._exit(3)\n"
+        "    if 'raise' in completions: raise ValueError('boom')\n"
+        "    return [float(len(c)) * scale for c in completions]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewards = build_rewards([spec("wild_rewards:wild", timeout=0.5, scale=2)], max_failures=1.0)
+    function = rewards.rewards[0].function
+    assert isinstance(function, IsolatedReward)
+    try:
+        assert rewards(["p"] * 2, ["ab", "\x1b\n…"], ["x"] * 2).total.tolist() == [4.0, 6.0]
+        result = rewards(["p"] * 4, ["a", "hang", "die", "raise"], ["x"] * 4)
+        assert result.total[0] == 2.0 and result.total.isnan().tolist() == [False, True, True, True]
+        assert rewards(["p"], ["abc"], ["x"]).total.tolist() == [6.0]  # and it goes on
+    finally:
+        function.close()
+    with pytest.raises(RuntimeError, match="expected a function 'tame'"):
+        IsolatedReward("wild_rewards:tame", timeout=5)(prompts=[], completions=[], answers=[])
+    assert "wild_rewards" not in sys.modules or not hasattr(sys.modules["wild_rewards"], "tame")
+
+
+def test_scorers():
+    number, symbols, text = scorer_for("gsm8k"), scorer_for("sort"), scorer_for("jsonl")
+    assert number.strict("#### 18.0") == number.lenient("so 18") == number.gold("18")
+    assert number.strict("so 18") is None
+    assert symbols.strict("1  2") == symbols.gold("1 2") and symbols.strict("") is None
+    assert text.strict("a  b") == text.lenient("x\na b\n") == text.gold("a b")
+    assert scorer_for("jsonl", ["1", "2,000"]).gold("2,000") == Decimal(2000)
+    with pytest.raises(ValueError, match="task: expected one of"):
+        scorer_for("chess")

@@ -1,0 +1,277 @@
+"""Whatever a reward function returns or raises costs its samples: here and isolated."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_fast.rewards import RewardError, RewardSet, WeightedReward, build_rewards, import_function
+
+ROOT = Path(__file__).resolve().parents[2]
+# One function, told by the prompt what to do, so that one worker serves all cases.
+MODULE = r"""
+import asyncio, collections, decimal, fractions, itertools, os, sys
+import numpy as np
+import torch
+
+
+class Mute:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class MuteError(Exception):
+    __str__ = __repr__ = Mute.__str__
+
+
+class Fails:
+    def __float__(self):
+        raise OSError
+
+
+class Exits:
+    def __float__(self):
+        sys.exit(0)
+
+    __str__ = __float__
+
+
+def throw(error):
+    raise error
+
+
+def each(value):
+    return lambda n: [value] * n
+
+
+class Late:
+    def __init__(self, value):
+        self.value = value
+
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        return self.value
+
+
+GOOD = {
+    "float32": each(np.float32(0.5)),
+    "float16": each(np.float16(0.5)),
+    "decimal": each(decimal.Decimal("0.5")),
+    "fraction": each(fractions.Fraction(1, 2)),
+    "0-d tensor": each(torch.tensor(0.5)),
+    "0-d bf16 tensor": each(torch.tensor(0.5, dtype=torch.bfloat16)),
+    "0-d array": each(np.array(0.5)),
+    "array": lambda n: np.full(n, 0.5, dtype=np.float32),
+    "tensor": lambda n: torch.full((n,), 0.5),
+    "object array": lambda n: np.array([decimal.Decimal("0.5")] * n, dtype=object),
+    "generator": lambda n: (0.5 for _ in range(n)),
+    "map": lambda n: map(float, ["0.5"] * n),
+    "tuple": lambda n: (0.5,) * n,
+    "deque": lambda n: collections.deque([0.5] * n),
+    "values of a dict": lambda n: dict.fromkeys(range(n), 0.5).values(),
+    "awaitable": lambda n: Late([0.5] * n),
+    "awaitable generator": lambda n: Late(0.5 for _ in range(n)),
+}
+INTEGERS = {
+    "int64": each(np.int64(1)),
+    "bool": each(True),
+    "bool_": each(np.True_),
+    "uint8": each(torch.tensor(1).byte()),
+}
+BAD = {
+    "dict": lambda n: {i: 1.0 for i in range(n)},
+    "counter": lambda n: collections.Counter(range(n)),
+    "user dict": lambda n: collections.UserDict({i: 1.0 for i in range(n)}),
+    "set": lambda n: {float(i) for i in range(n)},
+    "frozenset": lambda n: frozenset(range(n)),
+    "keys": lambda n: dict.fromkeys(range(n)).keys(),
+    "string": lambda n: "1" * n,
+    "bytes": lambda n: b"1" * n,
+    "none": lambda n: None,
+    "number": lambda n: 1.0,
+    "tensor without axis": lambda n: torch.tensor(1.0),
+    "nested list": each([1.0]),
+    "matrix": lambda n: torch.ones(n, 2),
+    "column": lambda n: np.ones((n, 1)),
+    "tensors of two": each(torch.ones(2)),
+    "strings": each("1"),
+    "number in bytes": each(b"1"),
+    "object array of nothing": lambda n: np.array([None] * n, dtype=object),
+    "complex": each(1 + 1j),
+    "endless": lambda n: itertools.repeat(1.0),
+    "one more": lambda n: [1.0] * (n + 1),
+    "one less": lambda n: [1.0] * (n - 1),
+    "long integer": each(10**5000),
+    "mute": each(Mute()),
+    "exits as a number": each(Exits()),
+    "nan": each(float("nan")),
+    "infinity": each(np.float32("inf")),
+    "beyond fp32": each(1e39),
+    "exit": lambda n: sys.exit(0),
+    "exit with a message": lambda n: sys.exit(Mute()),
+    "cancelled": lambda n: throw(asyncio.CancelledError()),
+    "generator exit": lambda n: throw(GeneratorExit()),
+    "mute error": lambda n: throw(MuteError()),
+    "generator that fails": lambda n: (1.0 if i else throw(ValueError("late")) for i in range(n)),
+    "generator that exits": lambda n: (sys.exit(0) for i in range(n)),
+}
+
+
+def odd(*, prompts, completions, answers):
+    return {**GOOD, **INTEGERS, **BAD}[prompts[0]](len(completions))
+
+
+async def exits(*, prompts, completions, answers):
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    """odd_rewards, importable here and in workers."""
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "odd_rewards.py").write_text(MODULE)
+    (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
+    mute = "class Mute(Exception):\n    def __str__(self): raise OSError\nraise Mute\n"
+    (folder / "mute.py").write_text(mute)
+    sys.path.insert(0, str(folder))
+    yield __import__("odd_rewards")
+    sys.path.remove(str(folder))
+
+
+def build(name, **options):
+    spec = SimpleNamespace(name=name, weight=1.0, options=options)
+    return build_rewards([spec], max_failures=1.0)
+
+
+@pytest.fixture(scope="module", params=["here", "isolated"])
+def odd(request, module):
+    """The function that does what its first prompt says, called in this process or in another."""
+    options = {"timeout": 30} if request.param == "isolated" else {}
+    function = build("odd_rewards:odd", **options).rewards[0].function
+    yield function
+    if options:
+        function.close()
+
+
+def ask(function, what, n):
+    return own(function, max_failures=1.0)([what] * n, ["a"] * n, ["x"] * n)
+
+
+def own(function, **keywords):
+    return RewardSet([WeightedReward("f", 1.0, function)], **keywords)
+
+
+# What it returns --------------------------------------------------------------------------------
+
+
+def test_everything_that_is_a_number_counts(odd, module):
+    good = {what: ask(odd, what, 3).total.tolist() for what in module.GOOD}
+    assert good == dict.fromkeys(module.GOOD, [0.5] * 3)
+    whole = {what: ask(odd, what, 2).total.tolist() for what in module.INTEGERS}
+    assert whole == dict.fromkeys(module.INTEGERS, [1.0] * 2)
+
+
+def test_everything_else_costs_its_samples(odd, module):
+    lost = {what: ask(odd, what, 3) for what in module.BAD}
+    failures = {what: result.failures["f"] for what, result in lost.items()}
+    assert failures == dict.fromkeys(module.BAD, 3)
+    assert all(result.total.isnan().all() for result in lost.values())
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("dict", "expected a list of 2 numbers, the function returned dict"),
+        ("set", "expected a list of 2 numbers, the function returned set"),
+        ("none", "expected a list of 2 numbers, the function returned NoneType"),
+        ("number", "expected a list of 2 numbers, the function returned float"),
+        ("one less", "expected 2 rewards, the function returned 1"),
+        ("endless", "expected 2 rewards, the function returned more"),
+        ("exit", "SystemExit: 0"),
+        ("strings", "not a finite number: '1'"),
+        ("mute", "not a finite number: '<Mute without a text>'"),
+        ("mute error", "MuteError: <MuteError without a text>"),
+    ],
+)
+def test_the_message_says_what_came(odd, caplog, what, said):
+    ask(odd, what, 2)
+    assert len(caplog.records) == 1 and said in caplog.text  # of the first call, for both samples
+
+
+def test_the_error_that_ends_the_run_shows_no_control_characters():
+    def shouts(*, prompts, completions, answers):
+        raise ValueError("\x1b[31mred \u202e")
+
+    rewards = own(shouts)
+    with pytest.raises(RewardError, match=r"ValueError: \\x1b\[31mred \\u202e") as caught:
+        for _ in range(5):
+            rewards(["p"], ["a"], ["x"])
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_value_that_is_no_number_costs_its_own_sample_without_a_second_call(module):
+    calls = []
+
+    def mixed(*, prompts, completions, answers):
+        calls.append(len(completions))
+        return [1.0, module.torch.ones(2), module.Fails(), 0.5]
+
+    result = own(mixed)(["p"] * 4, ["a"] * 4, ["x"] * 4)
+    assert result.total.isnan().tolist() == [False, True, True, False] and calls == [4]
+
+
+# How it leaves ----------------------------------------------------------------------------------
+
+
+def test_a_coroutine_that_exits_costs_its_samples(module):
+    assert build("odd_rewards:exits")(["p"], ["a"], ["x"]).failures == {"exits": 1}
+
+
+def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):
+    with pytest.raises(ValueError, match="could not import 'leaving'.*SystemExit: 0"):
+        import_function("leaving:f")
+    with pytest.raises(ValueError, match="could not import 'mute'.*<Mute without a text>"):
+        import_function("mute:f")
+
+
+def test_a_run_with_a_reward_that_exits_does_not_end_in_status_0(module):
+    script = (
+        "from types import SimpleNamespace as S\n"
+        "from grpo_fast.rewards import build_rewards\n"
+        "rewards = build_rewards([S(name='odd_rewards:odd', weight=1.0, options={})])\n"
+        "while True: rewards(['exit'], ['a'], ['x'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "RewardError: reward odd: 3 of the last 3 samples" in ended.stderr
+
+
+def test_the_users_interrupt_gets_through():
+    def interrupted(*, prompts, completions, answers):
+        raise KeyboardInterrupt
+
+    async def waits(*, prompts, completions, answers):
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        await asyncio.sleep(60)
+
+    start = time.monotonic()
+    for function in (interrupted, waits):
+        with pytest.raises(KeyboardInterrupt):
+            own(function)(["p"], ["a"], ["x"])
+    assert time.monotonic() - start < 20

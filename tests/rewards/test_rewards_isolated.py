@@ -1,0 +1,299 @@
+"""A reward in a process of its own: answers belong to requests, nothing outlives the caller."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_fast.rewards import build_rewards
+from grpo_fast.rewards.isolated import IsolatedReward
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = r"""
+import os, re, subprocess, sys, threading, time
+
+
+def value(*, prompts, completions, answers):
+    time.sleep(0.3 if "slow" in prompts else 0)
+    return [float(c) for c in completions]
+
+
+def pid(*, prompts, completions, answers):
+    return [os.getpid()] * len(completions)
+
+
+def hang(*, prompts, completions, answers):
+    with open(prompts[0], "a") as file:
+        print(os.getpid(), file=file, flush=True)
+        if completions == ["idle"]:
+            return [1.0]
+        if completions == ["child"]:
+            print((child := subprocess.Popen(["sleep", "600"])).pid, file=file, flush=True)
+            child.wait()
+    if completions == ["regex"]:  # does not let go of the interpreter lock
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    time.sleep(600)
+
+
+def stuck_afterwards(*, prompts, completions, answers):
+    threading.Timer(0.2, re.match, [r"(a+)+$", "a" * 60 + "b"]).start()
+    return [1.0] * len(completions)
+
+
+def talkative(*, prompts, completions, answers):
+    print("printed \x1b[31m")
+    print("to stderr \u202e", file=sys.stderr)
+    os.system("printf 'by a child \\033]0;title\\007\\n'")
+    os.write(2, b"no line end \x07 \xff")
+    return [1.0] * len(completions)
+
+
+def last_words(*, prompts, completions, answers):
+    print("one\ntwo\nthree", flush=True)
+    os._exit(3)
+
+
+def asks(*, prompts, completions, answers):
+    try:
+        return [float(input())]
+    except EOFError:
+        return [7.0]
+"""
+
+
+@pytest.fixture
+def isolated(tmp_path, monkeypatch):
+    """`isolated("value", timeout=…)`: a function of MODULE in a process, ended with the test."""
+    (tmp_path / "tried_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(name, timeout=30.0, **options):
+        made.append(IsolatedReward(f"tried_rewards:{name}", timeout=timeout, options=options))
+        return made[-1]
+
+    yield make
+    for reward in made:
+        reward.close()
+
+
+def ask(reward, *completions, prompt="p"):
+    return reward(
+        prompts=[prompt] * len(completions),
+        completions=list(completions),
+        answers=["x"] * len(completions),
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# Whose answer it is -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_no_answer_is_left_behind_by_an_interrupted_call(isolated, kind):
+    reward = isolated("value")
+    assert ask(reward, "1") == [1.0]
+
+    def interrupt(*_):
+        raise kind("now")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(kind, match="now"):
+            ask(reward, "2", prompt="slow")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(0.4)  # by now the answer 2.0 would lie in the pipe
+    assert [ask(reward, str(i)) for i in (3, 4)] == [[3.0], [4.0]]
+
+
+def test_an_answer_to_another_request_is_refused(isolated):
+    reward = isolated("value")
+    assert ask(reward, "1") == [1.0]
+    reward._worker.lines.put('{"number": 99, "rewards": [2.0]}')
+    with pytest.raises(RuntimeError, match="answered request 99, not 2"):
+        ask(reward, "3")
+    assert ask(reward, "4") == [4.0]
+
+
+def test_four_threads_on_one_set(isolated):
+    spec = SimpleNamespace(name="tried_rewards:value", weight=1.0, options={"timeout": 30})
+    rewards = build_rewards([spec])
+
+    def calls(thread):
+        asked = [[1000.0 * thread + i, -i] for i in range(100)]
+        texts = [[str(value) for value in pair] for pair in asked]
+        return [rewards(["p"] * 2, pair, ["x"] * 2).total.tolist() for pair in texts] == asked
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(calls, range(4)))
+    finally:
+        rewards.rewards[0].function.close()
+    assert rewards.failed_total == {"value": 0}
+
+
+def test_a_fork_leaves_the_worker_of_its_parent_alone(isolated):
+    reward = isolated("pid")
+    worker = ask(reward, "a")
+    child = os.fork()
+    if child == 0:  # no assertion, no cleaning up: this copy of pytest ends here
+        code = 1
+        try:
+            code = 0 if ask(reward, "a") != worker else 2
+            reward.close()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ask(reward, "a") == worker
+
+
+def test_an_error_of_the_function_keeps_the_worker(isolated):
+    """The exchange was complete: there is nothing that a new process would be needed for."""
+    reward = isolated("value")
+    assert ask(reward, "1") == [1.0]
+    worker = reward._worker
+    with pytest.raises(RuntimeError, match="ValueError: could not convert"):
+        ask(reward, "no number")
+    assert ask(reward, "5") == [5.0] and reward._worker is worker
+
+
+# Refusals ---------------------------------------------------------------------------------------
+
+
+TIMEOUTS = (0, -1, math.nan, math.inf, -math.inf, 1e10, 10**400, True, False, "5", [5], {})
+
+
+@pytest.mark.parametrize("timeout", [*TIMEOUTS, threading.TIMEOUT_MAX])
+def test_timeouts_that_cannot_be_waited_for_are_refused_at_once(isolated, timeout):
+    spec = SimpleNamespace(name="tried_rewards:value", weight=1.0, options={"timeout": timeout})
+    with pytest.raises(ValueError, match="timeout: expected"):
+        build_rewards([spec])
+    with pytest.raises(ValueError, match="timeout: expected"):
+        IsolatedReward("tried_rewards:value", timeout=timeout)
+
+
+def test_options_that_json_would_change_are_refused(isolated):
+    for table in ({1: "a"}, {"a": (1, 2)}, {"a": {1, 2}}):
+        with pytest.raises(ValueError, match="options: expected .* JSON"):
+            isolated("value", table=table)
+    isolated("value", table={"1": ["a", None, 0.5]})
+
+
+# Nothing outlives its caller --------------------------------------------------------------------
+
+
+def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
+    """Idle or busy, also holding the interpreter lock, with the processes they started."""
+    (tmp_path / "import_hangs.py").write_text(
+        "import os, time\nopen('import', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    kinds = ("idle", "sleep", "regex", "child", "import")
+    script = (
+        "import sys, threading, time\n"
+        "from grpo_fast.rewards.isolated import IsolatedReward\n"
+        "calls = []\n"
+        "for kind in sys.argv[1:]:\n"
+        "    path = 'import_hangs:f' if kind == 'import' else 'tried_rewards:hang'\n"
+        "    calls.append(IsolatedReward(path, timeout=600))\n"
+        "    asked = dict(prompts=[kind], completions=[kind], answers=['x'])\n"
+        "    threading.Thread(target=calls[-1], kwargs=asked, daemon=True).start()\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    caller = subprocess.Popen([sys.executable, "-c", script, *kinds], cwd=tmp_path, env=environment)
+
+    def started():
+        files = [tmp_path / kind for kind in kinds]
+        return [int(p) for file in files if file.exists() for p in file.read_text().split()]
+
+    try:
+        wait_until(lambda: len(started()) == 6, 60)
+        assert all(alive(pid) for pid in started())
+        time.sleep(0.2)  # into the regular expression
+        caller.kill()
+        caller.wait()
+        wait_until(lambda: not any(alive(pid) for pid in started()), 10)
+    finally:
+        caller.kill()
+        for pid in filter(alive, started()):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_call_that_takes_too_long_ends_what_the_function_started(isolated, tmp_path):
+    with pytest.raises(TimeoutError, match="took longer than 2 s"):
+        ask(isolated("hang", timeout=2), "child", prompt=str(tmp_path / "pids"))
+    pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(alive(pid) for pid in pids), 5)
+
+
+def test_a_worker_that_does_not_read_is_a_worker_that_takes_too_long(isolated):
+    reward = isolated("stuck_afterwards", timeout=2.0)
+    assert ask(reward, "a") == [1.0]
+    time.sleep(0.5)
+    with pytest.raises(TimeoutError):
+        ask(reward, "a" * 10**6)  # more than the pipe holds
+    assert ask(reward, "a") == [1.0]
+
+
+def test_a_forgotten_reward_ends_its_worker(isolated):
+    reward = IsolatedReward("tried_rewards:pid", timeout=30)
+    pid = int(ask(reward, "a")[0])
+    assert alive(pid)
+    del reward
+    assert not alive(pid)
+
+
+# What it prints and reads -----------------------------------------------------------------------
+
+
+def test_control_characters_that_a_reward_prints_are_escaped(isolated, capfd):
+    reward = isolated("talkative")
+    assert ask(reward, "a") == [1.0]
+    reward.close()
+    shown = capfd.readouterr()
+    assert not shown.out and not {"\x1b", "\x07", "\u202e"} & set(shown.err)
+    assert "printed \\x1b[31m\n" in shown.err and "to stderr \\u202e\n" in shown.err
+    assert "by a child \\x1b]0;title\\x07\n" in shown.err
+    assert "no line end \\x07 \ufffd" in shown.err
+
+
+def test_the_last_words_of_a_worker_are_shown(isolated, monkeypatch):
+    shown = []
+    slow = SimpleNamespace(flush=lambda: None)
+    slow.write = lambda text: time.sleep(0.1) or shown.append(text)
+    monkeypatch.setattr(sys, "stderr", slow)
+    with pytest.raises(RuntimeError, match="ended in the middle of a call"):
+        ask(isolated("last_words"), "a")
+    assert shown == ["one\n", "two\n", "three\n"]
+
+
+def test_a_function_that_reads_stdin_gets_nothing_of_the_requests(isolated):
+    reward = isolated("asks", timeout=5.0)
+    assert [ask(reward, "1"), ask(reward, "2")] == [[7.0], [7.0]]

@@ -1,0 +1,199 @@
+"""Rollout: the sampler against probabilities computed by hand, cutting at EOS, seeding, padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast import rollout as rollouts
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import NonFiniteLogits, Sampling
+from grpo_fast.rollout.sampler import Sampler, draw, seed_of
+from grpo_fast.train.batch import MicroBatch
+from grpo_fast.train.policy import Policy
+from tests.tiny import tiny_model
+
+SYMBOLS = [*map(str, range(10)), "="]
+PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]  # different lengths: left padding
+
+
+@pytest.fixture(scope="module")
+def policy():
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    return Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+
+
+def generate(policy, prompts, *, seed, group_size=4, **options):
+    sampling = Sampling(**{"max_new_tokens": 12, **options})
+    return rollouts.generate(policy, prompts, sampling, group_size=group_size, seed=seed)
+
+
+def test_draw_follows_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, -1.0]])
+    uniform = (torch.arange(20000) + 0.5) / 20000
+    tokens = draw(logits.expand(20000, 5), uniform)
+    frequency = torch.bincount(tokens, minlength=5) / 20000
+    torch.testing.assert_close(frequency, logits[0].softmax(-1), rtol=0, atol=1e-4)
+    assert frequency[2] == 0
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_draw_never_takes_an_impossible_token(uniform):
+    logits = torch.full((1, 1000), -torch.inf)
+    logits[0, 400:600] = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    assert 400 <= draw(logits, torch.tensor([uniform])).item() < 600
+
+
+def test_top_k_then_top_p():
+    probabilities = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]])
+    sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_k=4, top_p=0.7))
+    # top_k leaves .4 .3 .15 .1 (of .95): the mass before the third is .737 ≥ .7, so two stay
+    scores = sampler(torch.zeros(1, 1), probabilities.log())
+    assert scores.argmax(-1).item() == 1
+    assert sampler.logps.item() == pytest.approx(torch.tensor(0.3 / 0.7).log().item(), abs=1e-6)
+
+
+def test_temperature_enters_the_logps():
+    logits = torch.tensor([[1.0, 2.0, 0.5]])
+    sampler = Sampler(torch.zeros(1, 1), Sampling(temperature=0.5))
+    token = sampler(torch.zeros(1, 1), logits.clone()).argmax(-1)
+    assert sampler.logps.item() == pytest.approx(
+        (logits / 0.5).log_softmax(-1)[0, token].item(), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampling_logps_are_the_policys(policy, temperature):
+    """Left-padded generation with a cache and one packed forward pass see the same distribution."""
+    rollout = generate(policy, PROMPTS, seed=1, temperature=temperature)
+    groups = [range(first, first + 4) for first in range(0, 12, 4)]
+    batch = MicroBatch.pack(rollout, torch.zeros(12), groups, "cpu")
+    logps = policy.logps(batch.packed, temperature)
+    torch.testing.assert_close(logps, batch.sampling_logps, rtol=0, atol=2e-5)
+
+
+def test_greedy_takes_the_most_likely_token(policy):
+    rollout = generate(policy, PROMPTS, seed=1, temperature=0.0, group_size=2)
+    for prompt, completion in zip(rollout.prompt_ids, rollout.completion_ids, strict=True):
+        ids = list(prompt)
+        for token in completion:
+            with policy.generation():
+                logits = policy.lm(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            assert token == logits.argmax().item()
+            ids.append(token)
+
+
+def test_completions_end_at_the_first_eos(policy):
+    rollout = generate(policy, PROMPTS, seed=2, group_size=40)
+    eos = policy.tokenizer.eos_token_id
+    assert any(rollout.truncated) and not all(rollout.truncated)
+    for ids, cut, logps in zip(
+        rollout.completion_ids, rollout.truncated, rollout.sampling_logps, strict=True
+    ):
+        assert cut == (eos not in ids) and len(logps) == len(ids)
+        assert eos not in ids[:-1] and (cut or ids[-1] == eos)
+        assert not cut or len(ids) == 12
+    assert not any("<|" in text for text in rollout.texts)
+
+
+def test_the_seed_decides_and_the_batch_size_does_not(policy):
+    first = generate(policy, PROMPTS, seed=(3, 1))
+    again = generate(policy, PROMPTS, seed=(3, 1))
+    other = generate(policy, PROMPTS, seed=(3, 2))
+    pieces = generate(policy, PROMPTS, seed=(3, 1), batch_size=5)
+    assert first.completion_ids == again.completion_ids != other.completion_ids
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.sampling_logps, again.sampling_logps, strict=True)
+    )
+    assert pieces.completion_ids == first.completion_ids
+    assert seed_of(3, 1) != seed_of(31) and 0 <= seed_of("x") < 2**63
+
+
+def test_chat_messages_and_empty_prompts(policy):
+    messages = [{"role": "user", "content": "1 2"}]
+    rollout = generate(policy, [messages], seed=0, group_size=1)
+    assert rollout.prompts == ["1 2\n"] and rollout.prompt_ids == [
+        policy.tokenizer("1 2")["input_ids"]
+    ]
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(policy, [""], seed=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
+def test_a_policy_that_gives_no_numbers(bad, how):
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    broken = Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    with torch.no_grad():
+        broken.lm.lm_head.weight.fill_(bad)
+    with pytest.raises(NonFiniteLogits, match="the policy's logits are NaN"):
+        generate(broken, PROMPTS, seed=1, **how)
+
+
+def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
+    """It goes on until the whole batch has ended."""
+    eos, rows = policy.tokenizer.eos_token_id, len(SYMBOLS) + 2
+
+    def ends_at_once(input_ids, logits_processor, **_):
+        scores = torch.zeros(len(input_ids), rows)
+        scores[:, eos] = 100.0
+        for step in (scores, torch.full_like(scores, torch.nan)):
+            tokens = logits_processor[0](input_ids, step).argmax(-1, keepdim=True)
+            input_ids = torch.cat([input_ids, tokens], dim=1)
+        return input_ids
+
+    monkeypatch.setattr(policy.lm, "generate", ends_at_once)
+    rollout = generate(policy, PROMPTS, seed=2, group_size=1, max_new_tokens=2)
+    assert rollout.completion_ids == [[eos]] * 3 and not any(rollout.truncated)
+
+
+def test_a_draw_from_nan_stays_inside_the_vocabulary():
+    z = torch.full((2, 5), float("nan"))
+    assert draw(z, torch.tensor([0.0, 0.99])).max() < 5
+
+
+def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
+    longest = " ".join("1" for _ in range(512))
+    assert policy.positions == 512
+    short = {"group_size": 1, "max_new_tokens": 1}
+    assert len(generate(policy, [longest], seed=0, **short).texts) == 1
+    monkeypatch.setattr(policy.lm, "generate", lambda **_: pytest.fail("asked before the check"))
+    with pytest.raises(
+        ValueError,
+        match="prompts: expected at most 512 tokens .*max_position_embeddings.*, got 513 in '1 1 1",
+    ):
+        generate(policy, ["1 2 =", longest + " 1"], seed=0, **short)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "default"}, 512),
+    ],
+)
+def test_positions_of_a_stretched_model(rope, positions):
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    lm = tiny_model("llama", vocab_size=len(tokenizer), rope_parameters={"rope_theta": 1e4, **rope})
+    assert Policy(lm, tokenizer).positions == positions
+
+
+def test_a_shipped_generation_config_does_not_reach_the_sampler(policy):
+    plain = generate(policy, PROMPTS, seed=4)
+    policy.lm.generation_config.repetition_penalty = 5.0
+    policy.lm.generation_config.do_sample = True
+    penalised = generate(policy, PROMPTS, seed=4)
+    assert policy.lm.generation_config.repetition_penalty == 5.0
+    policy.lm.generation_config.repetition_penalty = None
+    assert penalised.completion_ids == plain.completion_ids
+
+
+def test_generation_mode_is_left_again(policy):
+    policy.lm.train()
+    with pytest.raises(RuntimeError, match="stop"), policy.generation():
+        assert not policy.lm.training and policy.lm.config._attn_implementation == "sdpa"
+        raise RuntimeError("stop")
+    assert policy.lm.training and policy.lm.config._attn_implementation == "grpo_packed"
+    policy.lm.eval()

@@ -1,0 +1,195 @@
+"""The command line: quick help, one-sentence refusals with exit code 2, each command once for real
+on a tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from grpo_fast.cli import expand_data
+from tests.command_line import ROOT, invoke, refused, write_recipe
+from tests.tiny import tiny_folder
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return write_recipe(tmp_path)
+
+
+def test_help_and_version_load_nothing_heavy():
+    """The command line itself imports neither torch nor transformers, matplotlib or the trainer."""
+    code = (
+        "import sys, types\n"
+        "package = sys.modules['grpo_fast'] = types.ModuleType('grpo_fast')\n"
+        "package.__path__ = [sys.argv[1]]\n"
+        "from grpo_fast.cli import app\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'datasets', 'grpo_fast.train'} & "
+        "set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "grpo_fast")],
+        check=True,
+        env=environment,
+        timeout=60,
+    )
+    shown = invoke("--help").output
+    assert all(word in shown for word in ("train", "eval", "plot", "--version"))
+    version = invoke("--version")
+    assert version.exit_code == 0 and version.output.startswith("grpo-fast ")
+
+
+def test_train_then_eval_then_plot(recipe, tmp_path):
+    result = invoke("train", recipe, "steps=1", "log.progress=false")
+    assert result.exit_code == 0, result.output
+    run = tmp_path / "run"
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "curves.png", "model"} <= {
+        p.name for p in run.iterdir()
+    }
+    assert "reward" in result.output and "→" in result.output
+
+    result = invoke("eval", str(run), "n=4", "samples=4", f"out={tmp_path / 'e.json'}")
+    assert result.exit_code == 0, result.output
+    assert (
+        "greedy (n=4 questions" in result.output
+        and "pass@4" in result.output
+        and "±" in result.output
+    )
+    metrics = json.loads((tmp_path / "e.json").read_text())
+    assert set(metrics) == {"greedy", "sampled"} and metrics["sampled"]["eval_samples"] == 4
+    assert {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_maj@4", "eval_reward_se"} <= set(
+        metrics["sampled"]
+    )
+
+    result = invoke("plot", str(run), str(run / "metrics.jsonl"), "-o", str(tmp_path / "both.png"))
+    assert result.exit_code == 0 and (tmp_path / "both.png").is_file()
+
+    assert refused(invoke("train", recipe), "occupied", "--name")
+    again = invoke("train", recipe, "steps=0", "log.progress=false", "--name", "second")
+    assert again.exit_code == 0 and (run / "second" / "summary.json").is_file()
+
+
+def test_eval_of_a_model_on_a_local_file(tmp_path):
+    model = tiny_folder(tmp_path / "m")
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"question": "2+2?", "answer": "#### 4"}\n' * 3)
+    words = ("eval", str(model), f"data={data}", "max_new_tokens=4", "prompt_template=plain")
+    result = invoke(*words)
+    assert result.exit_code == 0 and "greedy (n=3 questions" in result.output
+    assert "accuracy_strict" in result.output and "rewards/gsm8k_format" in result.output
+    assert "sampled" in invoke(*words, "samples=2", "k=2").output
+    data.write_text('{"question": "2+2?"}\n')
+    assert refused(invoke(*words), f"{data}:1: ", "'answer'")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("optim.rl=1",), ("optim.rl", "lr")),
+        (("stepz=1",), ("stepz", "nearest: steps")),
+        (("steps=many",), ("steps", "many")),
+        (("steps",), ("key=value",)),
+        (("rewards.0.name=sort_position",), ("did you mean 'sort_positions'",)),
+        (("rewards.0.name=no_module:f",), ("could not import 'no_module'",)),
+        (("data=missing.jsonl", "data.task=gsm8k"), ("found nothing at missing.jsonl",)),
+        (("--name", "../up"), ("plain folder name",)),
+        (("rewards.0.options.x=1",), ("sort_positions", "unexpected keyword argument 'x'")),
+        (
+            ("model.device=xpuu",),
+            ("model.device: expected auto or a device of this machine, got 'xpuu'",),
+        ),
+        (("model.config.num_attention_heads=3",), ("model.config: llama refuses it",)),
+        (
+            ("model={path: /no/such/folder}",),
+            ("model.path: expected a model's folder or hub id, got",),
+        ),
+        (("loss.loss_type=groop",), ("groop", "grpo")),
+    ],
+)
+def test_train_refusals(recipe, tmp_path, words, parts):
+    assert refused(invoke("train", recipe, *words), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_recipe_is_refused():
+    assert refused(invoke("train", "gsm8k-tinny"), "gsm8k-tinny")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("sample=4",), ("sample: unknown key; nearest: samples",)),
+        (("samples=0",), ("samples:", "got 0")),
+        (("samples=2", "k=4"), ("k: expected values from 1 to samples=2, got 4",)),
+        (("n",), ("expected key=value, got 'n'",)),
+        ((), ("data: expected data=",)),
+        (("task=sort",), ("model.path: expected a model's folder or hub id, got",)),
+    ],
+)
+def test_eval_refusals(tmp_path, monkeypatch, words, parts):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert refused(invoke("eval", str(tmp_path / "no_model"), *words), *parts)
+
+
+def test_eval_refuses_where_it_cannot_write_or_read_before_it_works(recipe, tmp_path):
+    assert invoke("train", recipe, "steps=0", "log.progress=false").exit_code == 0
+    run = str(tmp_path / "run")
+    assert refused(
+        invoke("eval", run, f"out={tmp_path}/no/e.json"),
+        "out: expected a file in a folder that exists",
+    )
+    assert refused(
+        invoke("eval", run, "data=q.jsonl"),
+        "data.path: task sort makes its own prompts, came 'q.jsonl'",
+    )
+    assert refused(invoke("eval", run, "task=gsm8k"), "data: expected data=", "with task=gsm8k")
+    assert refused(invoke("eval", run, "n=[1"), "n: expected plain YAML, got '[1'")
+
+
+def test_a_run_that_diverges_ends_with_code_1(recipe, monkeypatch):
+    from grpo_fast.train.optimizer import NonFiniteGradient
+
+    def diverge(config):
+        raise NonFiniteGradient("3 gradients in a row were not finite")
+
+    monkeypatch.setattr("grpo_fast.train.loop.train", diverge)
+    result = invoke("train", recipe)
+    assert result.exit_code == 1 and result.stderr.startswith("grpo-fast: 3 gradients in a row")
+
+
+def test_plot_refusals(tmp_path):
+    assert refused(invoke("plot", str(tmp_path)), "found no file at")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
+    assert refused(invoke("plot", str(tmp_path), "-o", str(tmp_path / "p.docx")), "docx")
+
+
+def test_debug_shows_where(recipe):
+    result = invoke("train", recipe, "stepz=1", "--debug")
+    assert result.exit_code == 2 and "Traceback" in result.stderr
+
+
+def test_data_shorthand(tmp_path):
+    file = tmp_path / "x.jsonl"
+    assert expand_data([f"data={file}"]) == [f"data.path={file}", "data.name=null"]
+    assert expand_data([f"data={tmp_path}"]) == [f"data.path={tmp_path}", "data.name=null"]
+    assert expand_data(["data=openai/gsm8k", "seed=3"]) == [
+        "data.path=null",
+        "data.name=openai/gsm8k",
+        "seed=3",
+    ]
+    assert expand_data(["data={task: sort}"]) == ["data={task: sort}"]
+
+
+def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):
+    (tmp_path / "bad_reward.py").write_text("def bad(**columns):\n    raise RuntimeError('boom')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = invoke(
+        "train", recipe, "steps=5", "rewards.0.name=bad_reward:bad", "log.progress=false"
+    )
+    assert result.exit_code == 1 and "reward bad:" in result.stderr and "boom" in result.stderr

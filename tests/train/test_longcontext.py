@@ -1,0 +1,239 @@
+"""Options that make room change no result: loss and every gradient against the plain run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig
+from grpo_fast.attention import dispatch
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import Rollout
+from grpo_fast.train import optimizer
+from grpo_fast.train.batch import StepBatch
+from grpo_fast.train.config import ModelConfig, OptimConfig
+from grpo_fast.train.loading import load_policy
+from grpo_fast.train.long_context import apply_options, freeze, tile_mlps
+from grpo_fast.train.loop import accumulate
+from grpo_fast.train.optimizer import Optimizer, build_adam
+from grpo_fast.train.policy import Policy, Reference
+from tests.tiny import tiny_folder, tiny_model
+
+SYMBOLS = [*map(str, range(10)), "="]
+
+
+def a_rollout(seed=0):
+    """Two groups of three completions of 1 to 9 tokens after prompts of 11 and 5."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n):
+        return torch.randint(2, 13, (n,), generator=generator).tolist()
+
+    prompts = [p for n in (11, 5) for p in [ids(n)] * 3]
+    completions = [ids(n) for n in (9, 1, 4, 3, 7, 2)]
+    logps = [torch.randn(len(c), generator=generator) - 3 for c in completions]
+    return Rollout(
+        prompt_ids=prompts, completion_ids=completions, sampling_logps=logps, truncated=[False] * 6
+    )
+
+
+def loss_and_gradients(policy, seed=0):
+    rollout = a_rollout(seed)
+    batch = StepBatch(
+        rollout,
+        torch.tensor([1.0, -1.0, 0.5, 2.0, -2.0, 1.5]),
+        group_size=3,
+        minibatches=1,
+        budget=10**6,
+        device="cpu",
+    )
+    for micro in batch.micro_batches:
+        micro.old_logps = micro.sampling_logps
+    policy.model.train()
+    config = LossConfig(loss_type="grpo", compute_entropy=True)
+    seen = accumulate(policy, batch.minibatches[0], config, correct_sampling=False, validate="full")
+    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    return seen.result()["loss"], gradients
+
+
+def fp64_policy(family="llama", **options):
+    model = tiny_model(family, vocab_size=13, num_hidden_layers=3).double()
+    apply_options(model, ModelConfig(path="x", **options))
+    return Policy(model, build_symbol_tokenizer(SYMBOLS))
+
+
+OPTIONS = [
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "checkpoint_every": 2},
+    {"gradient_checkpointing": True, "checkpoint_offload": True},
+    {"gradient_checkpointing": True, "checkpoint_every": 2, "checkpoint_offload": True},
+    {"tiled_mlp": 7},
+    {"tiled_mlp": 5, "gradient_checkpointing": True, "checkpoint_offload": True},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o)))
+def test_options_change_no_gradient(family, options):
+    """Asserted in fp64: the loss and every gradient within 1e-12 of the plain run's."""
+    loss, gradients = loss_and_gradients(fp64_policy(family))
+    other, theirs = loss_and_gradients(fp64_policy(family, **options))
+    assert other == pytest.approx(loss, rel=1e-6) and gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            theirs[name], gradient, rtol=1e-12, atol=1e-12 * float(gradient.abs().max())
+        )
+
+
+def test_options_are_in_force(monkeypatch):
+    """Equal gradients alone would also come from options that do nothing."""
+    kept, moved = [], []
+    pack = torch.autograd.graph.save_on_cpu
+
+    def counting(*args, **kwargs):
+        moved.append(1)
+        return pack(*args, **kwargs)
+
+    def saved(policy):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(x.numel()) or x, lambda x: x
+        ):
+            loss_and_gradients(policy)
+        return sum(kept)
+
+    monkeypatch.setattr("torch.autograd.graph.save_on_cpu", counting)
+    plain, second, every, tiled = (
+        saved(fp64_policy(**o)) for o in ({}, OPTIONS[1], OPTIONS[0], {"tiled_mlp": 7})
+    )  # fmt: skip
+    assert every < second < plain and tiled < plain and not moved
+    loss_and_gradients(fp64_policy(**OPTIONS[3]))
+    assert len(moved) == 2  # layers 0 and 2 of three
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
+    """The kernel's self-test runs when a kind of input is first seen; here that is under the
+    checkpoint's hooks.
+    """
+    dispatch.choose.cache_clear()
+    policy = fp64_policy(gradient_checkpointing=True, checkpoint_offload=offload)
+    assert loss_and_gradients(policy)[1] and dispatch.choose.cache_info().misses == 1
+
+
+def test_tiles_see_no_more_rows_than_asked_for():
+    policy, seen = fp64_policy(tiled_mlp=7), []
+    for layer in policy.lm.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0].shape[-2])
+        )
+    loss_and_gradients(policy)
+    # T = 11 + 5 + Σ(C − 1) = 36 rows; each tile runs once forward and once more for its backward
+    assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
+    with pytest.raises(ValueError, match="model.tiled_mlp: Linear has no dense MLP"):
+        tile_mlps(torch.nn.Linear(2, 2), 4)
+
+
+def test_a_reference_copy_keeps_its_own_tiled_mlps():
+    policy = fp64_policy(tiled_mlp=3)
+    reference = Reference(policy, SimpleNamespace(kind="frozen"))
+    for module, twin in zip(policy.model.modules(), reference.copy.model.modules(), strict=True):
+        if "forward" in vars(twin):
+            assert twin.forward.__self__ is twin and module.forward.__self__ is module
+    rollout = a_rollout()
+    batch = StepBatch(
+        rollout, torch.zeros(6), group_size=3, minibatches=1, budget=10**6, device="cpu"
+    )
+    before = reference.logps(batch.micro_batches[0].packed, 1.0)
+    with torch.no_grad():
+        policy.lm.model.layers[0].mlp.down_proj.weight.zero_()
+    assert torch.equal(reference.logps(batch.micro_batches[0].packed, 1.0), before)
+
+
+def test_frozen_weights_get_no_gradient_and_change_no_other():
+    _, gradients = loss_and_gradients(fp64_policy("llama"))
+    for options in ({}, {"gradient_checkpointing": True, "tiled_mlp": 6}):
+        _, rest = loss_and_gradients(
+            fp64_policy("llama", frozen=["*embed_tokens*", "lm_head*", "*layers.0.*"], **options)
+        )
+        assert rest and not [
+            name for name in rest if "embed" in name or "lm_head" in name or "layers.0" in name
+        ]
+        for name, gradient in rest.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-12)
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="model.frozen: no parameter matches 'lm_heads'"):
+        freeze(model, ["lm_heads"])
+    with pytest.raises(ValueError, match="leave no parameter"):
+        freeze(model, ["*"])
+
+
+def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
+    folder = tiny_folder(tmp_path / "base", "llama")
+    results = []
+    for options in (
+        {},
+        {"gradient_checkpointing": True, "checkpoint_offload": True, "tiled_mlp": 6},
+    ):
+        torch.manual_seed(0)
+        policy = load_policy(ModelConfig(path=folder, dtype="float32", lora={"r": 4}, **options))
+        # B starts at zero: nothing would flow into A.
+        for number, parameter in enumerate(policy.trainable()):
+            torch.nn.init.normal_(
+                parameter, std=0.1, generator=torch.Generator().manual_seed(number)
+            )
+        results.append(loss_and_gradients(policy))
+    (loss, gradients), (other, theirs) = results
+    assert (
+        other == pytest.approx(loss, rel=1e-5)
+        and gradients.keys() == theirs.keys()
+        and len(gradients) == 28
+    )
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            theirs[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
+        )
+
+
+# Optimizer states
+# ----------------------------------------------------------
+
+
+def test_states_that_need_a_package_name_it(monkeypatch):
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    monkeypatch.setattr(optimizer, "optional", lambda *_: None)
+    for states, message in (
+        ("8bit", "8bit needs torchao or bitsandbytes"),
+        ("offload", "offload needs torchao"),
+    ):
+        with pytest.raises(ValueError, match=rf"optim.states: {message} \(pip install torchao\)"):
+            build_adam(weights, OptimConfig(states=states))
+    monkeypatch.setattr(optimizer, "optional", lambda *_: torch.optim.AdamW)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="offload moves states from an accelerator"):
+        build_adam(weights, OptimConfig(states="offload"))
+
+
+def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
+    """torchao's contract: the rate is a tensor, filled in place."""
+
+    class TensorRate(torch.optim.SGD):
+        def __init__(self, parameters, lr, betas, eps, weight_decay):
+            super().__init__(parameters, lr=torch.tensor(lr))
+            self.rate = self.param_groups[0]["lr"]
+
+        def step(self):
+            assert self.param_groups[0]["lr"] is self.rate
+            return super().step()
+
+    monkeypatch.setattr(optimizer, "optional", lambda *_: TensorRate)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    stepper = Optimizer(
+        [weight], OptimConfig(states="8bit", lr=1.0, schedule="linear", max_grad_norm=9.0), 4
+    )
+    for expected in (-1.0, -1.75):
+        weight.grad = torch.ones(1)
+        stepper.step()
+        assert weight.item() == expected

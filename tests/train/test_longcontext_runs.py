@@ -1,0 +1,215 @@
+"""Whole runs of small models: out of memory lowers the budget, sharing changes no result, the
+long-context recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from grpo_fast.train import loop
+from grpo_fast.train.metrics import is_timing
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.report import memory_line
+from grpo_fast.train.settings import load_recipe
+from tests.tiny import tiny_folder
+
+TINY_SORT = [
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "data.n_test=16",
+    "steps=3",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "log.progress=false",
+    "log.save_model=false",
+    "loss.beta=0.05",
+    "reference.kind=frozen",
+    "optim.lr=0.01",
+]
+
+
+def sort_run(folder, *overrides):
+    loop.train(load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"]))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
+
+
+GPU_ERROR = torch.OutOfMemoryError("CUDA out of memory.")
+CPU_ERROR = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
+)
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """`no_room(fails)` makes the k-th call of the trunk run out of memory when `fails(k,
+    tokens)`.
+    """
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    original, calls = Policy.hidden, []
+
+    def install(fails, error=GPU_ERROR):
+        def hidden(self, packed):
+            calls.append(packed.layout.total)
+            states = original(self, packed)
+            if fails(len(calls), packed.layout.total):
+                raise error
+            return states
+
+        monkeypatch.setattr(Policy, "hidden", hidden)
+        return calls
+
+    return install
+
+
+def lowered_budget(folder):
+    return json.loads((folder / "summary.json").read_text())["tokens_per_microbatch"]
+
+
+REUSED = ["inner_iterations=2", "minibatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("error", "room", "overrides", "where"),
+    [
+        (GPU_ERROR, 40, [], "anywhere"),
+        (CPU_ERROR, 24, REUSED, "anywhere"),
+        (GPU_ERROR, 24, REUSED, "with gradients"),
+    ],
+    ids=["gpu-once", "cpu-reused", "gpu-reused-in-the-update"],
+)
+def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
+    tmp_path, no_room, caplog, error, room, overrides, where
+):
+    """The run equals, bit for bit, one with the lower budget from its start: nothing is counted
+    twice.
+    """
+    # Otherwise the old logps were computed in the larger micro-batches already.
+    every = where == "anywhere"
+    no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
+    with caplog.at_level(logging.WARNING, "grpo_fast"):
+        lowered = sort_run(tmp_path / "lowered", *overrides, "tokens_per_microbatch=80")
+    budget, lines = (
+        lowered_budget(tmp_path / "lowered"),
+        [r.message for r in caplog.records if "lowered" in r.message],
+    )
+    assert 10 < budget <= room
+    assert lines == [f"out of memory: tokens_per_microbatch lowered to {budget} ({error})"]
+    assert sort_run(tmp_path / "lower", *overrides, f"tokens_per_microbatch={budget}") == lowered
+
+
+def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
+    """The second micro-batch of the first backward pass fails, after the first has left
+    gradients.
+    """
+    options = ["reference.kind=none", "loss.beta=0"]
+    # The self-check, then the first micro-batch, then the second.
+    calls = no_room(lambda call, tokens: call == 3)
+    lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
+    budget = lowered_budget(tmp_path / "lowered")
+    assert budget < calls[1] and max(calls[1:3]) // 2 == budget and max(calls[3:]) <= budget
+    assert sort_run(tmp_path / "lower", *options, f"tokens_per_microbatch={budget}") == lowered
+
+
+def test_out_of_memory_later_keeps_the_old_logps(tmp_path, no_room):
+    """In the second pass the weights behind the old logps are gone, so the logps are handed on, not
+    computed again.
+    """
+    options = [
+        "inner_iterations=2",
+        "reference.kind=none",
+        "loss.beta=0",
+        "steps=1",
+        "tokens_per_microbatch=400",
+    ]
+    whole = sort_run(tmp_path / "whole", *options)
+    # Self-check, old logps, first pass, second pass.
+    calls = no_room(lambda call, tokens: call == 4)
+    lowered = sort_run(tmp_path / "lowered", *options)
+    assert len(calls) > 5 and max(calls[4:]) <= calls[3] // 2
+    for name in ("loss", "grad_norm", "approx_kl", "ratio/max", "policy_loss"):
+        assert lowered[0][name] == pytest.approx(whole[0][name], rel=1e-4, abs=1e-6), name
+    assert whole[0]["approx_kl"] > 0
+
+
+def test_one_completion_that_does_not_fit_ends_the_run(tmp_path, no_room):
+    no_room(lambda call, tokens: call > 1)
+    with pytest.raises(
+        ValueError, match="tokens_per_microbatch: one completion with its prompt .* does not fit"
+    ):
+        sort_run(tmp_path / "run")
+
+
+def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
+    no_room(lambda call, tokens: call == 2, RuntimeError("shape mismatch"))
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        sort_run(tmp_path / "run")
+
+
+# Settings
+# ----------------------------------------------------------
+
+
+def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    packed = sort_run(tmp_path / "packed", "shared_prompt=false")
+    monkeypatch.setattr(
+        "grpo_fast.train.policy.shared_prompt_supported", lambda _: "rope_type: 'some'"
+    )
+    with caplog.at_level(logging.WARNING, "grpo_fast"):
+        fallen_back = sort_run(tmp_path / "back")
+    assert fallen_back == packed
+    assert [r.message for r in caplog.records] == [
+        "every completion gets its own copy of the prompt: rope_type: 'some'"
+    ]
+
+
+def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    shared, packed = (
+        sort_run(tmp_path / "shared"),
+        sort_run(tmp_path / "packed", "shared_prompt=false"),
+    )
+    assert shared[0]["num_tokens"] < packed[0]["num_tokens"]
+    for a, b in zip(shared, packed, strict=True):
+        for name in ("loss", "grad_norm", "reward", "kl", "policy_loss", "completions/mean_length"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-6), name
+
+
+def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
+    # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
+    monkeypatch.setattr("grpo_fast.train.planning.budget._host_memory", lambda: 8 << 30)
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    lines = [
+        {
+            "question": f"Tom has {i} apples, then {i + 1} more. Sum?",
+            "answer": f"{i} + {i + 1}\n#### {2 * i + 1}",
+        }
+        for i in range(30)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = tiny_folder(tmp_path / "tiny", "qwen2")
+    config = load_recipe("gsm8k-longcontext", [
+        f"model.path={model}", "data.name=null", f"data.path={tmp_path}", "data.shots_tokens=220",
+        "data.n_test=4", "rollout.max_new_tokens=4", "rollout.prompts_per_step=2", "steps=1",
+        "log.progress=false", "model.autocast=null", "log.save_model=false", "model.tiled_mlp=64",
+        "eval.n=2", f"output_dir={tmp_path / 'run'}",
+    ])  # fmt: skip
+    summary = loop.train(config)
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    # Two groups of 16, each with one copy of its long prompt.
+    assert 2 * 220 < row["num_tokens"] < 2 * 400
+    assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
+    line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
+    tokens = f"{row['num_tokens']:.0f}"
+    assert line.endswith(
+        f"3.00 GiB predicted (micro-batches of up to {tokens} tokens), the whole process grew by "
+        "0.50 GiB"
+    )
+    assert memory_line({**summary, "predicted_memory": None, "peak_memory": 5 << 29}).endswith(
+        ", 2.50 GiB measured"
+    )

@@ -1,0 +1,169 @@
+"""Checkpoints that are damaged, incomplete or do not fit: refused in one line that names the file
+or the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_fast.data.tokenizer import build_bpe_tokenizer
+from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.loading import load_policy
+from tests.command_line import invoke, refused, write_recipe
+from tests.tiny import TEXTS, tiny_folder
+
+LAYER = "model.layers.1."
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("models") / "whole", "llama")
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A model's folder that may be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "m"))
+
+
+def weights_of(folder: Path, change) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def truncated(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def half_of_the_layers(folder):
+    weights_of(folder, lambda w: [w.pop(name) for name in list(w) if name.startswith(LAYER)])
+
+
+def no_head(folder):
+    weights_of(folder, lambda w: w.pop("lm_head.weight"))
+
+
+def another_shape(folder):
+    name = LAYER + "mlp.up_proj.weight"
+    weights_of(folder, lambda w: w.update({name: w[name][:-1].clone()}))
+
+
+def set_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+DAMAGE = {
+    "truncated": (truncated, "m/model.safetensors", "not fully covered"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "m/model.safetensors"),
+    "garbage": (
+        lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 999),
+        "m/model.safetensors",
+    ),
+    "gone": (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "half of the layers": (
+        half_of_the_layers,
+        "got none for 9 of them",
+        LAYER + "input_layernorm.weight",
+    ),
+    "no head": (no_head, "got none for 1 of them: lm_head.weight"),
+    "no weights": (lambda f: weights_of(f, dict.clear), "got none for 21 of them"),
+    "another shape": (another_shape, LAYER + "mlp.up_proj.weight is (63, 32) in place of (64, 32)"),
+    "another vocabulary": (
+        lambda f: set_config(f, vocab_size=99),
+        "in place of (99, 32)",
+        "config.json",
+    ),
+    "config.json": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "a field of config.json": (lambda f: set_config(f, num_hidden_layers="x"), "num_hidden_layers"),
+    "tokenizer.json": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),
+    "a larger tokenizer": (
+        lambda f: build_bpe_tokenizer(
+            [chr(0x4E00 + i) * 3 for i in range(99)], 500
+        ).save_pretrained(f),
+        "tokenizer: expected token ids below 295",
+        "got 499",
+    ),
+    "NaN": (
+        lambda f: weights_of(f, lambda w: w["model.norm.weight"].fill_(float("nan"))),
+        "expected weights with finite logits, got NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_model_is_refused_in_one_line(folder, tmp_path, name, caplog):
+    damage, *parts = DAMAGE[name]
+    damage(folder)
+    recipe = write_recipe(tmp_path)
+    result = invoke("train", recipe, f"model={{path: {folder}, tokenizer: null}}")
+    assert refused(result, *parts) and len(result.stderr.splitlines()) == 1
+    assert not caplog.records and not (tmp_path / "run").exists()
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"question": "2+2?", "answer": "#### 4"}\n')
+    assert refused(invoke("eval", str(folder), f"data={data}", "max_new_tokens=2"), *parts)
+
+
+def test_weights_without_a_place_are_reported_in_one_line(folder, caplog):
+    weights_of(
+        folder, lambda w: w.update({f"model.layers.{i}.extra": torch.ones(3) for i in range(5, 9)})
+    )
+    load_policy(ModelConfig(path=str(folder)))
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    message = record.getMessage()
+    assert (
+        "4 weights have no place in the model: model.layers.5.extra, model.layers.6.extra"
+        in message
+    )
+    assert str(folder) in message and "\n" not in message
+
+
+# A head of its own, and one tied to the embeddings.
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
+    folder = tiny_folder(tmp_path / "m", family)
+    assert ("lm_head.weight" in load_file(f"{folder}/model.safetensors")) == (family == "llama")
+    capfd.readouterr()
+    load_policy(ModelConfig(path=folder))
+    assert not caplog.records and "REPORT" not in "".join(capfd.readouterr())
+
+
+def test_a_special_token_beyond_the_embedding(folder):
+    """As in Gemma 3's text models: no text leads to it, so only a prompt that spells it is
+    refused.
+    """
+    from grpo_fast.rollout import Sampling, generate
+
+    tokenizer = build_bpe_tokenizer(TEXTS, 300)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+    policy = load_policy(ModelConfig(path=str(folder)))
+    options = Sampling(max_new_tokens=2)
+    assert len(generate(policy, ["What is 1?"], options, group_size=1, seed=0).texts) == 1
+    with pytest.raises(
+        ValueError, match="prompts: expected token ids below 295, .* got 295 in 'What is <image>"
+    ):
+        generate(policy, ["What is <image>?"], options, group_size=1, seed=0)
+
+
+def test_a_random_model_for_a_larger_tokenizer(tmp_path):
+    words = ("model.config.vocab_size=5", "log.progress=false")
+    assert refused(
+        invoke("train", write_recipe(tmp_path), *words),
+        "tokenizer: expected token ids below 5",
+        "got 12",
+    )
+    assert refused(
+        invoke("train", write_recipe(tmp_path), "model.config.model_type=lama"),
+        "model.config: lama",
+    )

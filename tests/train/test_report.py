@@ -1,0 +1,330 @@
+"""The run's folder, its metrics, its readable samples and its pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from grpo_fast.data import escape_control
+from grpo_fast.train.curves import plot_runs, read_metrics, series, smooth
+from grpo_fast.train.report import (
+    OutputFolderError,
+    RunReport,
+    check_folder,
+    final_line,
+    run_folder,
+)
+from grpo_fast.train.settings import load_recipe, parse_config
+
+
+def config(**changes):
+    return parse_config(
+        {
+            "model": {"config": {"model_type": "llama"}, "tokenizer": "symbols"},
+            "data": {"task": "sort"},
+            "rewards": [{"name": "sort_positions"}],
+            "steps": 40,
+            **changes,
+        }
+    )
+
+
+def logged_run(folder, steps=40):
+    report = RunReport(folder, config(), stream=io.StringIO())
+    constant = {
+        "completions/mean_length": 5.0,
+        "clip_ratio/region_mean": 0.1,
+        "perf/train_tok_s": 300.0,
+        "grad_norm": 1.0,
+    }
+    evaluation = {"eval_reward": 0.5, "eval_accuracy_strict": 0.2, "eval_accuracy_lenient": 0.4}
+    evaluation |= {f"{name}_se": 0.05 for name in evaluation}
+    for step in range(1, steps + 1):
+        moving = {
+            "reward": step / steps,
+            "kl": 0.01 * step,
+            "entropy": 1 / step,
+            "perf/rollout_tok_s": 100.0 + step,
+        }
+        report.log(step, moving | constant | (evaluation if step % 10 == 0 else {}))
+    return report
+
+
+def test_folder_of_a_run(tmp_path):
+    out = tmp_path / "runs" / "a"
+    report = logged_run(out)
+    report.completions(10, [{"prompt": "1 2 =", "completion": "1 2", "reward": 1.0}])
+    before = {
+        "eval_reward": 0.25,
+        "eval_reward_se": 0.01,
+        "eval_accuracy_strict": 0.0,
+        "eval_accuracy_strict_se": 0.0,
+    }
+    after = {
+        "eval_reward": 0.95,
+        "eval_reward_se": 0.011,
+        "eval_accuracy_strict": 0.941,
+        "eval_accuracy_strict_se": 0.015,
+        "eval_n": 256.0,
+    }
+    line = report.finish(
+        {
+            "before": before,
+            "after": after,
+            "steps": 40,
+            "nan": math.nan,
+            "t": torch.tensor(2.0),
+            "folder": out,
+        }
+    )
+    assert (
+        line == "reward 0.250 ± 0.010 → 0.950 ± 0.011 · strict 0.0% ± 0.0 → 94.1% ± 1.5 "
+        "(n=256, ± one standard error)"
+    )
+    assert line in report._stream.getvalue()
+    names = {path.name for path in out.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "completions", "summary.json", "curves.png"}
+    assert (out / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and (
+        out / "curves.png"
+    ).stat().st_size > 20_000
+    summary = json.loads((out / "summary.json").read_text())
+    assert (
+        summary["after"] == after
+        and summary["nan"] is None
+        and summary["t"] == 2.0
+        and summary["folder"] == str(out)
+    )
+    assert load_recipe(str(out / "config.yaml"), []) == config()
+
+
+def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
+    report = RunReport(tmp_path / "a", config(), stream=io.StringIO())
+    report.log(1, {"loss": torch.tensor(0.5), "kl": math.nan, "reward": math.inf, "num_tokens": 7})
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()  # not closed yet
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 0.5, "kl": None, "reward": None, "num_tokens": 7.0}
+    ]
+    assert read_metrics(tmp_path / "a")[0]["kl"] is None
+    report.close()
+    report.close()
+
+
+def test_plain_progress_where_there_is_no_terminal(tmp_path):
+    with logged_run(tmp_path / "a") as report:
+        lines = report._stream.getvalue().splitlines()
+    assert lines[0] == "step 1/40 · reward 0.025 · kl 0.0100 · length 5 · tok/s 300"
+    assert lines[-1].startswith("step 40/40 · reward 1.000")
+    held_out = [line for line in lines if "held out" in line]
+    assert (
+        held_out[0]
+        == "step 10/40 · held out: reward 0.500 ± 0.050 · strict 20.0% ± 5.0 · lenient 40.0% ± 5.0"
+    )
+    assert (len(lines), len(held_out)) == (25, 4)
+    quiet = RunReport(tmp_path / "b", config(log={"progress": False}), stream=io.StringIO())
+    quiet.log(1, {"reward": 1.0})
+    assert quiet._stream.getvalue() == ""
+
+
+def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "140")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    report = RunReport(tmp_path / "a", config(), stream=stream)
+    report.log(
+        3, {"reward": 0.5, "kl": 0.001, "completions/mean_length": 12.0, "perf/train_tok_s": 1234.0}
+    )
+    report.note("[red]note\x1b[31m")
+    report.finish({})
+    shown = stream.getvalue()
+    assert "reward 0.500 · kl 0.0010 · length 12 · tok/s 1234" in shown and "3/40" in shown
+    assert "[red]note\\x1b[31m" in shown  # neither markup nor control characters are obeyed
+
+
+def test_occupied_folder_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old.txt").write_text("x")
+    with pytest.raises(
+        OutputFolderError, match=r"output_dir: .*a is occupied \(it holds old.txt\)"
+    ):
+        RunReport(tmp_path / "a", config())
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["old.txt"]
+    for wrong in (
+        tmp_path / "a" / "old.txt",
+        tmp_path / "a" / "old.txt" / "b",
+        "x" * 5000,
+        "a\0b",
+        tmp_path / "link",
+    ):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("nowhere")
+        with pytest.raises(OutputFolderError, match="output_dir: cannot use .* as a folder: "):
+            RunReport(wrong, config())
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    """Known without writing anything; the nearest folder that exists decides."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(OutputFolderError, match=f"new as a folder: {tmp_path} is not writable"):
+        check_folder(tmp_path / "deep" / "new")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    check_folder(tmp_path / "deep" / "new")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", " ", "a/b", "/etc", "../x", "a\\b", "a\x00", "c:", "\u202ex"]
+)
+def test_run_names_cannot_leave_the_folder(tmp_path, name):
+    with pytest.raises(OutputFolderError, match="plain folder name"):
+        run_folder(tmp_path, name)
+
+
+def test_run_names(tmp_path):
+    assert run_folder(tmp_path, "lr 1e-4 β") == tmp_path / "lr 1e-4 β"
+    (tmp_path / "link").symlink_to("/")
+    with pytest.raises(OutputFolderError):
+        run_folder(tmp_path, "link")
+
+
+def test_control_characters_are_escaped():
+    assert escape_control("a\n\tb") == "a\n\tb"
+    assert (
+        escape_control("\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800")
+        == r"\x1b[2J\x0d\x00\x9b\u202e\u200b\u2028\ud800"
+    )
+    assert escape_control("é漢🙂") == "é漢🙂"
+
+
+def test_completions_are_readable_and_cannot_break_out(tmp_path):
+    report = RunReport(tmp_path / "a", config(), stream=io.StringIO())
+    rows = [
+        {
+            "prompt": "p",
+            "completion": "```\n# not a heading\x1b[31m\ud800",
+            "reward": torch.tensor(0.5),
+            "answer": "1\n2",
+            "kl": None,
+        },
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": "x", "reward": math.nan},
+    ]
+    path = report.completions(10, rows)
+    assert path == tmp_path / "a" / "completions" / "step_000010.md"
+    text = path.read_text(encoding="utf-8")
+    assert "\x1b" not in text and "````text\n```\n# not a heading\\x1b[31m\\ud800\n````" in text
+    assert "reward 0.5 · kl none" in text and "[user] hi" in text and "reward nan" in text
+    assert "answer\n```text\n1\n2\n```" in text
+
+
+def test_no_text_stands_outside_a_fence(tmp_path):
+    """Of a viewer of markdown nothing but our own words and numbers is markup."""
+    hostile = "1 <img src=x> ![](http://x)\n```\n# heading\n````\n[link](http://x)"
+    report = RunReport(tmp_path / "a", config(), stream=io.StringIO())
+    messages = [{"role": hostile, "content": hostile}]
+    rows = [
+        {
+            "prompt": prompt,
+            "completion": hostile,
+            "answer": hostile,
+            "reward": 1.0,
+            "truncated": True,
+        }
+        for prompt in (hostile, messages)
+    ]
+    fence, outside = "", []
+    for line in report.completions(3, rows).read_text(encoding="utf-8").splitlines():
+        if fence:
+            fence = "" if line == fence else fence
+        elif line.startswith("```"):
+            fence = line.removesuffix("text")
+        elif line:
+            outside.append(line)
+    row = ["reward 1 · truncated yes", "prompt", "completion", "answer"]
+    assert outside == ["# Step 3", "## 1", *row, "## 2", *row]
+
+
+def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward": 1}\n{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1, "reward": 1}]
+    path.write_text('{"step": 1, "rew\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):
+        read_metrics(tmp_path)
+    with pytest.raises(ValueError, match="found no file at"):
+        read_metrics(tmp_path / "no")
+    path.write_bytes(b'{"step": 1}\n\xff\n')
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl: not UTF-8 text \(invalid start byte at byte 12\)"
+    ):
+        read_metrics(tmp_path)
+    path.write_text("[" * 100_000 + "\n{}\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON object"):
+        read_metrics(tmp_path)
+
+
+def test_numbers_that_no_picture_has(tmp_path):
+    """A run's folder may come from anywhere."""
+    huge = "1" * 400
+    lines = [
+        f'{{"step": {step}, "reward": {reward}}}'
+        for step, reward in [(1, 1), (2, huge), (huge, 1), (3, "1e999")]
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert series(read_metrics(tmp_path), "reward") == [(1.0, 1.0)]
+    assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["", "folder", "curves", ".png"])
+def test_a_picture_needs_a_files_name(tmp_path, name):
+    """matplotlib adds an ending by itself and would write beside the name that was asked for."""
+    logged_run(tmp_path / "run", 3).close()
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="out: expected a file such as curves.png, got "):
+        plot_runs([tmp_path / "run"], tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_plot_several_runs(tmp_path):
+    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run"]  # the same name twice
+    for folder in folders:
+        logged_run(folder, 30).close()
+    for suffix in ("png", "svg"):
+        picture = plot_runs(folders, tmp_path / "deep" / f"both.{suffix}")
+        assert picture.stat().st_size > 10_000
+    svg = picture.read_text()
+    assert all(
+        title in svg
+        for title in ("Reward", "Entropy (nats)", "Clip fraction", "Throughput (tokens/s)")
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1}\n')
+    with pytest.raises(ValueError, match="no metrics to draw"):
+        plot_runs([tmp_path], tmp_path / "z.png")
+    with pytest.raises(ValueError, match="at least one"):
+        plot_runs([], tmp_path / "z.png")
+
+
+def test_smoothing_has_neither_bias_nor_lag():
+    rows = [{"step": i, "v": 3.0 if i % 2 else None} for i in range(100)]
+    points = series(rows, "v")
+    assert len(points) == 50 and points[0] == (1.0, 3.0)
+    assert [value for _, value in smooth(points)] == pytest.approx([3.0] * 50)
+    line = [(float(i), 2.0 * i) for i in range(200)]
+    assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
+
+
+def test_final_line():
+    assert final_line({}, {"eval_reward": 1.0}) == ""
+    same = {"eval_accuracy_strict": 0.5, "eval_accuracy_lenient": 0.5}
+    # Strict and lenient are one here: said once.
+    assert final_line(same, same) == "strict 50.0% ± nan → 50.0% ± nan"

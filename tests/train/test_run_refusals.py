@@ -1,0 +1,175 @@
+"""What cannot work is found before a model is loaded and leaves the output folder free; what breaks
+later says when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from grpo_fast.train import loop
+from grpo_fast.train.settings import load_recipe
+from tests.command_line import RECIPE, invoke, refused, write_recipe
+
+TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").replace(
+    "sort_positions", "exact_match"
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return write_recipe(tmp_path)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Whoever asks for a model has asked too early."""
+    for name in ("grpo_fast.train.loop.load_policy", "grpo_fast.train.loading.load_policy"):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
+
+
+def texts_recipe(folder, *prompts, n_test=1):
+    lines = [json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in prompts]
+    (folder / "d.jsonl").write_text("".join(lines))
+    data = f"data: {{task: jsonl, path: {folder / 'd.jsonl'}, n_test: {n_test}}}"
+    return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
+
+
+# ------------------------------------------------------------------------------------------------
+# before the model
+@pytest.mark.parametrize(
+    ("prompts", "reason"),
+    [
+        (["p"] * 9, "data: expected a training example in"),
+        (["p"], "data.n_test: expected fewer than the 1 lines"),
+        (["p", "q \ud800", "r"], "d.jsonl:2: expected Unicode, got the lone surrogate '\\ud800'"),
+    ],
+)
+def test_data_that_cannot_be_trained_on(tmp_path, no_model, prompts, reason):
+    assert refused(invoke("train", texts_recipe(tmp_path, *prompts)), reason)
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_test_prompt_is_enough(tmp_path):
+    result = invoke("train", texts_recipe(tmp_path, "p", "q"), "steps=1", "log.progress=false")
+    assert result.exit_code == 0 and "(n=1, ± one standard error)" in result.output
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["eval_reward_se"]
+        is None
+    )
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "occupied"])
+def test_output_folders(tmp_path, recipe, no_model, place):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "old").write_text("x")
+    folder = tmp_path / place
+    assert refused(
+        invoke("train", recipe, f"output_dir={folder}"),
+        f"output_dir: {'' if place == 'occupied' else 'cannot'}",
+    )
+    with pytest.raises(ValueError, match="output_dir: "):  # the library's users, too
+        loop.train(load_recipe(recipe, [f"output_dir={folder}"]))
+
+
+def test_an_output_folder_that_cannot_be_written_to(tmp_path, recipe, no_model):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    if os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("needs a user whom permissions bind: root may write everywhere")
+    assert refused(
+        invoke("train", recipe, f"output_dir={tmp_path}/locked/a/b"), "locked is not writable"
+    )
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
+    """Of the test split or the training split, wherever it lies: not in the middle of the run."""
+    prompts = ["1 2 3"] * 2
+    prompts[which] = "0123456789" * 12
+    monkeypatch.setattr(
+        "transformers.GenerationMixin.generate", lambda *_, **__: pytest.fail("asked the model")
+    )
+    result = invoke("train", texts_recipe(tmp_path, *prompts), "rollout.prompts_per_step=1")
+    assert refused(
+        result,
+        "expected at most 64 tokens (max_position_embeddings of the model), got 120 in '0123",
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def run(recipe, tmp_path):
+    assert invoke("train", recipe, "steps=0", "log.progress=false").exit_code == 0
+    return str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("out", [".", "no/e.json", "run"])
+def test_where_eval_cannot_write(run, tmp_path, no_model, out):
+    assert refused(
+        invoke("eval", run, "n=2", f"out={tmp_path / out}"),
+        "out: expected a file in a folder that exists",
+    )
+
+
+def test_where_eval_may_not_write(run, tmp_path, no_model, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for name in ("new.json", "tiny.yaml"):
+        assert refused(
+            invoke("eval", run, "n=2", f"out={tmp_path / name}"),
+            "out: expected a file that can be written",
+        )
+
+
+def test_results_that_cannot_be_written_are_still_shown(run):
+    result = invoke("eval", run, "n=2", "out=/dev/full")
+    assert refused(
+        result, "out: cannot write /dev/full: No space left", "greedy (n=2 questions", code=1
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# the home folder
+def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
+    """`~` is the home folder for the model as for the metrics."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    words = ("steps=0", "log.progress=false")
+    assert invoke("train", recipe, "output_dir=~/a", *words).exit_code == 0
+    assert invoke("train", recipe, "output_dir=~/", "--name", "b", *words).exit_code == 0
+    for name in ("a", "b"):
+        assert {"model", "metrics.jsonl", "summary.json", "config.yaml"} <= {
+            p.name for p in (home / name).iterdir()
+        }
+    assert (
+        invoke("eval", "~/a", "n=2", "out=~/e.json").exit_code == 0 and (home / "e.json").is_file()
+    )
+    assert invoke("plot", "~/a", "--out=~/p.png").exit_code == 0 and (home / "p.png").is_file()
+    assert not list(here.iterdir())
+    # A folder of that name.
+    assert invoke("train", recipe, "output_dir=./~/a", *words).exit_code == 0
+    assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
+
+
+# ----------------------------------------------------------
+# later on
+@pytest.mark.parametrize(
+    "words", [(), ("model.dtype=float16", "optim.lr=1"), ("rollout.top_k=3", "minibatches=2")]
+)
+def test_a_policy_that_gives_nan(recipe, words):
+    result = invoke("train", recipe, "optim.lr=1e30", "steps=8", "log.progress=false", *words)
+    assert refused(result, "the policy's logits are NaN or infinite at step ", "optim.lr", code=1)
+
+
+def test_nan_before_the_first_step(recipe, monkeypatch):
+    def ruin(policy, *_, **__):
+        policy.head.weight.data.fill_(float("nan"))
+
+    monkeypatch.setattr(loop, "warm_start", ruin)
+    result = invoke("train", recipe, "warm_start.steps=1", "log.progress=false")
+    assert refused(result, "the policy's logits are NaN or infinite before the first step", code=1)

@@ -1,0 +1,281 @@
+"""The configuration: unknown keys, nearest names, overrides, round trip, what excludes what."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from grpo_fast import LossConfig
+from grpo_fast.train.config import LossSettings, RunConfig
+from grpo_fast.train.settings import load_recipe, parse_config, recipe_names, save_config
+
+MINIMAL = {
+    "model": {"config": {"model_type": "llama"}, "tokenizer": "symbols"},
+    "data": {"task": "sort"},
+    "rewards": [{"name": "sort_positions"}],
+}
+
+
+def refused(changes=None, **sections):
+    settings = {**MINIMAL, **(changes or {}), **sections}
+    with pytest.raises(ValueError) as error:
+        parse_config(settings)
+    return str(error.value)
+
+
+def test_every_shipped_recipe_is_valid():
+    assert set(recipe_names()) == {
+        "sort",
+        "gsm8k-tiny",
+        "gsm8k-smollm2-1.7b",
+        "gsm8k-qwen2.5-0.5b",
+        "gsm8k-longcontext",
+    }
+    for name in recipe_names():
+        config = load_recipe(name)
+        assert config.output_dir == f"runs/{name}"
+        assert isinstance(config.loss_config(), LossConfig)
+
+
+def test_the_long_context_recipe():
+    config = load_recipe("gsm8k-longcontext")
+    assert (
+        config.data.shots_tokens == 8192
+        and config.rollout.group_size == 16
+        and config.shared_prompt
+    )
+    assert config.model.gradient_checkpointing and config.tokens_per_microbatch is None
+    for tokens in (16384, 32768):
+        assert (
+            load_recipe("gsm8k-longcontext", [f"data.shots_tokens={tokens}"]).data.shots_tokens
+            == tokens
+        )
+
+
+def test_the_tutorials_settings():
+    config = load_recipe("gsm8k-smollm2-1.7b")
+    rollout, optim, loss = config.rollout, config.optim, config.loss_config()
+    assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens) == (
+        0.9,
+        0.9,
+        50,
+        300,
+    )
+    assert (rollout.group_size, rollout.prompts_per_step, config.minibatches, config.steps) == (
+        8,
+        4,
+        1,
+        200,
+    )
+    assert (optim.lr, optim.schedule, optim.warmup, optim.max_grad_norm) == (5e-5, "linear", 0, 1.0)
+    assert (loss.beta, loss.epsilon_low, loss.temperature, config.inner_iterations) == (
+        0.04,
+        0.2,
+        0.9,
+        1,
+    )
+    assert (config.eval.samples, config.eval.temperature) == (8, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.learning_rate=1", "optim.learning_rate: unknown key; nearest: lr"),
+        ("rollout.num_generations=1", "rollout.num_generations: unknown key; nearest: group_size"),
+        ("optim.warmpu=1", "optim.warmpu: unknown key; nearest: warmup"),
+        ("stpes=1", "stpes: unknown key; nearest: steps"),
+        ("loss.epsilon_hihg=0.3", "loss.epsilon_hihg: unknown key; nearest: epsilon_high"),
+        ("rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
+        ("warm_start.step=2", "warm_start.step: unknown key; nearest: steps"),
+        ("model.lora.rnk=2", "model.lora.rnk: unknown key"),
+        ("loss.loss_type=gpro", "loss_type: expected one of"),
+        ("rollout.temperature=0", "rollout.temperature: "),
+        ("optim.lr=fast", "came 'fast'"),
+        ("rewards.7.weight=2", "is no index of a list of 2"),
+        ("steps.more=2", "holds a value, not a section"),
+        ("steps", "expected key=value"),
+        ("loss.beta=0.1", "reference.kind: loss.beta is not 0"),
+        ("accumulation=2", "accumulation: unknown key"),
+        ("tokens_per_microbatch=0", "tokens_per_microbatch: "),
+        ("model.checkpoint_offload=true", "model.gradient_checkpointing: "),
+        ("data.shots_tokens=100", "data.shots_tokens: "),
+        ("minibatches=7", "must divide"),
+        ("loss.temperature=-1", "temperature: expected"),
+        ("model.path=x", "exactly one of path"),
+        ("data.task=gsm8k", "exactly one of path and name"),
+        ("data.path=x.jsonl", "data.path: task sort makes its own prompts, came 'x.jsonl'"),
+        ("data.chat=true", "data.chat: task sort makes its own prompts"),
+        ("advantages=nromalized", "advantages: expected one of"),
+        ("advantage_options.esp=1", "esp: mode 'centered' expects one of"),
+        (
+            "advantages=normalized advantage_options.eps=-1",
+            "eps: expected a finite number >= 0, got -1",
+        ),
+        ("loss.softcap=3", "loss.softcap: expected none, the model's own is used, came 3.0"),
+        ("loss.logit_scale=2", "loss.logit_scale: expected none"),
+        ("eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, came [1, 8]"),
+        ("eval.k=[0]", "eval.k.0: "),
+        ("optim.betas=[0.9,1.5]", "optim.betas.1: "),
+        ("optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
+        ("optim.lr=.inf", "optim.lr: Input should be a finite number, came inf"),
+        (
+            "optim.weight_decay=.inf",
+            "optim.weight_decay: Input should be a finite number, came inf",
+        ),
+        ("warm_start.lr=.inf", "warm_start.lr: Input should be a finite number, came inf"),
+        ("eval.temperature=.inf", "eval.temperature: Input should be a finite number, came inf"),
+        ("optim.max_grad_norm=.nan", "optim.max_grad_norm: "),
+        (
+            "output_dir=~nobody-of-this-name/x",
+            "output_dir: expected the home folder of a known user",
+        ),
+        (
+            "loss.sampling_correction=sequence_mask",
+            "loss.sampling_correction: expected rollout.correct_sampling: true",
+        ),
+        (
+            "loss.sampling_correction=token_truncate",
+            "loss.sampling_correction: expected rollout.correct_sampling: true",
+        ),
+        (
+            "loss.sampling_ratio_cap=2",
+            "loss.sampling_ratio_cap: expected rollout.correct_sampling: true",
+        ),
+        (
+            "rollout.correct_sampling=true loss.sampling_correction=null",
+            "rollout.correct_sampling: expected loss.sampling_correction or "
+            "loss.off_policy_threshold",
+        ),
+    ],
+)
+def test_refused_overrides(override, message):
+    with pytest.raises(ValueError, match="(?s).*") as error:
+        load_recipe("sort", override.split())
+    assert message in str(error.value), str(error.value)
+
+
+def test_a_typo_is_refused_before_any_model_is_loaded(monkeypatch):
+    import builtins
+
+    original = builtins.__import__
+
+    def no_transformers(name, *rest):
+        assert not name.startswith("transformers")
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", no_transformers)
+    with pytest.raises(ValueError, match="nearest: steps"):
+        load_recipe("sort", ["step=3"])
+
+
+def test_overrides_are_yaml_and_dotted():
+    config = load_recipe(
+        "sort",
+        [
+            "optim.lr=1e-4",
+            "rewards.1.weight=0.5",
+            "model.lora.r=4",
+            "warm_start.steps=7",
+            "advantages=normalized",
+            "advantage_options={eps: 1.0e-6}",
+            "loss.epsilon_high=0.3",
+            "data.n_test=32",
+        ],
+    )
+    assert config.optim.lr == 1e-4 and config.rewards[1].weight == 0.5 and config.model.lora.r == 4
+    assert config.warm_start.steps == 7 and config.advantage_options == {"eps": 1e-6}
+    assert config.loss_config().epsilon_high == 0.3 and config.data.n_test == 32
+
+
+def test_recipes_by_path_and_unknown_names(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    assert load_recipe(str(path)).data.task == "sort"
+    with pytest.raises(ValueError, match="nearest: gsm8k-tiny"):
+        load_recipe("gsm8k-tinny")
+    path.write_text("- just\n- a list\n")
+    with pytest.raises(ValueError, match="expected a mapping"):
+        load_recipe(str(path))
+    path.write_text("seed: !!python/object/apply:os.getpid []\n")
+    with pytest.raises(ValueError, match="expected plain YAML.*python/object"):
+        load_recipe(str(path))
+
+
+def test_the_resolved_config_reads_back_equal(tmp_path):
+    config = load_recipe("gsm8k-smollm2-1.7b", ["model.lora.r=8", "seed=3"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_recipe(str(tmp_path / "config.yaml")) == config
+
+
+def test_a_correction_by_the_sampler_that_is_read(tmp_path):
+    """Also in a saved configuration, which holds every default."""
+    for words in (
+        ["rollout.correct_sampling=true", "loss.sampling_correction=sequence_mask"],
+        [
+            "rollout.correct_sampling=true",
+            "loss.sampling_correction=null",
+            "loss.off_policy_threshold=0.1",
+        ],
+        ["loss.sampling_correction=null"],
+        [],
+    ):
+        config = load_recipe("sort", words)
+        save_config(config, tmp_path / "config.yaml")
+        assert load_recipe(str(tmp_path / "config.yaml")) == config
+    with pytest.raises(
+        ValueError, match="loss.sampling_correction: expected rollout.correct_sampling"
+    ):
+        load_recipe(str(tmp_path / "config.yaml"), ["loss.sampling_correction=token_mask"])
+
+
+def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["output_dir=~/runs/a", "model={path: ~/m}", "data={task: jsonl, path: ~/d.jsonl}"]
+    config = load_recipe("sort", words)
+    save_config(config, tmp_path / "config.yaml")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    for read in (config, load_recipe(str(tmp_path / "config.yaml"))):
+        paths = (read.output_dir, read.model.path, read.data.path)
+        assert paths == tuple(str(tmp_path / name) for name in ("runs/a", "m", "d.jsonl"))
+    config.output_dir = "~/b"
+    assert config.output_dir == "/elsewhere/b"
+    assert load_recipe("sort", ["output_dir=./~/x"]).output_dir == "./~/x"
+
+
+def test_no_clipping(tmp_path):
+    config = load_recipe("sort", ["optim.max_grad_norm=.inf"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_recipe(str(tmp_path / "config.yaml")).optim.max_grad_norm == float("inf")
+
+
+def test_a_refusal_is_short_however_long_the_value():
+    message = refused(steps=[f"{i}" for i in range(9000)])
+    assert (
+        "steps: Input should be a valid integer, came ['0', '1'" in message and len(message) < 400
+    )
+
+
+def test_loss_settings_are_the_losses_own():
+    assert set(LossSettings.model_fields) == {f.name for f in dataclasses.fields(LossConfig)}
+    assert dataclasses.asdict(LossConfig(**dict(LossSettings()))) == dataclasses.asdict(
+        LossConfig()
+    )
+    config = parse_config({**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
+    assert (
+        config.loss_config().temperature == 0.9 and config.loss_config().max_completion_length == 7
+    )
+    assert parse_config({**MINIMAL, "loss": {"temperature": 1.2}}).loss_config().temperature == 1.2
+
+
+def test_what_excludes_what():
+    assert "tokenizer" in refused(model={"config": {"model_type": "llama"}})
+    assert "model_type" in refused(model={"config": {"hidden_size": 3}, "tokenizer": "bpe"})
+    assert "rewards" in refused(rewards=[])
+    lora = {"path": "x", "lora": {}}
+    assert "frozen" in refused(model=lora, loss={"beta": 0.1}, reference={"kind": "synced"})
+    assert "model: is missing" in refused({"model": None}) or "model" in refused({"model": None})
+    assert isinstance(
+        parse_config({**MINIMAL, "loss": {"loss_type": "kimi", "beta": 0.1}}), RunConfig
+    )

@@ -1,0 +1,386 @@
+"""The training loop with tiny models: every recipe for a few steps, and what must not change the
+result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.rewards import RewardResult
+from grpo_fast.rollout import generate
+from grpo_fast.train import loop
+from grpo_fast.train.metrics import LossMetrics, is_timing, policy_gradient, reward_metrics
+from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
+from grpo_fast.train.settings import load_recipe
+from tests.tiny import tiny_folder
+
+TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
+             "rollout.prompts_per_step=4", "rollout.group_size=4",
+             "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch, request):
+    if request.node.name != "test_the_output_folder":
+        monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+@pytest.fixture
+def gsm8k(tmp_path):
+    lines = [
+        {
+            "question": f"Tom has {i} apples, then {i + 1} more. Sum?",
+            "answer": f"{i} + {i + 1}\n#### {2 * i + 1}",
+        }
+        for i in range(40)
+    ]
+    for name, part in (("train", lines[:30]), ("test", lines[30:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part))
+    return str(tmp_path)
+
+
+def run(folder, recipe, *overrides):
+    """Train and return (summary, metrics of the steps, timings left out)."""
+    config = load_recipe(recipe, [*overrides, f"output_dir={folder}"])
+    summary = loop.train(config)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
+    assert len(rows) == config.steps
+    return summary, rows
+
+
+def sort(folder, *overrides):
+    return run(folder, "sort", *TINY_SORT, *overrides)[1]
+
+
+def close(
+    one, other, tolerance=2e-5, names=("loss", "grad_norm", "reward", "entropy", "policy_loss")
+):
+    for a, b in zip(one, other, strict=True):
+        for name in names:
+            if name in a:
+                assert a[name] == pytest.approx(b[name], abs=tolerance, rel=tolerance), name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["loss.loss_type=reinforce", "advantages=rewards"],
+        ["loss.loss_type=unclipped", "advantages=max", "inner_iterations=2"],
+        ["loss.loss_type=gspo", "advantages=opo", "minibatches=2"],
+        ["loss.loss_type=kimi", "loss.beta=0.1", "inner_iterations=2"],
+        ["loss.loss_type=cispo", "rollout.correct_sampling=true", "rollout.top_p=0.9"],
+    ],
+)
+def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
+    first, again = sort(tmp_path / "a", *overrides), sort(tmp_path / "b", *overrides)
+    assert first == again
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in first)
+
+
+def test_another_seed_gives_another_run(tmp_path):
+    assert sort(tmp_path / "a") != sort(tmp_path / "b", "seed=1")
+
+
+def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch):
+    """Weights that stand still, the first step's prompts again: only the random numbers differ."""
+    drawn = []
+
+    def recorded(*arguments, **options):
+        rollout = generate(*arguments, **options)
+        drawn.append((rollout.prompt_ids, rollout.completion_ids))
+        return rollout
+
+    monkeypatch.setattr(loop, "generate", recorded)
+    monkeypatch.setattr(loop, "prompts_of", lambda examples, step, count: list(examples[:count]))
+    sort(tmp_path / "a", "optim.lr=1e-30")
+    prompts, completions = zip(*drawn, strict=True)
+    assert len(drawn) == 3 and all(step == prompts[0] for step in prompts)
+    assert all(a != b for a, b in itertools.combinations(completions, 2))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_accumulation_changes_nothing(tmp_path, loss_type):
+    options = [
+        f"loss.loss_type={loss_type}",
+        "loss.compute_entropy=true",
+        "loss.beta=0.05",
+        "reference.kind=frozen",
+    ]
+    whole = sort(tmp_path / "whole", *options)
+    close(whole, sort(tmp_path / "tokens", *options, "tokens_per_microbatch=30"))
+    close(
+        whole,
+        sort(tmp_path / "packed", *options, "tokens_per_microbatch=30", "shared_prompt=false"),
+    )
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    assert sort(tmp_path / "a") == sort(tmp_path / "b", "model.gradient_checkpointing=true")
+
+
+def test_one_step_per_batch_is_on_policy_and_the_second_pass_is_not(tmp_path):
+    once = sort(tmp_path / "once", "optim.lr=0.01")
+    assert all(row["approx_kl"] == 0 and row["ratio/max"] == row["ratio/min"] == 1 for row in once)
+    twice = sort(tmp_path / "twice", "optim.lr=0.01", "inner_iterations=2")
+    assert all(row["approx_kl"] > 0 and row["ratio/max"] > 1 > row["ratio/min"] for row in twice)
+    assert once[0]["reward"] == twice[0]["reward"]
+
+
+def test_fixed_logps_have_the_losses_temperature(tmp_path):
+    options = ["loss.temperature=0.5", "loss.beta=0.1", "reference.kind=frozen", "steps=1"]
+    assert sort(tmp_path / "ref", *options)[0]["kl"] == 0
+    first = sort(tmp_path / "old", *options, "inner_iterations=2", "optim.lr=1e-9")[0]
+    assert first["ratio/max"] == pytest.approx(1, abs=1e-4) and first["ratio/min"] == pytest.approx(
+        1, abs=1e-4
+    )
+
+
+def test_early_stop_of_the_inner_passes(tmp_path, monkeypatch):
+    taken = []
+    original = Optimizer.step
+    monkeypatch.setattr(Optimizer, "step", lambda self: taken.append(1) or original(self))
+    sort(tmp_path / "a", "optim.lr=0.05", "inner_iterations=8", "max_approx_kl=1e-4", "steps=2")
+    assert len(taken) == 4  # the first pass is on policy, the second sees the distance
+
+
+def test_references(tmp_path):
+    options = ["loss.beta=0.1", "optim.lr=0.01", "steps=4"]
+    frozen = sort(tmp_path / "frozen", *options, "reference.kind=frozen")
+    assert frozen[0]["kl"] == 0 and all(row["kl"] > 0 for row in frozen[1:])
+    follows = sort(
+        tmp_path / "synced", *options, "reference={kind: synced, sync_every: 1, mixing: 1.0}"
+    )
+    assert all(row["kl"] == 0 for row in follows)
+    half = sort(tmp_path / "half", *options, "reference={kind: synced, sync_every: 2, mixing: 0.5}")
+    assert half[1]["kl"] == frozen[1]["kl"] and 0 < half[2]["kl"] < frozen[2]["kl"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        (
+            "gsm8k-smollm2-1.7b",
+            ["model.dtype=float32", "rollout.prompts_per_step=4", "eval.samples=2", "eval.k=[1,2]"],
+        ),
+        (
+            "gsm8k-smollm2-1.7b",
+            ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"],
+        ),
+        ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "tokens_per_microbatch=600"]),
+        (
+            "gsm8k-qwen2.5-0.5b",
+            ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"],
+        ),
+    ],
+)
+def test_big_recipes_with_a_tiny_model(tmp_path, gsm8k, recipe, overrides):
+    model = tiny_folder(tmp_path / "tiny", "llama" if "smollm2" in recipe else "qwen2")
+    summary, rows = run(
+        tmp_path / "run", recipe, f"model.path={model}", "data.name=null", f"data.path={gsm8k}",
+        "rollout.max_new_tokens=12",
+        "steps=2", "eval.n=4", "log.progress=false", *overrides,
+    )  # fmt: skip
+    assert {
+        "kl",
+        "entropy",
+        "rewards/gsm8k_correct/mean",
+        "rewards/gsm8k_format/mean",
+        "completions/clipped_ratio",
+        "frac_reward_zero_std",
+        "sampling/sampling_logp_difference/mean",
+    } <= rows[0].keys()
+    assert rows[0]["kl"] == 0 or "inner_iterations=2" in overrides or rows[0]["kl"] < 1e-3
+    assert summary["after"]["eval_n"] == 4 and "eval_accuracy_lenient_se" in summary["after"]
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert load_recipe(str(tmp_path / "run" / "config.yaml")).steps == 2
+
+
+def test_warm_start_then_grpo(tmp_path, gsm8k):
+    tiny = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    summary, rows = run(
+        tmp_path / "run", "gsm8k-tiny", "data.name=null", f"data.path={gsm8k}",
+        "model.vocab_size=300", "steps=2", "eval.n=4", "warm_start.steps=3",
+        "rollout.max_new_tokens=8", "rollout.prompts_per_step=2", "log.progress=false",
+        "eval.samples=1", "log.save_model=false", "eval.k=[]",
+        *[f"model.config.{k}={v}" for k, v in tiny.items()],
+    )  # fmt: skip
+    assert summary["steps"] == 2 and summary["before"]["eval_n"] == 4
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    warm = [line["warm_start/loss"] for line in lines if "warm_start/loss" in line]
+    assert len(warm) == 3 and warm[-1] < warm[0]
+
+
+def test_the_policy_terms_gradient(tmp_path, capsys):
+    """Alone it is the loss's; beside a KL term and an entropy bonus its norm over the tokens is
+    reported.
+    """
+    rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
+    assert all(
+        abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"] for row in rows
+    )
+    assert capsys.readouterr().out.count(loop.LOSS_IS_ZERO) == 1
+    kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
+    for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
+        rows = sort(tmp_path / folder, *kl, *options)
+        assert all("policy_grad_norm" not in row for row in rows)
+        # On policy and token-averaged the gradient of a token is −A/N; lengths are 1 to 4, so
+        # bounds must do.
+        assert all(
+            0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5 for row in rows
+        )
+        if folder == "kl":
+            whole = rows
+    close(whole, rows, names=("policy_logp_grad_norm",))
+    assert loop.LOSS_IS_ZERO not in capsys.readouterr().out
+
+
+def test_the_policy_terms_gradient_with_respect_to_logps():
+    logps = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    output = grpo_loss(
+        logps,
+        torch.tensor([3.0, -4.0]),
+        LossConfig(loss_type="dapo"),
+        cu_seqlens=torch.tensor([0, 1, 3]),
+    )
+    config = LossConfig(loss_type="dapo", beta=0.7, entropy_coef=2.0)
+    per_token = {
+        "cu_seqlens": torch.tensor([0, 1, 3]),
+        "ref_logps": torch.zeros(3),
+        "num_items_in_batch": 3,
+    }
+    norm = policy_gradient(output, torch.tensor([3.0, -4.0]), config, per_token)
+    assert norm.item() == pytest.approx((9 + 16 + 16) ** 0.5 / 3, rel=1e-6)
+
+
+def test_lost_rewards_are_counted(tmp_path):
+    rows = sort(
+        tmp_path / "a",
+        "rewards=[{name: sort_positions}, "
+        "{name: 'tests.train.test_train_loop:often_nan', weight: 0}]",
+    )
+    assert all(
+        row["rewards/often_nan/failed"] == 4 and row["rewards/sort_positions/failed"] == 0
+        for row in rows
+    )
+
+
+def often_nan(prompts, completions, answers):
+    return [math.nan if i % 4 == 0 else 1.0 for i in range(len(completions))]
+
+
+def test_truncated_completions_can_be_left_out(tmp_path):
+    rows = sort(
+        tmp_path / "a",
+        "rollout.max_new_tokens=3",
+        "rollout.mask_truncated=true",
+        "rollout.group_size=16",
+    )
+    assert all(0 < row["active_tokens"] < 64 * 3 for row in rows)
+
+
+def test_the_output_folder(tmp_path):
+    run(
+        tmp_path / "run",
+        "sort",
+        *TINY_SORT,
+        "log.save_model=true",
+        "log.completions_every=2",
+        "eval.every=2",
+    )
+    found = {
+        str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()
+    }
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "curves.png",
+        "completions/step_000001.md",
+        "completions/step_000002.md",
+        "model/config.json",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+    } <= found
+    with pytest.raises(ValueError, match="occupied"):
+        run(tmp_path / "run", "sort", *TINY_SORT)
+
+
+def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
+    weight = torch.nn.Parameter(torch.ones(3))
+    config = load_recipe("sort").optim
+    optimizer = Optimizer([weight], config, 10)
+    for bad in (float("nan"), float("inf")):
+        weight.grad = torch.full((3,), bad)
+        assert not math.isfinite(optimizer.step())
+    assert torch.equal(weight, torch.ones(3)) and optimizer.skipped == 2
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert not torch.equal(weight, torch.ones(3)) and torch.isfinite(weight).all()
+    with pytest.raises(NonFiniteGradient, match="3 gradients in a row"):
+        for _ in range(3):
+            weight.grad = torch.full((3,), float("nan"))
+            optimizer.step()
+
+
+def test_skipped_steps_are_counted_in_a_row_and_not_in_the_whole_run():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = Optimizer([weight], load_recipe("sort").optim, 20)
+    for bad in (True, True, False, True, True, False, True):
+        weight.grad = torch.full((3,), float("nan") if bad else 1.0)
+        assert math.isfinite(optimizer.step()) is not bad
+    assert optimizer.skipped == 5 and torch.isfinite(weight).all()
+
+
+def test_schedules():
+    assert [schedule("linear", s, 2, 6) for s in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert schedule("constant", 99, 0, 10) == 1.0
+    assert schedule("cosine", 5, 0, 10) == pytest.approx(0.5)
+
+
+def test_metrics_of_micro_batches_are_merged_by_tokens():
+    losses = LossMetrics()
+    for loss, entropy, low, high, tokens in ((0.5, 1.0, -3.0, 2.0, 30), (0.25, 4.0, -1.0, 7.0, 10)):
+        values = {
+            "loss": loss,
+            "entropy": entropy,
+            "ratio/min": low,
+            "ratio/max": high,
+            "active_tokens": float(tokens),
+        }
+        losses.add({name: torch.tensor(value) for name, value in values.items()}, tokens)
+    losses.optimizer_steps = 1
+    assert losses.result() == {
+        "loss": 0.75,
+        "entropy": 1.75,
+        "ratio/min": -3.0,
+        "ratio/max": 7.0,
+        "active_tokens": 40.0,
+    }
+
+
+def test_reward_metrics_leave_failed_samples_out():
+    total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
+    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": 1}), 2)
+    assert metrics["rewards/f/failed"] == 1
+    assert metrics["reward"] == pytest.approx(2.6) and metrics[
+        "frac_reward_zero_std"
+    ] == pytest.approx(2 / 3)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3) and metrics[
+        "rewards/f/mean"
+    ] == pytest.approx(2.6)

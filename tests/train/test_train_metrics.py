@@ -1,0 +1,145 @@
+"""The names a run's metrics.jsonl holds, and `perf/mfu`: its flops, its peak, and where it stays
+away.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from grpo_fast.attention import pack_groups
+from grpo_fast.train import loop, metrics
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.settings import load_recipe
+from tests.tiny import tiny_folder, tiny_model
+
+TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
+        "rollout.prompts_per_step=2", "rollout.group_size=4", "log.progress=false",
+        "log.save_model=false",
+        "loss.compute_entropy=true", "steps=2"]  # fmt: skip
+KL = ["loss.beta=0.1", "reference.kind=frozen", "inner_iterations=2", "minibatches=2"]
+# As dashboards know them (TRL's); perf/mfu and perf/peak_memory_gib are those of a GPU.
+NAMES = {
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "step_time",
+    "completions/clipped_ratio",
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "kl",
+    "entropy",
+    "policy_loss",
+    "perf/rollout_tok_s",
+    "perf/train_tok_s",
+    *(
+        f"completions/{how}_{which}length"
+        for how in ("mean", "min", "max")
+        for which in ("", "terminated_")
+    ),
+    *(f"rewards/sort_positions/{how}" for how in ("mean", "std")),
+    *(
+        f"clip_ratio/{side}_{how}"
+        for side in ("low", "high", "region")
+        for how in ("mean", "min", "max")
+    ),
+    *(f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")),
+    *(f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+def steps_of(folder, *overrides):
+    loop.train(load_recipe("sort", [*TINY, *overrides, f"output_dir={folder}"]))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
+    for row in steps_of(tmp_path / "run", *KL):
+        assert NAMES <= row.keys(), sorted(NAMES - row.keys())
+        assert "perf/mfu" not in row
+    assert "policy_grad_norm" in steps_of(tmp_path / "alone", "loss.entropy_coef=0")[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)]
+)
+def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
+    """The flops of its passes over its time and the peak: `forward` passes without gradient,
+    `updates` with.
+    """
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
+    seen = []
+    monkeypatch.setattr(
+        metrics.Work, "forward", lambda self, tokens, rows: seen.append((tokens, rows)) or 1000
+    )
+    monkeypatch.setattr(
+        metrics.Work, "update", lambda self, tokens, rows: seen.append((tokens, rows)) or 1
+    )
+    rows = steps_of(tmp_path / "run", *overrides)
+    for row in rows:
+        assert row["perf/mfu"] == pytest.approx(
+            (1000 * forward + updates) / row["perf/train_time"] / 1e12
+        )
+    tokens, scored = seen[0]
+    assert tokens == rows[0]["num_tokens"] and scored == pytest.approx(
+        8 * rows[0]["completions/mean_length"]
+    )
+
+
+# A head of its own, and one tied to the embeddings.
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_against_torchs_counter(tmp_path, family, frozen):
+    from transformers import AutoTokenizer
+
+    lm = tiny_model(family)
+    if frozen:
+        for layer in lm.base_model.layers:
+            layer.mlp.requires_grad_(False)
+    policy = Policy(lm, AutoTokenizer.from_pretrained(tiny_folder(tmp_path / "tokenizer")))
+    packed = pack_groups([([5, 6, 7, 8], [[9, 10, 11], [12, 13]])])
+    tokens, rows = packed.layout.total, len(packed.target_ids)
+    work = metrics.Work(policy.lm)
+
+    def products(*, backward):
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+            logits = policy.hidden(packed)[packed.predicting] @ policy.head.weight.T
+            if backward:
+                logits.sum().backward()
+        found = counter.get_flop_counts()["Global"]
+        return sum(flops for name, flops in found.items() if str(name) in ("aten.mm", "aten.addmm"))
+
+    assert products(backward=False) == work.forward(tokens, rows)
+    assert products(backward=True) == work.update(tokens, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA A10", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_the_peak_of_a_gpu(monkeypatch, name, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert metrics.peak_flops(torch.device("cuda", 0)) == expected
+    assert metrics.peak_flops(torch.device("cpu")) is None

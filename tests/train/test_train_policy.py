@@ -1,0 +1,238 @@
+"""The policy: head rules, the self-check, loading and saving, LoRA, packing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_fast.attention import head_of
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import Rollout
+from grpo_fast.train.batch import MicroBatch, StepBatch
+from grpo_fast.train.config import ModelConfig, ReferenceConfig
+from grpo_fast.train.loading import load_policy
+from grpo_fast.train.policy import Policy, Reference
+from tests.tiny import FAMILIES, tiny_folder, tiny_model
+
+SYMBOLS = [*map(str, range(10)), "="]
+
+
+def make_policy(family="qwen2", **changes):
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    return Policy(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer)
+
+
+def a_batch(policy, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(2, 13, (n,), generator=generator).tolist() for n in (3, 5, 2, 4, 6, 1)]
+    rollout = Rollout(
+        prompt_ids=ids[:3], completion_ids=ids[3:],
+        sampling_logps=[torch.zeros(len(c)) for c in ids[3:]], truncated=[False, True, False],
+    )  # fmt: skip
+    return rollout, MicroBatch.pack(
+        rollout, torch.tensor([1.0, 2.0, 3.0]), [[0], [1], [2]], policy.device
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_self_check_passes_and_logps_are_the_models_own(family):
+    policy = make_policy(family)
+    assert policy.self_check() < 1e-4
+    rollout, batch = a_batch(policy)
+    got = policy.logps(batch.packed).split([4, 6, 1])
+    for prompt, completion, logps in zip(
+        rollout.prompt_ids, rollout.completion_ids, got, strict=True
+    ):
+        with policy.generation():
+            logits = policy.lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        torch.testing.assert_close(
+            logps, rows[range(len(completion)), completion], rtol=0, atol=1e-4
+        )
+
+
+def test_self_check_finds_an_unknown_head_rule(monkeypatch):
+    policy = make_policy("qwen2")
+    head = policy.lm.get_output_embeddings()
+    monkeypatch.setattr(head, "forward", lambda x: 1.1 * nn.functional.linear(x, head.weight))
+    with pytest.raises(ValueError, match="a rule this trainer does not know"):
+        policy.self_check()
+
+
+def test_self_check_finds_attention_that_ignores_the_layout(monkeypatch):
+    from grpo_fast.attention import PackedLayout, dispatch
+
+    policy = make_policy("llama")
+    whole = dispatch.packed_rows_attention
+
+    def contaminated(q, k, v, layout, **options):
+        return whole(q, k, v, PackedLayout.of([layout.total]), **options)
+
+    monkeypatch.setattr("grpo_fast.attention.model.packed_rows_attention", contaminated)
+    with pytest.raises(ValueError, match="differs from its own logits"):
+        policy.self_check()
+
+
+def test_head_rules():
+    head = head_of(make_policy("gemma2").lm)
+    assert head.softcap == 3.0 and head.logit_scale == 1.0 and head.bias is None
+    assert head_of(make_policy("granite").lm).logit_scale == 0.25
+    assert head_of(make_policy("cohere").lm).logit_scale == 0.25
+    with pytest.raises(ValueError, match="lm_head: expected torch.nn.Linear"):
+        head_of(SimpleNamespace(get_output_embeddings=lambda: nn.Identity()))
+
+
+def test_dropout_is_switched_off():
+    policy = make_policy("llama", attention_dropout=0.3)
+    policy.model.train()
+    _, batch = a_batch(policy)
+    assert torch.equal(policy.logps(batch.packed), policy.logps(batch.packed))
+
+
+def test_saved_models_come_back(tmp_path):
+    policy = make_policy("mistral")
+    policy.save(tmp_path / "model")
+    assert policy.lm.config._attn_implementation == "grpo_packed"
+    again = load_policy(ModelConfig(path=str(tmp_path / "model")))
+    _, batch = a_batch(policy)
+    assert torch.equal(again.logps(batch.packed), policy.logps(batch.packed))
+    assert again.tokenizer("1 2 =")["input_ids"] == policy.tokenizer("1 2 =")["input_ids"]
+
+
+def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
+    folder = tiny_folder(tmp_path / "base", "llama")
+    base = load_policy(ModelConfig(path=folder))
+    policy = load_policy(ModelConfig(path=folder, lora={"r": 4}, gradient_checkpointing=True))
+    names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
+    assert names and all("lora_" in name for name in names)
+    assert not policy.head.weight.requires_grad
+    _, batch = a_batch(policy)
+    policy.model.train()
+    (-policy.logps(batch.packed).mean()).backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.trainable())
+    with torch.no_grad():
+        for p in policy.trainable():
+            p.add_(0.1 * torch.ones_like(p))
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
+    torch.testing.assert_close(
+        reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach(), rtol=0, atol=1e-6
+    )
+    assert (policy.logps(batch.packed) - base.logps(batch.packed)).abs().max() > 1e-3
+    policy.save(tmp_path / "merged")
+    merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
+    torch.testing.assert_close(
+        merged.logps(batch.packed), policy.logps(batch.packed), rtol=0, atol=1e-4
+    )
+    policy.logps(batch.packed)  # still usable after the save
+    with pytest.raises(ValueError, match="expected a peft model"):
+        base.without_adapter()
+
+
+def test_autocast_keeps_fp32_weights(tmp_path):
+    policy = load_policy(ModelConfig(path=tiny_folder(tmp_path, "qwen2"), autocast="bfloat16"))
+    _, batch = a_batch(policy)
+    hidden = policy.hidden(batch.packed)
+    assert hidden.dtype == policy.head.weight.dtype == torch.bfloat16
+    (-policy.logps(batch.packed).mean()).backward()
+    weight = policy.lm.get_output_embeddings().weight
+    assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
+
+
+def test_models_from_a_config():
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    small = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    policy = load_policy(ModelConfig(config=small, tokenizer="symbols"), tokenizer)
+    assert policy.head.weight.shape == (13, 16) and policy.eos_ids == {1} and policy.pad_id == 0
+    with pytest.raises(ValueError, match="llama has no field hidden_sise"):
+        load_policy(ModelConfig(config={**small, "hidden_sise": 3}, tokenizer="symbols"), tokenizer)
+
+
+def test_a_policy_without_an_end_is_refused():
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no EOS"):
+        Policy(tiny_model("llama", vocab_size=13, eos_token_id=None), tokenizer)
+
+
+def test_packing():
+    policy = make_policy("llama")
+    rollout, batch = a_batch(policy)
+    packed = batch.packed
+    assert packed.layout.lengths == (6, 10, 2)  # prompt + completion − 1
+    assert (
+        packed.cu_seqlens.tolist() == [0, 4, 10, 11]
+        and len(batch) == 3
+        and batch.chosen == [0, 1, 2]
+    )
+    assert packed.target_ids.tolist() == sum(rollout.completion_ids, [])
+    masked = MicroBatch.pack(rollout, torch.arange(3.0), [[2], [1]], "cpu", mask_truncated=True)
+    assert masked.completion_mask.tolist() == [True] + [False] * 6 and masked.active_tokens == 1
+    assert masked.advantages.tolist() == [2.0, 1.0] and masked.chosen == [2, 1]
+
+
+def a_step(shared, minibatches=2, budget=40, seed=0):
+    """Four groups of three: (prompt, completions) lengths 9/2,5,3  4/1,1,7  6/6,6,6  3/12,1,1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n):
+        return torch.randint(2, 13, (n,), generator=generator).tolist()
+
+    shapes = [(9, (2, 5, 3)), (4, (1, 1, 7)), (6, (6, 6, 6)), (3, (12, 1, 1))]
+    prompts = [p for n, lengths in shapes for p in [ids(n)] * len(lengths)]
+    completions = [ids(n) for _, lengths in shapes for n in lengths]
+    rollout = Rollout(
+        prompt_ids=prompts,
+        completion_ids=completions,
+        truncated=[False] * 12,
+        sampling_logps=[torch.full((len(c),), float(i)) for i, c in enumerate(completions)],
+    )
+    return StepBatch(
+        rollout,
+        torch.arange(12.0),
+        group_size=3,
+        minibatches=minibatches,
+        budget=budget,
+        device="cpu",
+        shared=shared,
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("budget", [1, 13, 20, 40, 10**6])
+@pytest.mark.parametrize("minibatches", [1, 2, 3, 4, 12])  # 3 and 12 cut groups
+def test_a_step_in_micro_batches(shared, budget, minibatches):
+    step = a_step(shared, minibatches, budget)
+    assert len(step.minibatches) == minibatches
+    for part, minibatch in zip(step.parts, step.minibatches, strict=True):
+        assert sorted(i for batch in minibatch for i in batch.chosen) == list(part)
+    for batch in step.micro_batches:
+        assert batch.trunk_tokens <= budget or len(batch) == 1
+        assert batch.advantages.tolist() == [float(i) for i in batch.chosen]
+        for i, targets, logps in zip(
+            batch.chosen, batch.packed.split(batch.packed.target_ids),
+            batch.packed.split(batch.sampling_logps), strict=True,
+        ):  # fmt: skip
+            assert targets.tolist() == step.rollout.completion_ids[i] and (logps == i).all()
+    assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
+
+
+def test_packing_again_hands_the_fixed_logps_on():
+    step = a_step(True, minibatches=2, budget=10**6)
+    for batch in step.micro_batches:
+        batch.old_logps, step.has_fixed_logps = batch.sampling_logps + 0.5, True
+    step.pack(14, keep_logps=True)
+    assert step.has_fixed_logps and len(step.micro_batches) > 4
+    for batch in step.micro_batches:
+        assert torch.equal(batch.old_logps, batch.sampling_logps + 0.5) and batch.ref_logps is None
+    step.pack(20)
+    assert not step.has_fixed_logps and all(batch.old_logps is None for batch in step.micro_batches)

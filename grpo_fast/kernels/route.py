@@ -15,13 +15,14 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.types import POSITIVE16
+from grpo_fast.objective.coefficients import row_coefficients
 
 logger = logging.getLogger("grpo_fast")
 
@@ -38,13 +39,15 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 
 
 class Kernels(NamedTuple):
-    """The doors of one backend (documented in reference.py, cpu/linear.py)."""
+    """The doors of one backend (documented in reference.py, cpu/linear.py, gpu/gradients.py)."""
 
     row_logps: Callable
     row_grad_: Callable
     row_loss_: Callable
+    row_coefficients: Callable = row_coefficients
     head_logps: Callable | None = None  # from hidden
     head_exponentials: Callable | None = None  # from hidden
+    gradients: Any = None  # module: what surrounds the gradient GEMMs of exponentials; None: torch
 
 
 class Route(NamedTuple):
@@ -207,6 +210,14 @@ def _said(
         )
         kernels = kernels._replace(
             head_logps=head.head_logps, head_exponentials=weights.head_exponentials
+        )
+    if backend == "triton":
+        coefficients, gradients = (
+            importlib.import_module(f"grpo_fast.kernels.gpu.{name}")
+            for name in ("coefficients", "gradients")
+        )
+        kernels = kernels._replace(
+            row_coefficients=coefficients.row_coefficients, gradients=gradients
         )
     route = Route(backend, kernels, stored, product)
     logger.info("grpo_fast: %s", route)

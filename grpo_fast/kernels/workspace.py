@@ -17,9 +17,9 @@ from torch import Tensor
 HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
 
 
-def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
+def workspace_bytes(device: torch.device, bytes_per_logit: int = 4, spared: int = 0) -> int:
     """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 1 GiB on a GPU, 128 Mi
-    logits on the CPU.
+    logits on the CPU; and what a chunk that is the only one spares elsewhere.
 
     These take 512 MiB in fp32 and 256 MiB at 16 bits. A second chunk costs a second sweep of W and
     dW.
@@ -28,7 +28,7 @@ def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
     text = os.environ.get("GRPO_FAST_WORKSPACE_MIB", str(default))
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got {text!r}")
-    return int(text) << 20
+    return (int(text) << 20) + spared
 
 
 # A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a

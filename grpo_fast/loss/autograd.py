@@ -9,7 +9,7 @@ linear ones, 6 where one chunk holds the batch. A double backward is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,11 +145,12 @@ class RowPass:
         found: tuple[ActiveRows, Tensor | None] | None = None,
         *,
         entropy_gradient: bool = False,
+        wanted: Sequence[bool] = (),
     ) -> None:
         self.options, self.device = options, tensors[0].device
         self.found = found or _find_rows(tensors, options)
         self.rows, self.left_out = self.found
-        self.sweep = _sweep(tensors, self.rows, options.backend, entropy_gradient)
+        self.sweep = _sweep(tensors, self.rows, options.backend, entropy_gradient, wanted)
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
         """(logps, entropy, lse) of all rows, and the statistics of the active ones."""
@@ -191,22 +192,27 @@ def _find_rows(tensors: tuple, options: RowOptions) -> tuple[ActiveRows, Tensor 
     return rows_of_targets(options.target_ids, rule, targets)
 
 
-def _sweep(tensors: tuple, rows: ActiveRows, backend: str, entropy_gradient: bool) -> Sweep:
+def _sweep(
+    tensors: tuple, rows: ActiveRows, backend: str, entropy_gradient: bool, wanted: Sequence[bool]
+) -> Sweep:
     if len(tensors) == 1:
         return LogitsSweep(tensors[0], None, rows, rows_route(backend, tensors[0]))
     hidden, weight, bias = tensors
     route = head_route(backend, weight)
-    return LinearHead(hidden, weight, bias, rows, route, entropy_gradient=entropy_gradient)
+    return LinearHead(
+        hidden, weight, bias, rows, route, entropy_gradient=entropy_gradient,
+        wants_weight=len(wanted) > 1 and wanted[1],
+    )  # fmt: skip
 
 
 class Recalled(torch.autograd.Function):
     """Logps whose first backward finds what the workspace still holds."""
 
     @staticmethod
-    def forward(ctx, options, is_wanted, *tensors):
+    def forward(ctx, options, wanted, *tensors):
         tensors = tuple(None if x is None else x.detach() for x in tensors)
-        work = RowPass(tensors, options)
-        outputs, stats = work.outputs(keep=is_wanted)
+        work = RowPass(tensors, options, wanted=wanted)
+        outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.found = options, work.found
         ctx.kept = (work, stats) if work.sweep.held is not None else None
@@ -233,7 +239,10 @@ class Recalled(torch.autograd.Function):
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if kept is None:
             tensors, outputs = saved[:-3], saved[-3:]
-            work = RowPass(tensors, ctx.options, ctx.found, entropy_gradient=d_entropy is not None)
+            work = RowPass(
+                tensors, ctx.options, ctx.found, entropy_gradient=d_entropy is not None,
+                wanted=needs,
+            )  # fmt: skip
             kept = work, work.known(*outputs)
         found = kept[0].gradients(kept[1], d_logps, d_entropy, wanted)
         return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))

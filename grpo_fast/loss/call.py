@@ -82,8 +82,8 @@ def logps(
     if torch.compiler.is_compiling():
         found, entropy = operators.compiled_logps(tensors, options)
     else:
-        is_wanted = any(autograd.wants_gradient(*tensors))
-        found, entropy, _ = autograd.Recalled.apply(options, is_wanted, *tensors)
+        wanted = autograd.wants_gradient(*tensors)
+        found, entropy, _ = autograd.Recalled.apply(options, wanted, *tensors)
     like = options.target_ids
     found = _shaped(found, like)
     return (found, _shaped(entropy, like)) if options.return_entropy else found

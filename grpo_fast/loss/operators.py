@@ -244,7 +244,9 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     def run_grad(*inputs):
         *rest, d_logps, d_entropy, wanted = inputs
         outputs, options = rest[-3:], RowOptions(*rest[count:-3])
-        work = RowPass(tuple(rest[:count]), options, entropy_gradient=d_entropy is not None)
+        work = RowPass(
+            tuple(rest[:count]), options, entropy_gradient=d_entropy is not None, wanted=wanted
+        )
         wanted = Wanted(*wanted, *[False] * (3 - count))
         return as_output(work.gradients(work.known(*outputs), d_logps, d_entropy, wanted))
 

@@ -155,12 +155,12 @@ def linear_loss(
     """hidden → loss; gradients are (dH, dW, db)."""
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
+    wanted = Wanted(*options.wanted)
     head = LinearHead(
         hidden, weight, bias, batch.rows, head_route(options.backend, weight),
         tolerance=options.grad_filter, entropy_gradient=batch.config.entropy_coef != 0,
-        is_wide=needs_range(hidden.dtype),
+        is_wide=needs_range(hidden.dtype), wants_weight=wanted.weight,
     )  # fmt: skip
-    wanted = Wanted(*options.wanted)
     if not (any(wanted) and needs_range(hidden.dtype)):
         return _swept(head, batch, options, wanted)
     batch = batch.in_range()

@@ -136,6 +136,7 @@ class Objective(NamedTuple):
         reference: whether beta weighs a KL to `ref_logps`.
         raw_epsilon_high: default of epsilon_high where the loss reads it as a raw bound of the
             ratio.
+        follows_advantage: whether the leaf's slope is 0 where the advantage is.
     """
 
     leaf: Callable
@@ -147,6 +148,7 @@ class Objective(NamedTuple):
     clips: str | None = None
     reference: bool = True
     raw_epsilon_high: float | None = None
+    follows_advantage: bool = True
 
 
 CLIP = ("epsilon_low", "epsilon_high")
@@ -162,8 +164,9 @@ CISPO = Objective(
 SAPO = Objective(sapo, ("sapo_temperature_pos", "sapo_temperature_neg"))
 VESPO_PARAMS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 KIMI = Objective(
-    kimi, ("beta",), "token_mean_global", slope_of="logp", levels=("token",), reference=False
-)
+    kimi, ("beta",), "token_mean_global", slope_of="logp", levels=("token",), reference=False,
+    follows_advantage=False,
+)  # fmt: skip
 
 OBJECTIVES: dict[str, Objective] = {
     "reinforce": Objective(reinforce, (), "token_mean_global", slope_of="logp"),
@@ -179,7 +182,9 @@ OBJECTIVES: dict[str, Objective] = {
     "vespo": Objective(
         vespo, VESPO_PARAMS, "token_mean_global", "sum", "logp", ("token",), "vespo"
     ),
-    "gmpo": Objective(gmpo, CLIP, window="geometric", levels=("token",)),
+    "gmpo": Objective(
+        gmpo, CLIP, window="geometric", levels=("token",), follows_advantage=False
+    ),
     "gspo": PPO._replace(levels=("sequence",)),
     "gspo_token": PPO._replace(window="detached_mean", slope_of="logp", levels=("token",)),
     "dppo_tv": Objective(dppo_tv, CLIP, "token_mean_global", slope_of="logp", levels=("token",)),

@@ -21,9 +21,12 @@ from grpo_fast.kernels.head.products import is_wide, matmul_wide
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowLoss, RowStats, pad_rows
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
-from grpo_fast.objective.coefficients import RowTerms, row_coefficients
+from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
+# Beside exponentials, rows of dW that are targets take a product of their own where dW has 16 bits
+# at once: as many columns as rows, so at most this share of the vocabulary.
+TARGET_SHARE = 1 / 16
 # The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever
 # the vocabulary.
 ROW_ELEMENTS = 64
@@ -45,6 +48,10 @@ class LogitChunks:
         self.most_rows = 0  # rows of the workspace
         self._logits: Tensor | None = None
         self._narrow: Tensor | None = None
+
+    def narrow_sum(self, rows: int) -> bool:
+        """Whether dW of one chunk of so many rows can leave its product in 16 bits on a GPU."""
+        return self.has_narrow
 
     def workspace(self, rows: int) -> Tensor:
         """(rows, V): the one buffer of logits of this pass."""
@@ -103,7 +110,7 @@ class LogitChunks:
         # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give
         # them here.
         stats = self.logps(h, target_ids, rule, return_entropy=has_entropy)
-        losses, g = row_coefficients(stats[1], terms, config)
+        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         z = self.workspace(h.shape[0])
         self.kernels.row_grad_(
             z[:count], target_ids, stats, g, terms.grad_entropy, rule, out=d[:count]
@@ -140,12 +147,16 @@ class ExponentialChunks:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, route: Route) -> None:
         assert route.kernels.head_exponentials is not None and route.exponentials is not None
-        self.weight, self.bias, self.door = weight, bias, route.kernels.head_exponentials
+        self.weight, self.bias, self.kernels = weight, bias, route.kernels
         self.dtype = route.exponentials
         self.bytes_per_logit = self.dtype.itemsize
         self.most_rows = 0
         self._matrix: Tensor | None = None
         self._filled: Exponentials | None = None
+
+    def narrow_sum(self, rows: int) -> bool:
+        """Whether dW of one chunk of so many rows can leave its product in 16 bits on a GPU."""
+        return self.kernels.gradients is not None and rows <= TARGET_SHARE * self.weight.shape[0]
 
     def workspace(self, rows: int) -> Tensor:
         """(rows, V): the one buffer of exponentials of this pass."""
@@ -163,7 +174,7 @@ class ExponentialChunks:
     def _fill(self, h: Tensor, target_ids: Tensor, rule: LogitRule, **options) -> RowStats:
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
-        self._filled = self.door(
+        self._filled = self.kernels.head_exponentials(  # type: ignore[misc]
             h[:count], self.weight, self.bias, target_ids, rule, out, **options
         )
         return self._filled.stats
@@ -171,7 +182,10 @@ class ExponentialChunks:
     def _times(self, g: Tensor, target_ids: Tensor, rows: int) -> ChunkGradients:
         assert self._filled is not None
         _, *units, dominant = self._filled
-        by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
+        if self.kernels.gradients is None:
+            by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
+        else:
+            by_row, by_target = self.kernels.gradients.times(g, *units, rows)
         matrix = self.workspace(rows)
         rest = None if dominant is None else dominant.rest(matrix)
         return ChunkGradients(matrix, Coefficients(by_row, by_target, target_ids, rest))
@@ -189,7 +203,7 @@ class ExponentialChunks:
     ) -> tuple[ChunkGradients, RowLoss]:
         """The d-logits, and the losses of the first C = len(target_ids) rows."""
         stats = self.logps(h, target_ids, rule, return_entropy=config.needs_entropy)
-        losses, g = row_coefficients(stats[1], terms, config)
+        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         return self._times(g, target_ids, h.shape[0]), RowLoss(*stats, losses, g)
 
     def gradients(

@@ -4,7 +4,7 @@ products.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class GradientSums:
         is_wide: gradients are returned as they are summed; else in the dtypes of hidden, weight and
             bias.
         tolerance: share of Σ|d-logits| that may be left out (grad_filter.py); None: nothing.
+        doors: what surrounds the products of exponentials on a GPU (gpu/gradients.py), or None.
     """
 
     def __init__(
@@ -77,17 +78,25 @@ class GradientSums:
         is_only: bool = False,
         is_wide: bool = False,
         tolerance: float | None = None,
+        doors: Any = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.wanted = hidden, weight, bias, wanted
         self.index, self.repeats = index, repeats
         self.is_wide, self.is_only = is_wide, is_only and not is_wide
-        self.tolerance = tolerance
+        self.tolerance, self.doors = tolerance, None if tolerance is not None else doors
         self.filtered = None if tolerance is None else Filtered.none(hidden)
         self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.hidden_dtype = self.sum_dtype if is_wide or repeats else hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
+        self.lost: Tensor | None = None  # 0-d: 0, or NaN where a row that was left out has one
+
+    def see_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
+        """Rows that `keep` may leave out have coefficients of 0, or NaN: gradients shall show it."""
+        if keep is not None:
+            lost = (0 * grad_logps).sum()
+            self.lost = lost if self.lost is None else self.lost + lost
 
     def add(
         self,
@@ -122,6 +131,8 @@ class GradientSums:
             d[count:].zero_()
         if by is None:
             self._add_products(d, h, count, index)
+        elif self.doors is not None:
+            self._add_fused(d, by, h, count, index)
         else:
             self._add_weighted(d, by, h, count, index)
 
@@ -157,6 +168,49 @@ class GradientSums:
             self._keep_bias(weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, target)
+
+    def _add_fused(
+        self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
+    ) -> None:
+        """`_add_weighted` by the kernels of gpu/gradients.py. Where dW has 16 bits at once, its
+        targets' rows come from a product of their own, so that they are rounded once.
+        """
+        if self.wanted.hidden:
+            product = matmul_narrow(d, self.weight, wide=True)
+            at = (product, by.by_row, by.by_target, by.target_ids, self.weight)
+            if self.repeats:
+                rows = torch.empty_like(product[:count])
+                self._keep_hidden(self.doors.write_hidden_(rows, *at), index)
+            else:
+                out, places = self._place(count, index)
+                self.doors.write_hidden_(out, *at, places)
+        if self.wanted.weight:
+            scaled = self.doors.scaled_hidden(h, by.by_row)
+            ids, order = by.target_ids.sort(stable=True)
+            rows = None
+            if self.is_only:
+                chosen = d.index_select(1, ids)
+                rows = accumulate_outer(None, chosen, scaled, self.weight, is_only=False)
+            self.d_weight = accumulate_outer(
+                self.d_weight, d, scaled, self.weight, is_only=self.is_only
+            )
+            self.doors.add_targets_(self.d_weight, ids, order, by.by_target, h, rows)
+        if self.wanted.bias:
+            self._keep_bias(weighted_column_sum(d, by.by_row), None)
+            assert self.d_bias is not None
+            add_rows_(self.d_bias, by.target_ids, by.by_target[:count])
+
+    def _place(self, count: int, index: slice | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where `count` rows of dH are written, and at which rows of that; None: in order."""
+        if self.d_hidden is None:
+            is_whole = count == self.hidden.shape[0] and isinstance(index, slice)
+            make = torch.empty if is_whole else torch.zeros
+            self.d_hidden = make(
+                self.hidden.shape, dtype=self.hidden_dtype, device=self.hidden.device
+            )
+        if isinstance(index, slice):
+            return self.d_hidden[index], None
+        return self.d_hidden, index
 
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
@@ -242,6 +296,8 @@ class GradientSums:
                 if is_missing
                 else sum_.to(dtype)
             )
+            if self.lost is not None:
+                results[-1].view(-1)[:1] += self.lost
         return results[0], results[1], results[2]
 
 

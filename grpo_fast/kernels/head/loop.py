@@ -5,7 +5,8 @@ For each chunk of C rows: hidden·Wᵀ and its statistics lse, logp, entropy →
 (chunks.py). 6·N·V·H flops when the coefficients of a chunk follow from the chunk (token-level
 losses, or everything in one chunk); otherwise the last chunk is kept and the others are formed
 again, up to 8·N·V·H; 2·N·V·H without gradients. Workspace: one chunk, bounded by
-`workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits.
+`workspace_bytes()` whatever N is, plus an fp32 dW where the weight has 16 bits. On a GPU one chunk
+that takes no more than these two together needs no fp32 dW, and is preferred.
 
 A row's logp and dH depend on that row, W and its scalars only, bit for bit: each GEMM sees at least
 ROW_MULTIPLE rows (zero-padded), so a small batch meets the same GEMM kernel as a large one. (On a
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.head.activity import Activity, active_rows, known_active
 from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
 from grpo_fast.kernels.head.gradients import GradientSums, gathers
 from grpo_fast.kernels.route import Route
@@ -49,6 +50,7 @@ class LinearHead:
         tolerance: share of Σ|d-logits| that the gradient GEMMs may leave out (grad_filter.py).
         entropy_gradient: the coefficients will have a dL/dentropy.
         is_wide: dH, dW and db are returned as they are summed, in fp32 at least.
+        wants_weight: dW will be asked for.
     """
 
     def __init__(
@@ -62,14 +64,20 @@ class LinearHead:
         tolerance: float | None = None,
         entropy_gradient: bool = False,
         is_wide: bool = False,
+        wants_weight: bool = False,
     ) -> None:
         self.hidden, self.weight, self.bias, self.rows = hidden, weight, bias, rows
-        self.head_logps = route.kernels.head_logps
+        self.kernels, self.head_logps = route.kernels, route.kernels.head_logps
+        self.on_gpu = weight.is_cuda or route.backend == "triton"
         self.tolerance, self.is_wide = tolerance, is_wide
         self.num_rows = rows.target_ids.shape[0]
         has_exponentials = route.exponentials is not None and not entropy_gradient
         self.chunk = (ExponentialChunks if has_exponentials else LogitChunks)(weight, bias, route)
-        self.chunk_rows = self._chunk_rows()
+        self.narrow_sum = (
+            self.on_gpu and not is_wide and tolerance is None
+            and self.chunk.narrow_sum(padded(self.num_rows))
+        )  # fmt: skip
+        self.chunk_rows = self._chunk_rows(wants_weight)
         self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
         self.held: slice | None = (
             None  # the chunk whose logits or exponentials are in the workspace, from `logps`
@@ -78,10 +86,16 @@ class LinearHead:
             None  # (2,) what the filter left out, from the last gradients
         )
 
-    def _chunk_rows(self) -> int:
-        """Rows per chunk: as many as the workspace holds, evened out over the chunks."""
-        row_bytes = max(self.weight.shape[0], 1) * self.chunk.bytes_per_logit
-        most = max(workspace_bytes(self.weight.device, self.chunk.bytes_per_logit) // row_bytes, 1)
+    def _chunk_rows(self, wants_weight: bool) -> int:
+        """Rows per chunk: all where one chunk takes no more than several and their fp32 dW; else as
+        many as the workspace holds, evened out over the chunks.
+        """
+        bytes_per_logit, device = self.chunk.bytes_per_logit, self.weight.device
+        row_bytes = max(self.weight.shape[0], 1) * bytes_per_logit
+        spared = 4 * self.weight.numel() if wants_weight and self.narrow_sum else 0
+        if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
+            return max(padded(self.num_rows), padded(1))
+        most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
@@ -109,8 +123,9 @@ class LinearHead:
     def _sums(self, wanted: Wanted) -> GradientSums:
         return GradientSums(
             self.hidden, self.weight, self.bias, wanted, index=self.rows.hidden_index,
-            repeats=self.rows.repeats, is_only=self.is_single_chunk, is_wide=self.is_wide,
-            tolerance=self.tolerance,
+            repeats=self.rows.repeats, is_wide=self.is_wide, tolerance=self.tolerance,
+            is_only=self.is_single_chunk and (self.narrow_sum or not self.on_gpu),
+            doors=self.kernels.gradients,
         )  # fmt: skip
 
     def _finished(self, sums: GradientSums) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,11 +167,18 @@ class LinearHead:
         by row.
         """
         sums, parts = self._sums(wanted), []
+        # A GPU is not waited for: there a row that only its logp makes inactive (it is clipped)
+        # is multiplied, as zeros.
+        activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
             h, (targets, rule) = self._padded(chunk), self._targets(chunk)
             here = terms.rows(chunk)
             d_logits, part = self.chunk.row_loss(h, targets, here, config, rule)
-            keep = None if is_capturing(h) else active_rows(part.grad_logps, here.grad_entropy)
+            if self.on_gpu:
+                keep = activity.keep(chunk)
+                sums.see_nan(part.grad_logps, keep)
+            else:
+                keep = active_rows(part.grad_logps, here.grad_entropy).nonzero()[:, 0]
             sums.add(chunk, h, d_logits, targets.shape[0], keep)
             parts.append(part)
         return RowLoss(*joined(parts, self.hidden)), self._finished(sums)
@@ -171,18 +193,18 @@ class LinearHead:
         only.
         """
         sums = self._sums(wanted)
-        for chunk in reversed(list(self.chunks())) if any(wanted) else ():
-            keep = None
-            if not is_capturing(g):
-                keep = active_rows(g[chunk], None if g_entropy is None else g_entropy[chunk])
-                if keep.shape[0] == 0:
-                    continue
+        chunks = list(self.chunks()) if any(wanted) else []
+        activity = Activity(active_rows(g, g_entropy) if chunks else None, self.chunk_rows)
+        for chunk in reversed(chunks):
+            keep = activity.keep(chunk)
+            if keep is not None and keep.shape[0] == 0:
+                continue
             h, count = self._padded(chunk), chunk.stop - chunk.start
             index: slice | Tensor = chunk
             is_held, self.held = chunk == self.held, None
             if not is_held and keep is not None and gathers(keep, count):
                 h, count = pad_rows(h.index_select(0, keep)), keep.shape[0]
-                index, keep = keep + chunk.start, torch.arange(count, device=keep.device)
+                index, keep = keep + chunk.start, None
             targets, rule = self._targets(index)
             stats: RowStats = tuple(None if x is None else x[index] for x in known)  # type: ignore[assignment]
             here = g[index], None if g_entropy is None else g_entropy[index]
@@ -194,11 +216,6 @@ class LinearHead:
                 keep,
             )
         return self._finished(sums)
-
-
-def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """The rows with a coefficient that is not 0."""
-    return (g if g_entropy is None else (g != 0) | (g_entropy != 0)).nonzero()[:, 0]
 
 
 def joined(parts: list, like: Tensor) -> tuple:

@@ -14,6 +14,9 @@ from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 # Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32
 # output.
 WIDEN_ROWS = 16384
+# A GPU's GEMM writes a sum of this many elements in 16 bits at once. A smaller one it may split
+# over the inner dimension, and then adds parts that were rounded: such a sum leaves it in fp32.
+NARROW_FROM = 16 << 20
 # Rows of a matrix of exponentials that are widened at a time.
 COLUMN_SUM_ROWS = 64
 
@@ -92,8 +95,7 @@ def accumulate_outer(
     scales: Tensor | None = None,
     added: AddedRows | None = None,
 ) -> Tensor:
-    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk on the CPU goes straight to the
-    weight's dtype.
+    """total (V, H) fp32 += dᵀ (V, C) · h (C, H). An only chunk goes straight to the weight's dtype.
 
     `scales` (C,) fp32: the rows of d are exponentials, to be multiplied by these (exact zeros where
     they are 0). `added`: rows that the sum gets on top.
@@ -119,6 +121,8 @@ def _accumulate_outer(
     if is_wide(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
+        if total is None and is_only and weight.numel() >= NARROW_FROM:
+            return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)

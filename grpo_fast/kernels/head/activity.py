@@ -1,0 +1,75 @@
+"""Which rows the gradient GEMMs take, with one look at the device per call.
+
+The number of active rows of every chunk shapes the work, so the host must know it. The copy starts
+before the forward product is launched and is waited for behind it: the device never runs dry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.losses import OBJECTIVES
+
+
+class Activity:
+    """The active ones among T rows, chunk by chunk.
+
+    Args:
+        active: (T,) bool; None: all, without a look.
+        chunk_rows: rows per chunk.
+    """
+
+    def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
+        self.active, self.chunk_rows = active, chunk_rows
+        if active is None or is_capturing(active):
+            self.active = None
+            return
+        missing = -active.shape[0] % chunk_rows
+        padded = torch.nn.functional.pad(active, (0, missing)) if missing else active
+        self._counts = read_later(padded.view(-1, chunk_rows).sum(1))
+
+    def keep(self, chunk: slice) -> Tensor | None:
+        """(n,) int64 the active rows of a chunk; None for all."""
+        if self.active is None:
+            return None
+        count = self._counts()[chunk.start // self.chunk_rows]
+        if count == chunk.stop - chunk.start:
+            return None
+        return torch.nonzero_static(self.active[chunk], size=count)[:, 0]
+
+
+def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
+    """(T,) bool, before any logp is known: False where the coefficient can only be 0, or a NaN of
+    the row itself. None: no row is known to be inactive.
+    """
+    has_more = terms.kl_weights is not None or terms.grad_entropy is not None
+    if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
+        return None
+    return (terms.advantages != 0) & (terms.policy_weights != 0)
+
+
+def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """(T,) bool: rows with a coefficient that is not 0."""
+    return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
+
+
+def read_later(x: Tensor) -> Callable[[], list[int]]:
+    """What gives the whole numbers of x on the host; on a GPU their copy is under way."""
+    if not x.is_cuda:
+        return x.tolist
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[int]:
+        arrived.synchronize()
+        return host.tolist()
+
+    return read

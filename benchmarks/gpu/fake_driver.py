@@ -58,7 +58,15 @@ class TargetOnlyDriver:
 @contextlib.contextmanager
 def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     """Inside, the doors of the kernels compile for `arch`; yields (kernel name, result) pairs."""
-    from grpo_fast.kernels.gpu import configs, exponentials, linear, rows
+    from grpo_fast.kernels.gpu import (
+        coefficients,
+        configs,
+        exponentials,
+        gradients,
+        linear,
+        rows,
+        target_rows,
+    )
 
     compiled: list[tuple[str, Any]] = []
 
@@ -70,7 +78,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     configs._architecture.cache_clear()
     try:
         with contextlib.ExitStack() as stack:
-            for module in (rows, linear, exponentials):
+            for module in (rows, linear, exponentials, coefficients, gradients, target_rows):
                 stack.enter_context(patched(module, launch=warmup))
             yield compiled
     finally:

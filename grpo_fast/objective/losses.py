@@ -182,9 +182,7 @@ OBJECTIVES: dict[str, Objective] = {
     "vespo": Objective(
         vespo, VESPO_PARAMS, "token_mean_global", "sum", "logp", ("token",), "vespo"
     ),
-    "gmpo": Objective(
-        gmpo, CLIP, window="geometric", levels=("token",), follows_advantage=False
-    ),
+    "gmpo": Objective(gmpo, CLIP, window="geometric", levels=("token",), follows_advantage=False),
     "gspo": PPO._replace(levels=("sequence",)),
     "gspo_token": PPO._replace(window="detached_mean", slope_of="logp", levels=("token",)),
     "dppo_tv": Objective(dppo_tv, CLIP, "token_mean_global", slope_of="logp", levels=("token",)),

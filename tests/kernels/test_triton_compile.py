@@ -19,7 +19,23 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 KERNELS = {
     f"{name}_kernel"
-    for name in ("slice", "join", "target", "units", "row_logps", "row_grad", "row_loss", "scale")
+    for name in (
+        "slice",
+        "join",
+        "target",
+        "units",
+        "row_logps",
+        "row_grad",
+        "row_loss",
+        "scale",
+        "coefficients",
+        "times",
+        "write_hidden",
+        "scaled_hidden",
+        "add_targets",
+        "gather_columns",
+        "column_product",
+    )  # fmt: skip
 }
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 

@@ -18,6 +18,7 @@ CASES = (
     "cases_rows.py",
     "cases_linear.py",
     "cases_weights.py",
+    "cases_gradients.py",
     "cases_grad_filter.py",
     "cases_public.py",
     "cases_nan.py",

@@ -1,12 +1,12 @@
-"""What surrounds the two gradient GEMMs of a matrix of exponentials (exponentials.py), one pass each.
+"""What surrounds the two gradient GEMMs of exponentials (exponentials.py), one pass each.
 
     times            by_row, by_target: dL/dlogps times the units of a row and of its target
     write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden    by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
-    add_targets_     dW[y] += Σ over the t with y_t = y of by_target[t]·hidden[t], in their order
+    add_targets_, add_targets_narrow_   the targets' part of dW (target_rows.py)
 
-HBM for C rows of H: 10, 4 and at most 10 bytes per element of (C, H). A coefficient of 0 gives
-exact zeros, whatever the row holds. No atomics: a row of dW belongs to the first program of its id.
+HBM: 10 and 4 bytes per element of (C, H) for the second and third. A coefficient of 0 gives exact
+zeros, whatever the row holds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.rows import launch, vector
+from grpo_fast.kernels.gpu.target_rows import add_targets_, add_targets_narrow_
+
+__all__ = ["add_targets_", "add_targets_narrow_", "scaled_hidden", "times", "write_hidden_"]
 
 BLOCK_T, BLOCK_H = 128, 1024
-# Rows of hidden that `add_targets_` reads at a time for one id.
-SEGMENT_ROWS, SEGMENT_H = 8, 256
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_padded"])
@@ -77,37 +78,6 @@ def scaled_hidden_kernel(
         tl.store(to, scaled.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
-@triton.jit
-def add_targets_kernel(
-    id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, product_ptr, out_ptr, H,
-    stride_hidden_t, stride_product_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(H, BLOCK_H)
-    place = tl.program_id(0) // blocks
-    cols = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = cols < H
-    vocab_row = tl.load(id_ptr + place).to(tl.int64)
-    before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1)
-    if before != vocab_row:
-        to = out_ptr + vocab_row * stride_out_v + cols
-        if product_ptr is None:
-            total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-        else:
-            at = product_ptr + place.to(tl.int64) * stride_product_t + cols
-            total = tl.load(at, mask=inside, other=0.0)
-        end = tl.load(end_ptr + place).to(tl.int32)
-        for first in range(place, end, ROWS):
-            places = first + tl.arange(0, ROWS)
-            row = tl.load(order_ptr + places, mask=places < end, other=0).to(tl.int64)
-            by_target = tl.load(by_target_ptr + row, mask=places < end, other=0.0)
-            mask = inside[None, :] & (by_target != 0.0)[:, None]
-            h = tl.load(
-                hidden_ptr + row[:, None] * stride_hidden_t + cols[None, :], mask=mask, other=0.0
-            ).to(tl.float32)
-            total += tl.sum(tl.where(mask, h * by_target[:, None], 0.0), 0)
-        tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 def times(
     grad_logps: Tensor,  # (C,) fp32
     unit: Tensor,  # (C,) fp32
@@ -154,27 +124,3 @@ def scaled_hidden(hidden: Tensor, by_row: Tensor) -> Tensor:
             hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def add_targets_(
-    d_weight: Tensor,  # (V, H) fp32, or 16 bits with `products`
-    ids: Tensor,  # (C,) the target ids in ascending order
-    order: Tensor,  # (C,) the row of each of them, ascending where ids are equal
-    by_target: Tensor,  # (C,) fp32
-    hidden: Tensor,  # (C, H)
-    products: Tensor | None = None,  # (C, H) fp32
-) -> None:
-    """d_weight[y] += Σ by_target[t]·hidden[t] over the rows t with target y, in their order.
-
-    With `products` the sum starts from products[i], what the GEMM gives for ids[i], instead of from
-    what d_weight holds: rounded once.
-    """
-    if ids.shape[0]:
-        ends = torch.searchsorted(ids, ids, right=True)
-        blocks = triton.cdiv(hidden.shape[1], SEGMENT_H)
-        launch(
-            add_targets_kernel, ids.shape[0] * blocks, ids, ends, order, by_target, hidden,
-            products, d_weight, hidden.shape[1], hidden.stride(0),
-            0 if products is None else products.stride(0), d_weight.stride(0), ROWS=SEGMENT_ROWS,
-            BLOCK_H=SEGMENT_H, num_warps=4,
-        )  # fmt: skip

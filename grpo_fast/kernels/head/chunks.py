@@ -24,8 +24,8 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Beside exponentials, rows of dW that are targets take a product of their own where dW has 16 bits
-# at once: as many columns as rows, so at most this share of the vocabulary.
+# Beside exponentials, rows of dW that are targets may take a second product where dW has 16 bits at
+# once (gpu/target_rows.py): not more than this share of the vocabulary.
 TARGET_SHARE = 1 / 16
 # The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever
 # the vocabulary.

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
+    is_wide,
     matmul_narrow,
     weighted_column_sum,
     weighted_product,
@@ -93,7 +94,7 @@ class GradientSums:
         self.lost: Tensor | None = None  # 0-d: 0, or NaN where a row that was left out has one
 
     def see_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
-        """Rows that `keep` may leave out have coefficients of 0, or NaN: gradients shall show it."""
+        """Rows that `keep` leaves out have coefficients of 0, or NaN: gradients shall show it."""
         if keep is not None:
             lost = (0 * grad_logps).sum()
             self.lost = lost if self.lost is None else self.lost + lost
@@ -172,9 +173,7 @@ class GradientSums:
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """`_add_weighted` by the kernels of gpu/gradients.py. Where dW has 16 bits at once, its
-        targets' rows come from a product of their own, so that they are rounded once.
-        """
+        """`_add_weighted` by the kernels of gpu/gradients.py."""
         if self.wanted.hidden:
             product = matmul_narrow(d, self.weight, wide=True)
             at = (product, by.by_row, by.by_target, by.target_ids, self.weight)
@@ -187,14 +186,14 @@ class GradientSums:
         if self.wanted.weight:
             scaled = self.doors.scaled_hidden(h, by.by_row)
             ids, order = by.target_ids.sort(stable=True)
-            rows = None
-            if self.is_only:
-                chosen = d.index_select(1, ids)
-                rows = accumulate_outer(None, chosen, scaled, self.weight, is_only=False)
             self.d_weight = accumulate_outer(
                 self.d_weight, d, scaled, self.weight, is_only=self.is_only
             )
-            self.doors.add_targets_(self.d_weight, ids, order, by.by_target, h, rows)
+            at = (self.d_weight, ids, order, by.by_target, h)
+            if is_wide(self.d_weight):
+                self.doors.add_targets_(*at)
+            else:
+                self.doors.add_targets_narrow_(*at, d, scaled)
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.by_row), None)
             assert self.d_bias is not None
@@ -290,12 +289,9 @@ class GradientSums:
                 results.append(self.hidden.new_empty(0))
                 continue
             dtype = self.sum_dtype if self.is_wide else like.dtype
-            is_missing = sum_ is None
-            results.append(
-                torch.zeros(like.shape, dtype=dtype, device=like.device)
-                if is_missing
-                else sum_.to(dtype)
-            )
+            if sum_ is None:
+                sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
+            results.append(sum_.to(dtype))
             if self.lost is not None:
                 results[-1].view(-1)[:1] += self.lost
         return results[0], results[1], results[2]

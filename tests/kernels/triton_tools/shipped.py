@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from grpo_fast.kernels.gpu import exponentials
+from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import scale as scale_triton
@@ -93,6 +93,25 @@ def scaled(dtype: torch.dtype) -> Callable[[], object]:
     return lambda: scale_triton.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
 
 
+def surrounded(hidden_size: int) -> Callable[[], object]:
+    """What surrounds the gradient GEMMs of exponentials, dH in the hidden's order and not."""
+
+    def call() -> None:
+        vocab, ids = 1000, torch.zeros(ROWS, dtype=torch.long)
+        hidden, by = torch.empty(ROWS, hidden_size, dtype=torch.bfloat16), torch.ones(ROWS)
+        weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16)
+        product = torch.empty(ROWS, hidden_size)
+        gradients.times(by, by, by, ROWS)
+        for places in (None, ids):
+            gradients.write_hidden_(hidden, product, by, by, ids, weight, places)
+        scaled = gradients.scaled_hidden(hidden, by)
+        gradients.add_targets_(torch.empty(vocab, hidden_size), ids, ids, by, hidden)
+        matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]
+        gradients.add_targets_narrow_(weight, ids, ids, by, hidden, matrix, scaled)
+
+    return call
+
+
 def loss(config: LossConfig) -> Callable[[], object]:
     def call() -> None:
         logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
@@ -100,6 +119,7 @@ def loss(config: LossConfig) -> Callable[[], object]:
         rows_triton.row_loss_(
             logits, logits, target, RowTerms(v, v, v, v, v), config, rule, return_entropy=False
         )
+        coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
 
     return call
 
@@ -138,6 +158,10 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         (torch.float32, 32001),
     ):
         yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
+    for hidden_size in (896, 897):
+        yield f"surrounded H={hidden_size}", surrounded(hidden_size)
+    config = LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
+    yield "loss dapo", loss(config)
     for dtype in (torch.float32, torch.bfloat16):
         yield f"scale {str(dtype)[6:]}", scaled(dtype)
     if (

@@ -1,0 +1,158 @@
+"""The rows of dW whose token is a target: dW[y] += Σ over the t with y_t = y of c_t·hidden[t].
+
+In fp32 that is one pass, at most 10 bytes per element of (C, H). Where dW left its product in 16
+bits, A = Eᵀ·(…) is rounded already: harmless beside a sum S that is as large, not where A and what
+is added nearly cancel (a token that is likely everywhere and often the target: 1e-2 of S is lost).
+So rows with |A| > |S|/4 are formed again from an fp32 product of their columns of E and rounded
+once: the programs of all other rows end at once, nobody waits for the host. What is left of the
+first rounding adds at most 3% to the error of the second.
+
+No atomics: a row of dW belongs to the first program of its id, equal ids are added in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_fast.kernels.gpu.linear import load_tile
+from grpo_fast.kernels.gpu.rows import launch
+
+# |A|² over |S|² in one block of columns, from which the row is formed again.
+CANCELS = tl.constexpr(1 / 16)
+# Rows and columns of hidden that are read at a time for one id.
+SEGMENT_ROWS, SEGMENT_H = 8, 256
+# Columns of E, columns of hidden and rows of both in one step of their product.
+BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
+
+
+@triton.jit
+def add_targets_kernel(
+    id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
+    out_ptr, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One id, BLOCK_H columns; with products only the ids at `place_ptr`, -1 behind them."""
+    blocks = tl.cdiv(H, BLOCK_H)
+    slot = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = cols < H
+    place = slot
+    if place_ptr is not None:
+        place = tl.load(place_ptr + slot)
+    vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
+    before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
+    cancels = tl.full([], 0, tl.int32)
+    if before != vocab_row:
+        to = out_ptr + vocab_row * stride_out_v + cols
+        if product_ptr is None:
+            start = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        else:
+            start = tl.load(product_ptr + slot * H + cols, mask=inside, other=0.0)
+        total = start
+        end = tl.load(end_ptr + place).to(tl.int32)
+        for first in range(place.to(tl.int32), end, ROWS):
+            places = first + tl.arange(0, ROWS)
+            row = tl.load(order_ptr + places, mask=places < end, other=0).to(tl.int64)
+            by_target = tl.load(by_target_ptr + row, mask=places < end, other=0.0)
+            mask = inside[None, :] & (by_target != 0.0)[:, None]
+            h = tl.load(
+                hidden_ptr + row[:, None] * stride_hidden_t + cols[None, :], mask=mask, other=0.0
+            ).to(tl.float32)
+            total += tl.sum(tl.where(mask, h * by_target[:, None], 0.0), 0)
+        tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
+        if flag_ptr is not None:
+            size = tl.sum(start * start, 0)
+            cancels = (size > CANCELS * tl.sum(total * total, 0)).to(tl.int32)
+    if flag_ptr is not None:
+        tl.store(flag_ptr + tl.program_id(0), cancels)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def gather_columns_kernel(
+    matrix_ptr, id_ptr, place_ptr, out_ptr, n_rows, stride_matrix_t, BLOCK_T: tl.constexpr
+):
+    """out[slot, t] = matrix[t, id] for one id."""
+    slot = tl.program_id(0).to(tl.int64)
+    place = tl.load(place_ptr + slot)
+    if place >= 0:
+        column = tl.load(id_ptr + place)
+        for start in range(0, n_rows, BLOCK_T):
+            rows = start + tl.arange(0, BLOCK_T)
+            at = matrix_ptr + rows.to(tl.int64) * stride_matrix_t + column
+            values = tl.load(at, mask=rows < n_rows, other=0.0)
+            tl.store(out_ptr + slot * n_rows + rows, values, mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_slots"])
+def column_product_kernel(
+    columns_ptr, scaled_ptr, place_ptr, product_ptr, n_slots, n_rows, H, BLOCK_U: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """product[slot] = columns[slot] · scaled, for the slots that have a place."""
+    blocks = tl.cdiv(H, BLOCK_H)
+    first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H
+    slots, cols = first + tl.arange(0, BLOCK_U), column + tl.arange(0, BLOCK_H)
+    places = tl.load(place_ptr + slots, mask=slots < n_slots, other=-1)
+    depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)
+    total = tl.zeros([BLOCK_U, BLOCK_H], tl.float32)
+    for start in tl.range(0, depth, BLOCK_T):
+        a = load_tile(
+            columns_ptr, first, n_slots, n_rows, start, n_rows, 1, BLOCK_U, BLOCK_T, False
+        )
+        b = load_tile(scaled_ptr, start, n_rows, H, column, H, 1, BLOCK_T, BLOCK_H, False)
+        total = tl.dot(a, b, total)
+    to = product_ptr + slots.to(tl.int64)[:, None] * H + cols[None, :]
+    tl.store(to, total, mask=(places >= 0)[:, None] & (cols < H)[None, :])
+
+
+def add_targets_(
+    d_weight: Tensor,  # (V, H)
+    ids: Tensor,  # (C,) the target ids in ascending order
+    order: Tensor,  # (C,) the row of each of them, ascending where ids are equal
+    by_target: Tensor,  # (C,) fp32
+    hidden: Tensor,  # (C, H)
+    *,
+    flags: Tensor | None = None,  # (C, ceil(H/256)) int32: where A and what is added nearly cancel
+    places: Tensor | None = None,  # (C,) which ids; -1 behind them. None: all
+    products: Tensor | None = None,  # (C, H) fp32: their rows, instead of what d_weight holds
+) -> None:
+    """d_weight[y] += Σ by_target[t]·hidden[t] over the rows t with target y, in fp32."""
+    if ids.shape[0]:
+        ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
+        blocks = triton.cdiv(hidden.shape[1], SEGMENT_H)
+        launch(
+            add_targets_kernel, ids.shape[0] * blocks, ids, ends, order, by_target, hidden, places,
+            products, flags, d_weight, hidden.shape[1], hidden.stride(0), d_weight.stride(0),
+            ROWS=SEGMENT_ROWS, BLOCK_H=SEGMENT_H, num_warps=4,
+        )  # fmt: skip
+
+
+def add_targets_narrow_(
+    d_weight: Tensor,  # (V, H) 16 bits: matrixᵀ·scaled
+    ids: Tensor,  # (C,) ascending
+    order: Tensor,  # (C,)
+    by_target: Tensor,  # (C,) fp32
+    hidden: Tensor,  # (C, H)
+    matrix: Tensor,  # (padded C, V) exponentials
+    scaled: Tensor,  # (padded C, H), contiguous
+) -> None:
+    """`add_targets_` for a d_weight in 16 bits, as if it had been there in fp32."""
+    count, (rows, width) = ids.shape[0], scaled.shape
+    blocks = triton.cdiv(width, SEGMENT_H)
+    flags = torch.empty(count, blocks, dtype=torch.int32, device=ids.device)
+    add_targets_(d_weight, ids, order, by_target, hidden, flags=flags)
+    places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
+    columns = torch.empty(count, rows, dtype=matrix.dtype, device=ids.device)
+    products = torch.empty(count, width, dtype=torch.float32, device=ids.device)
+    launch(
+        gather_columns_kernel, count, matrix, ids, places, columns, rows, matrix.stride(0),
+        BLOCK_T=1024, num_warps=4,
+    )  # fmt: skip
+    launch(
+        column_product_kernel, triton.cdiv(count, BLOCK_U) * triton.cdiv(width, BLOCK_H), columns,
+        scaled, places, products, count, rows, width, BLOCK_U=BLOCK_U, BLOCK_H=BLOCK_H,
+        BLOCK_T=BLOCK_T, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    add_targets_(d_weight, ids, order, by_target, hidden, places=places, products=products)

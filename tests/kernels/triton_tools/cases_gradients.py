@@ -1,0 +1,302 @@
+"""What surrounds the gradient GEMMs on a GPU, in the interpreter against fp64.
+
+Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast import LossConfig
+from grpo_fast.kernels.gpu import coefficients, gradients, target_rows
+from grpo_fast.kernels.head import activity, loop
+from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import row_coefficients as torch_coefficients
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
+from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
+
+NAN = float("nan")
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def worst_row(actual, expected):
+    size = expected.norm(dim=-1)
+    return ((actual.double() - expected).norm(dim=-1)[size > 0] / size[size > 0]).max()
+
+
+# ---- the kernels alone
+
+
+# Widths below a block, one beyond it, and a block and a bit; a padded and an unpadded row count.
+@pytest.mark.parametrize("width", [5, 256, 1030])
+@pytest.mark.parametrize("rows", [3, 32])
+def test_dh_rows(rows, width):
+    product, weight = numbers(32, width), numbers(50, width, seed=1).bfloat16()
+    by_row, by_target = numbers(32, seed=2), numbers(32, seed=3)
+    ids = torch.arange(rows) * 7 % 50
+    by_row[1] = by_target[2] = 0.0
+    product[1] = NAN
+    expected = by_row[:rows, None].double() * product[:rows].nan_to_num().double()
+    expected += by_target[:rows, None].double() * weight[ids].double()
+    places = torch.arange(rows).flip(0) + 4
+    for at, size in ((None, rows), (places, rows + 4)):
+        out = torch.full((size, width), NAN, dtype=torch.bfloat16)
+        with only_memory_of(out, product, by_row, by_target, ids, weight, places):
+            gradients.write_hidden_(out, product, by_row, by_target, ids, weight, at)
+        found = out if at is None else out[places]
+        assert ((found.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
+        assert at is None or out[:4].isnan().all()
+    # A transposed weight, as a tied embedding may be.
+    again = gradients.write_hidden_(
+        torch.empty_like(out[:rows]), product, by_row, by_target, ids, weight.t().contiguous().t()
+    )
+    assert torch.equal(again, out[places])
+
+
+def test_scaled_rows():
+    hidden, by_row = numbers(32, 1030).bfloat16(), numbers(32, seed=1)
+    by_row[3], hidden[3] = 0.0, NAN
+    with only_memory_of(hidden, by_row):
+        found = gradients.scaled_hidden(hidden, by_row)
+    expected = hidden.float() * by_row[:, None]
+    expected[3] = 0.0
+    assert torch.equal(found, expected.bfloat16())
+
+
+def test_times_pads_with_zeros():
+    g, unit, target_unit = numbers(40), numbers(40, seed=1), numbers(40, seed=2)
+    g[5], unit[5] = 0.0, NAN
+    with only_memory_of(g, unit, target_unit):
+        by_row, by_target = gradients.times(g, unit, target_unit, 64)
+    assert torch.equal(by_row[:40], torch.where(g == 0, 0.0, g * unit))
+    assert torch.equal(by_target[:40], g * target_unit)
+    assert (by_row[40:] == 0).all() and (by_target[40:] == 0).all()
+
+
+def targets_case(rows=90, width=300, vocab=1500):
+    """Token 7 is the target of a third of the rows, and likely in all of them."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = (numbers(rows, width) + 2 * numbers(width, seed=1)).bfloat16()
+    ids = torch.randint(vocab, (rows,), generator=generator)
+    ids[::3] = 7
+    matrix = (torch.rand(96, vocab, generator=generator) / vocab).bfloat16()
+    by_target = torch.full((96,), 2 / 3)
+    by_target[4] = 0.0
+    matrix[:, 7] = 0.5
+    matrix[torch.arange(rows), ids] = 0.0
+    matrix[rows:] = 0.0
+    scaled = torch.zeros(96, width, dtype=torch.bfloat16)
+    scaled[:rows] = -hidden
+    product = matrix.double().T @ scaled.double()
+    exact = product.index_add(0, ids, by_target[:rows, None].double() * hidden.double())
+    return hidden, ids, matrix, by_target, scaled, product, exact
+
+
+def test_target_rows_in_fp32():
+    hidden, ids, _, by_target, _, product, exact = targets_case()
+    hidden[4] = NAN  # its coefficient is 0
+    ordered, order = ids.sort(stable=True)
+    results = []
+    for reverse in (False, True):
+        total = product.float()
+        with only_memory_of(total, ordered, order, by_target, hidden):
+            if reverse:
+                with reversed_programs():
+                    target_rows.add_targets_(total, ordered, order, by_target, hidden)
+            else:
+                target_rows.add_targets_(total, ordered, order, by_target, hidden)
+        results.append(total)
+    assert torch.equal(*results)
+    assert worst_row(results[0], exact) <= 2e-6
+    untouched = torch.ones(1500, dtype=torch.bool)
+    untouched[ids] = False
+    assert torch.equal(results[0][untouched], product.float()[untouched])
+
+
+def test_target_rows_in_16_bits_are_rounded_once():
+    """Also where the product and what is added nearly cancel: at most 3% above one rounding."""
+    hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
+    ordered, order = ids.sort(stable=True)
+    total, flags = product.bfloat16(), []
+    twice = total.float().index_add(0, ids, by_target[:90, None] * hidden.float()).bfloat16()
+    once = exact.bfloat16()
+    original = target_rows.add_targets_
+
+    def spy(*arguments, **options):
+        original(*arguments, **options)
+        if options.get("flags") is not None:
+            flags.append(options["flags"].any(1).sum().item())
+
+    target_rows.add_targets_ = spy
+    try:
+        target_rows.add_targets_narrow_(total, ordered, order, by_target, hidden, matrix, scaled)
+    finally:
+        target_rows.add_targets_ = original
+    assert 1 <= flags[0] < len(ids.unique()) // 4, "few rows are formed again"
+    assert worst_row(twice, exact) > 4e-3, "the case must show what two roundings cost"
+    assert worst_row(total, exact) <= 1.03 * worst_row(once, exact)
+
+
+# ---- coefficients
+
+
+def terms_of(rows=300):
+    generator = torch.Generator().manual_seed(3)
+    logps = -5 * torch.rand(rows, generator=generator)
+    old = logps + 0.3 * torch.randn(rows, generator=generator)
+    terms = RowTerms(
+        numbers(rows), torch.rand(rows, generator=generator), torch.full((rows,), 0.1), old,
+        logps + 0.2 * numbers(rows, seed=9),
+    )  # fmt: skip
+    terms.advantages[::5] = 0.0
+    terms.policy_weights[7] = 0.0
+    logps[11] = NAN
+    return logps, terms
+
+
+TOKEN_LEVEL = [name for name, o in OBJECTIVES.items() if o.window in ("ratio", "sum")]
+
+
+@pytest.mark.parametrize("name", TOKEN_LEVEL)
+def test_coefficients(name):
+    """Not further from fp64 than twice torch's fp32."""
+    logps, terms = terms_of()
+    for estimator in KL_ESTIMATORS if name == "dapo" else ("k3",):
+        config = LossConfig(
+            loss_type=name, kl_estimator=estimator, max_completion_length=9,
+            kl_times_ratio=name == "dapo", beta=0.1,
+        )  # fmt: skip
+        exact = torch_coefficients(logps.double(), terms.map(lambda x: x.double()), config)
+        near = torch_coefficients(logps, terms, config)
+        with only_memory_of(logps, *(x for x in terms if x is not None)):
+            found = coefficients.row_coefficients(logps, terms, config)
+        for actual, torch_s, expected in zip(found, near, exact, strict=True):
+            assert actual[11].isnan()
+            actual, torch_s, expected = (
+                torch.cat([x[:11], x[12:]]).double() for x in (actual, torch_s, expected)
+            )
+            error, bar = (actual - expected).abs().max(), (torch_s - expected).abs().max()
+            assert error <= 2 * bar + 1e-7 * expected.abs().max()
+
+
+# ---- one chunk, and rows that are known to be inactive
+
+
+def make(rows=70, width=40, vocab=1600, seed=0):
+    hidden, weight = numbers(rows, width, seed=seed), numbers(vocab, width, seed=seed + 1)
+    ids = torch.arange(rows) * 37 % vocab
+    ids[::4] = 9
+    return hidden.bfloat16(), (weight / 3).bfloat16(), ids, numbers(rows, seed=seed + 2)
+
+
+def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="triton", **options):
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    out = grpo_fast.linear_grpo_loss(
+        *leaves, ids, advantages, LossConfig(loss_type=loss_type, **options), backend=backend,
+        cu_seqlens=torch.tensor([0, len(ids)]),
+    )  # fmt: skip
+    out.loss.backward()
+    return out.loss.detach(), leaves[0].grad, leaves[1].grad
+
+
+def chunks_of(monkeypatch, budget):
+    """The chunks of every head from here on, with `budget` bytes of exponentials."""
+    taken = []
+    original = LinearHead.chunks
+
+    def chunks(self):
+        found = list(original(self))
+        taken.append([c.stop - c.start for c in found])
+        return iter(found)
+
+    monkeypatch.setattr(LinearHead, "chunks", chunks)
+    monkeypatch.setattr(loop, "workspace_bytes", lambda device, size=4, spared=0: budget + spared)
+    return taken
+
+
+def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
+    """70 rows of 1600 take 224,000 bytes in 16 bits, an fp32 dW 256,000; one byte decides."""
+    hidden, weight, ids, advantages = make()
+    bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
+    results = []
+    for missing, chunks in ((0, [70]), (1, [32, 32, 6])):
+        with monkeypatch.context() as patch:
+            # What the budget lacks is more than the fp32 sum spares, or just not.
+            patch.setattr(loop, "padded", loop.padded)
+            taken = chunks_of(patch, bytes_needed - spared - missing)
+            results.append(gradients_of(hidden, weight, ids, advantages))
+            assert taken[0] == chunks
+    assert torch.equal(results[0][1], results[1][1]), "dH of a row depends on the row alone"
+    exact = gradients_of(hidden.double(), weight.double(), ids, advantages, backend="torch")
+    one, several = (worst_row(x[2], exact[2]) for x in results)
+    assert one <= 1.05 * several
+    for x in results:
+        assert (x[2].double() - exact[2]).norm() <= 3e-3 * exact[2].norm()
+
+
+def test_frozen_heads_and_filters_spare_nothing(monkeypatch):
+    hidden, weight, ids, advantages = make()
+    taken = chunks_of(monkeypatch, 70 * 1600 * 2 - 1)
+    loss = grpo_fast.linear_grpo_loss(
+        hidden.clone().requires_grad_(), weight, ids, advantages, LossConfig(), backend="triton",
+        cu_seqlens=torch.tensor([0, 70]),
+    ).loss  # fmt: skip
+    loss.backward()
+    assert taken.pop() == [64, 6]
+    grpo_fast.linear_grpo_loss(
+        hidden, weight.clone().requires_grad_(), ids, advantages, LossConfig(), backend="triton",
+        cu_seqlens=torch.tensor([0, 70]), grad_filter=0.01,
+    )  # fmt: skip
+    assert taken.pop() == [64, 6]
+    few = weight[:1000]  # as many targets as a 16th of the vocabulary
+    monkeypatch.setattr(loop, "workspace_bytes", lambda d, s=4, spared=0: 0 + spared)
+    gradients_of(hidden, few, ids % 1000, advantages)
+    assert taken.pop() == [32, 32, 6]
+
+
+@pytest.mark.parametrize("chunks", ["one chunk", "chunks"])
+@pytest.mark.parametrize("active", [0, 1, 30, 69, 70])
+def test_rows_without_advantage_are_left_out(active, chunks, monkeypatch):
+    hidden, weight, ids, advantages = make()
+    advantages[active:] = 0.0
+    if chunks == "chunks":
+        monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
+    found = gradients_of(hidden, weight, ids, advantages)
+    exact = gradients_of(hidden.double(), weight.double(), ids, advantages, backend="torch")
+    assert (found[1][active:] == 0).all()
+    for actual, expected in zip(found[1:], exact[1:], strict=True):
+        assert (actual.double() - expected).norm() <= 3e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("active", [0, 30, 69])
+def test_a_nan_is_seen_in_a_row_without_advantage(active):
+    """Whether or not the row was multiplied, the loss and every gradient show it."""
+    hidden, weight, ids, advantages = make()
+    advantages[active:] = 0.0
+    hidden[active, 3] = NAN
+    for result in gradients_of(hidden, weight, ids, advantages):
+        assert result.isnan().any()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_which_leaves_follow_the_advantage(name):
+    logp, ratio = -numbers(200).abs(), numbers(200, seed=1)
+    config = LossConfig(loss_type=name, max_completion_length=3)
+    leaf = OBJECTIVES[name].leaf
+    _, slope = leaf(logp, ratio, torch.zeros(200), *config.params)
+    assert (slope == 0).all() == OBJECTIVES[name].follows_advantage or name in ("kimi", "dro")
+
+
+def test_what_is_known_before_the_loop():
+    terms = RowTerms(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0]))
+    assert activity.known_active(terms, LossConfig()).tolist() == [True, False, False]
+    for more in (terms._replace(kl_weights=terms[0]), terms._replace(grad_entropy=terms[0])):
+        assert activity.known_active(more, LossConfig()) is None
+    assert activity.known_active(terms, LossConfig(loss_type="kimi")) is None

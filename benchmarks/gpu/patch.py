@@ -1,4 +1,4 @@
-"""Other values for names of a module, for a while."""
+"""Other values for names of a module or a class, for a while."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def patched(module: ModuleType, **changes: Any) -> Iterator[None]:
-    """Inside, these names of the module have other values."""
-    before = {name: getattr(module, name) for name in changes}
-    vars(module).update(changes)
+def patched(owner: ModuleType | type, **changes: Any) -> Iterator[None]:
+    """Inside, these names of the module or class have other values."""
+    before = {name: getattr(owner, name) for name in changes}
+    for name, value in changes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        vars(module).update(before)
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -114,13 +114,14 @@ def add_targets_(
     by_target: Tensor,  # (C,) fp32
     hidden: Tensor,  # (C, H)
     *,
+    ends: Tensor | None = None,  # (C,) where the run of each id ends, if that is known
     flags: Tensor | None = None,  # (C, ceil(H/256)) int32: where A and what is added nearly cancel
     places: Tensor | None = None,  # (C,) which ids; -1 behind them. None: all
     products: Tensor | None = None,  # (C, H) fp32: their rows, instead of what d_weight holds
 ) -> None:
     """d_weight[y] += Σ by_target[t]·hidden[t] over the rows t with target y, in fp32."""
     if ids.shape[0]:
-        ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
+        ends = ends_of(ids) if ends is None else ends
         blocks = triton.cdiv(hidden.shape[1], SEGMENT_H)
         launch(
             add_targets_kernel, ids.shape[0] * blocks, ids, ends, order, by_target, hidden, places,
@@ -142,7 +143,8 @@ def add_targets_narrow_(
     count, (rows, width) = ids.shape[0], scaled.shape
     blocks = triton.cdiv(width, SEGMENT_H)
     flags = torch.empty(count, blocks, dtype=torch.int32, device=ids.device)
-    add_targets_(d_weight, ids, order, by_target, hidden, flags=flags)
+    ends = ends_of(ids)
+    add_targets_(d_weight, ids, order, by_target, hidden, ends=ends, flags=flags)
     places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
     columns = torch.empty(count, rows, dtype=matrix.dtype, device=ids.device)
     products = torch.empty(count, width, dtype=torch.float32, device=ids.device)
@@ -155,4 +157,11 @@ def add_targets_narrow_(
         scaled, places, products, count, rows, width, BLOCK_U=BLOCK_U, BLOCK_H=BLOCK_H,
         BLOCK_T=BLOCK_T, num_warps=8, num_stages=2,
     )  # fmt: skip
-    add_targets_(d_weight, ids, order, by_target, hidden, places=places, products=products)
+    add_targets_(
+        d_weight, ids, order, by_target, hidden, ends=ends, places=places, products=products
+    )
+
+
+def ends_of(ids: Tensor) -> Tensor:
+    """(C,) for each of the ascending ids the place behind its last."""
+    return torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))

@@ -1,0 +1,222 @@
+"""A recorder of what a call would run on a GPU, on any build of torch.
+
+Tensors are FakeTensors that say "cuda": shapes and dtypes, no memory. Each ATen operation that is
+no view and no allocation counts as one launch, each Triton kernel as one (its launch is recorded in
+place of being started). Bytes outside of products are what must be read and written; of a kernel
+whose programs may end at once, nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.gpu.patch import patched
+
+PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
+# Nothing runs on the device.
+FREE = ("detach", "device", "scalar_tensor", "lift_fresh", "alias", "promote_types")
+
+
+class Launch(NamedTuple):
+    """One operation: where in the call, how many bytes outside of products, how many flops."""
+
+    name: str
+    phase: str  # "outside" or "chunk 1", "chunk 2", …
+    bytes: int = 0
+    flops: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """What runs inside, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.syncs: list[str] = []  # the host waits, with nothing queued behind
+        self.reads: list[str] = []  # the host waits for a copy that was queued before a product
+        self.phase, self.chunks = "outside", 0
+
+    def add(self, name: str, moved: int = 0, flops: int = 0) -> None:
+        self.launches.append(Launch(name, self.phase, 0 if flops else moved, flops))
+
+    @property
+    def flops(self) -> int:
+        return sum(x.flops for x in self.launches)
+
+    def next_chunk(self) -> None:
+        self.chunks += 1
+        self.phase = f"chunk {self.chunks}"
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        name = function._schema.name.split("::")[1]
+        # The fake kernel of a product into `out` in another dtype asks for a CUDA build.
+        out = kwargs["out"] if "dtype_out" in str(function) else function(*args, **kwargs)
+        if function.is_view or "empty" in name or name in FREE:
+            return out
+        if name in PRODUCTS:
+            a, b = [x for x in args if isinstance(x, Tensor)][-2:]
+            self.add(name, flops=2 * a.shape[0] * a.shape[1] * b.shape[1])
+        else:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            outputs = [x for x in (out if isinstance(out, tuple) else (out,))]
+            tensors += [x for x in outputs if isinstance(x, Tensor)]
+            self.add(name, sum(size(x) for x in tensors))
+        return out
+
+    def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+        """In the place of a Triton launch."""
+        name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
+        if name == "slice_kernel" and not options["ONLY_FAR"]:
+            self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
+        else:
+            self.add(name, KERNEL_BYTES.get(name, all_of)(given))
+
+
+class Plain(TorchFunctionMode):
+    """x[…] and ~x by operators: Python's own words for them ask a CUDA build for its device. So
+    does a method whose result the host waits for.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function is Tensor.__getitem__:
+            return self.picked(*args)
+        if function is Tensor.__setitem__:
+            x, index, value = args
+            if isinstance(index, Tensor):
+                return x.index_put_((index,), value)
+            return self.picked(x, index).copy_(value)
+        if function is Tensor.__invert__:
+            return args[0].bitwise_not()
+        if function is Tensor.nonzero:
+            self.recorder.syncs.append("nonzero")
+            self.recorder.add("nonzero", 2 * size(args[0]))
+            return args[0].new_empty((args[0].numel(), 1), dtype=torch.int64)
+        return function(*args, **(kwargs or {}))
+
+    def picked(self, x: Tensor, index: Any) -> Tensor:
+        dim = 0
+        for i in index if isinstance(index, tuple) else (index,):
+            if i is None:
+                x = x.unsqueeze(dim)
+            elif isinstance(i, int):
+                x, dim = x.select(dim, i), dim - 1
+            elif isinstance(i, slice):
+                x = torch.ops.aten.slice(x, dim, i.start, i.stop)
+            else:
+                x = torch.ops.aten.index(x, [None] * dim + [i])
+            dim += 1
+        return x
+
+
+def size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def all_of(given: dict[str, Any]) -> int:
+    return sum(size(x) for x in given.values() if isinstance(x, Tensor))
+
+
+def target_rows(given: dict[str, Any]) -> int:
+    """A row of hidden and a row of dW twice, for every target; nothing for rows formed again."""
+    rows, width = given["id_ptr"].shape[0], given["H"]
+    once = given["hidden_ptr"].element_size() + 2 * given["out_ptr"].element_size()
+    return 0 if given["product_ptr"] is not None else rows * width * once
+
+
+KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
+    "slice_kernel": lambda given: 0,
+    "target_kernel": lambda given: 2 * size(given["hidden_ptr"]),
+    "write_hidden_kernel": lambda given: (
+        given["target_ptr"].shape[0] * given["H"] * (4 + 2 + given["out_ptr"].element_size())
+    ),
+    "add_targets_kernel": target_rows,
+    "gather_columns_kernel": lambda given: 0,
+    "column_product_kernel": lambda given: 0,
+    "scale_kernel": lambda given: 0,
+}
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Inside, tensors are fake, and what would run on a GPU is recorded."""
+    from grpo_fast.kernels.gpu import (
+        coefficients,
+        exponentials,
+        gradients,
+        linear,
+        rows,
+        target_rows,
+    )
+    from grpo_fast.kernels.head import activity, loop
+    from grpo_fast.loss import batch, values
+
+    recorder = Recorder()
+
+    def copied(checks: list, validate: str) -> None:
+        """pending.check_values: flags are copied to the host, and nobody waits."""
+        torch.stack([flag for flag, _ in checks])
+        recorder.add("copy of flags to the host")
+
+    def keep(self: activity.Activity, chunk: slice) -> None:
+        if self.active is not None:
+            self._counts()
+
+    def later(x: Tensor) -> Callable[[], list[int]]:
+        recorder.add("copy of counts to the host", size(x))
+        queued = recorder.flops
+        waits = [recorder.reads, recorder.syncs]
+
+        def read() -> list[int]:
+            while waits:  # once
+                waits[queued == recorder.flops].append("active rows")
+                waits.clear()
+            return []
+
+        return read
+
+    def padded(self: loop.LinearHead, chunk: slice) -> Tensor:
+        recorder.next_chunk()
+        return original(self, chunk)
+
+    def finished(self: loop.LinearHead, sums: Any) -> tuple:
+        recorder.phase = "outside"
+        return ended(self, sums)
+
+    def logps(self: loop.LinearHead, **options: Any) -> tuple:
+        found = swept(self, **options)
+        recorder.phase = "outside"
+        return found
+
+    original, ended = loop.LinearHead._padded, loop.LinearHead._finished
+    swept = loop.LinearHead.logps
+    with contextlib.ExitStack() as stack:
+        for module in (coefficients, exponentials, gradients, linear, rows, target_rows):
+            stack.enter_context(patched(module, launch=recorder.kernel))
+        for place, changes in (
+            (linear, {"is_aligned": lambda x: True, "tiles": lambda x, *shape: x}),
+            (linear, {"architecture": lambda device: "sm_90"}),
+            (activity, {"read_later": later}),
+            (activity.Activity, {"keep": keep}),
+            (values, {"check_values": copied}),
+            (batch, {"check_values": copied}),
+            (loop.LinearHead, {"_padded": padded, "_finished": finished, "logps": logps}),
+            (torch.cuda, {"is_current_stream_capturing": lambda: False}),
+        ):
+            stack.enter_context(patched(place, **changes))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(recorder)
+        stack.enter_context(Plain(recorder))
+        yield recorder

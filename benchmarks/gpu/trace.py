@@ -1,0 +1,150 @@
+"""What a call launches on a GPU, counted without one (recorder.py).
+
+    python -m benchmarks.gpu.trace                  a table in Markdown
+    python -m benchmarks.gpu.trace --json           the same for a program
+    python -m benchmarks.gpu.trace --list CASE      every operation of one case, in order
+
+The call starts below autograd, which asks a CUDA build for a stream; the backward pass, which
+scales the gradients, is counted. Three things are said by hand, because they depend on values:
+every row is active, no row of dW nearly cancels, and the upstream gradient is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.recorder import Recorder, recording
+from grpo_fast import LossConfig
+from grpo_fast.loss import autograd, operators
+from grpo_fast.loss.arguments import Given, Options
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, device="cuda", dtype=dtype)
+
+
+class Case(NamedTuple):
+    """One call of `linear_grpo_loss` in bf16, packed in eight completions."""
+
+    rows: int
+    hidden: int
+    vocab: int = 151936
+    wants: tuple[bool, bool] = (True, True)  # dH, dW
+    loss_type: str = "dapo"
+    beta: float = 0.0
+    mask: bool = False
+    calls: int = 1  # heads of one weight
+
+    def run(self) -> Recorder:
+        with recording() as recorder:
+            weight = new(self.vocab, self.hidden)
+            for _ in range(self.calls):
+                self._call(new(self.rows, self.hidden), weight)
+        return recorder
+
+    def _call(self, hidden: Tensor, weight: Tensor) -> None:
+        shape = (8, self.rows // 8) if self.mask else (self.rows,)
+        given = Given(
+            new(*shape, dtype=torch.int64), new(8, dtype=torch.float32),
+            completion_mask=new(*shape, dtype=torch.bool) if self.mask else None,
+            cu_seqlens=None if self.mask else new(9, dtype=torch.int32),
+            old_logps=new(*shape, dtype=torch.float32),
+            ref_logps=new(*shape, dtype=torch.float32) if self.beta else None,
+            num_items_in_batch=self.rows,
+        )  # fmt: skip
+        config = LossConfig(loss_type=self.loss_type, beta=self.beta)
+        tensors, known = (hidden, weight, None), operators.LOSSES["linear"]
+        options = Options([*self.wants, False], "triton")
+        batch = operators.build(known, tensors, options, config, given)
+        result = known.run(*tensors, batch=batch, options=options)
+        for gradient in result.gradients:
+            if gradient.numel():
+                autograd.scale_(gradient, result.loss)
+
+
+class Budget(NamedTuple):
+    """What a trace adds up to."""
+
+    chunks: int  # by sweep
+    per_chunk: int  # launches of the largest chunk
+    outside: int  # launches, per call
+    syncs: int  # per call
+    reads: int  # per call
+    gigabytes: float  # outside of products
+    products: float  # multiples of N·V·H flops
+
+    @classmethod
+    def of(cls, recorder: Recorder, case: Case) -> Budget:
+        found = recorder.launches
+        per_chunk = [
+            sum(x.phase == f"chunk {i + 1}" for x in found) for i in range(recorder.chunks)
+        ]
+        outside = sum(x.phase == "outside" for x in found)
+        outside, syncs, reads = (
+            -(-x // case.calls) for x in (outside, len(recorder.syncs), len(recorder.reads))
+        )
+        work = case.calls * case.rows * case.hidden * case.vocab
+        return cls(
+            recorder.chunks, max(per_chunk, default=0), outside, syncs, reads,
+            sum(x.bytes for x in found) / 1e9, recorder.flops / work,
+        )  # fmt: skip
+
+
+CASES: dict[str, Case] = {
+    "full, H = 4096": Case(8192, 4096),
+    "full, H = 2048": Case(8192, 2048),
+    "full, H = 896": Case(8192, 896),
+    "1024 rows, H = 896": Case(1024, 896),
+    "with KL": Case(8192, 4096, beta=0.1),
+    "with a mask": Case(8192, 4096, mask=True),
+    "frozen head (LoRA)": Case(8192, 4096, wants=(True, False)),
+    "head alone": Case(8192, 4096, wants=(False, True)),
+    "no gradient": Case(8192, 4096, wants=(False, False)),
+    "three heads of one weight": Case(2048, 4096, calls=3),
+    "sequence level": Case(8192, 4096, loss_type="gspo"),
+}
+
+
+def budget(case: Case) -> Budget:
+    return Budget.of(case.run(), case)
+
+
+def report() -> str:
+    lines = [
+        "| case | chunks | launches per chunk | outside | syncs | reads behind work "
+        "| GB outside of products | products (N·V·H) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, case in CASES.items():
+        b = budget(case)
+        lines.append(
+            f"| {name} | {b.chunks} | {b.per_chunk} | {b.outside} | {b.syncs} | {b.reads} "
+            f"| {b.gigabytes:.2f} | {b.products:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trace")
+    parser.add_argument("--list", metavar="CASE", choices=tuple(CASES))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.json:
+        print(json.dumps({name: budget(case)._asdict() for name, case in CASES.items()}))
+        return 0
+    if options.list is None:
+        print(report())
+        return 0
+    for x in CASES[options.list].run().launches:
+        print(f"{x.phase:9} {x.name:28} {x.bytes / 1e6:10.2f} MB {x.flops / 1e12:8.2f} TFLOP")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""What a call launches on a GPU stays within its budget; benchmarks/gpu/trace.py counts it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.kernels.triton_tools.launcher import HAS_TRITON, run_python
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+TRAINED = ("full, H = 4096", "full, H = 2048", "full, H = 896", "1024 rows, H = 896")
+
+
+@pytest.fixture(scope="module")
+def budgets():
+    return json.loads(run_python("-m", "benchmarks.gpu.trace", "--json", interpret=False))
+
+
+@pytest.mark.parametrize("name", [*TRAINED, "with KL", "frozen head (LoRA)", "head alone"])
+def test_launches_and_waits(budgets, name):
+    """Nobody waits for a device that has nothing to do; one look at most, behind a product."""
+    found = budgets[name]
+    assert found["per_chunk"] <= 20 and found["outside"] <= 60
+    assert found["syncs"] == 0 and found["reads"] == (name != "with KL")
+
+
+def test_a_mask_costs_one_wait(budgets):
+    assert budgets["with a mask"]["syncs"] == 1
+    assert budgets["sequence level"]["syncs"] == 1
+
+
+def test_bytes_outside_of_products(budgets):
+    assert budgets["full, H = 4096"]["gigabytes"] <= 1.0
+    assert budgets["full, H = 4096"]["chunks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [
+        *[(name, 6) for name in (*TRAINED, "three heads of one weight", "sequence level")],
+        ("frozen head (LoRA)", 4), ("head alone", 4), ("no gradient", 2),
+    ],
+)  # fmt: skip
+def test_products(budgets, name, products):
+    assert budgets[name]["products"] == pytest.approx(products, rel=1e-3)

@@ -346,12 +346,18 @@ def test_predictions_count_the_code_as_it_is():
     assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
     assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
     assert abs(sum(dense.parts.values()) - dense.ours) < 1e-9
-    # By hand: three chunks, whose 2752 rows of 16 bits hold 0.8 GB; 4.3e12 bytes per second.
-    assert predict.chunk_plan(8192, 151936) == (3, 2752)
-    logits, gradient = 2 * 2752 * 151936, 4 * 151936 * 4096
-    assert logits <= predict.WORKSPACE and dense.workspace == logits + gradient
-    assert dense.parts["dW accumulated in fp32"] == pytest.approx(5 * gradient / 4.3e12)
-    assert dense.parts["dW to 16 bits"] == pytest.approx(1.5 * gradient / 4.3e12)
+    # By hand: one chunk, whose rows of 16 bits take 2.5 GB, no more than 1 GiB and an fp32 dW.
+    assert predict.chunk_plan(8192, 4096, 151936) == (1, 8192)
+    logits, gradient = 2 * 8192 * 151936, 4 * 151936 * 4096
+    assert logits <= predict.WORKSPACE + gradient and dense.workspace == logits
+    assert dense.parts["dW accumulated in fp32"] == 0
+    # At half of the hidden size three chunks of 2752 rows, 0.8 GB; 4.3e12 bytes per second.
+    assert predict.chunk_plan(8192, 2048, 151936) == (3, 2752)
+    half = predict.estimate(predict.Case("linear_grpo_loss", GPU[1], ""))
+    gradient = 4 * 151936 * GPU[1].h
+    assert half.workspace == 2 * 2752 * 151936 + gradient
+    assert half.parts["dW accumulated in fp32"] == pytest.approx(5 * gradient / 4.3e12)
+    assert half.parts["dW to 16 bits"] == pytest.approx(1.5 * gradient / 4.3e12)
     assert "not measured" in predict.report().lower() and predict.command(large) in predict.report()
 
 

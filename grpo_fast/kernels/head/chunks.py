@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.gradients import ChunkGradients, Coefficients
+from grpo_fast.kernels.head.fused import Coefficients
+from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.head.products import is_wide, matmul_wide
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowLoss, RowStats, pad_rows
@@ -26,7 +27,7 @@ from grpo_fast.objective.config import LossConfig
 
 # Beside exponentials, rows of dW that are targets may take a second product where dW has 16 bits at
 # once (gpu/target_rows.py): not more than this share of the vocabulary.
-TARGET_SHARE = 1 / 16
+TARGET_SHARE = 1 / 8
 # The rows of a buffer of exponentials start on multiples of this many elements: 128 bytes, whatever
 # the vocabulary.
 ROW_ELEMENTS = 64

@@ -9,36 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.head import fused
+from grpo_fast.kernels.head.fused import Coefficients
 from grpo_fast.kernels.head.grad_filter import WORTH_BELOW, Filtered, column_masses, heavy_columns
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
-    is_wide,
     matmul_narrow,
     weighted_column_sum,
     weighted_product,
 )
-from grpo_fast.kernels.types import AddedRows, Dominant, Wanted, add_rows_, pad_rows
+from grpo_fast.kernels.types import AddedRows, Wanted, add_rows_, pad_rows
 
 # Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
 # are active.
 GATHER_BELOW = 0.9
-
-
-class Coefficients(NamedTuple):
-    """What turns exponentials into d-logits: by_row[:, None]·matrix, and by_target in the targets'
-    columns.
-    """
-
-    by_row: Tensor  # (padded C,) fp32
-    by_target: Tensor  # (padded C,) fp32
-    target_ids: Tensor  # (C,)
-    rest: Dominant | None = None  # of elements that the product rounds
-
-    def select(self, rows: Tensor) -> Coefficients:
-        """Those of some rows, padded again."""
-        by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
-        rest = None if self.rest is None else self.rest.of_rows(rows, len(self.target_ids))
-        return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)
 
 
 class ChunkGradients(NamedTuple):
@@ -174,26 +158,15 @@ class GradientSums:
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
         """`_add_weighted` by the kernels of gpu/gradients.py."""
-        if self.wanted.hidden:
-            product = matmul_narrow(d, self.weight, wide=True)
-            at = (product, by.by_row, by.by_target, by.target_ids, self.weight)
-            if self.repeats:
-                rows = torch.empty_like(product[:count])
-                self._keep_hidden(self.doors.write_hidden_(rows, *at), index)
-            else:
-                out, places = self._place(count, index)
-                self.doors.write_hidden_(out, *at, places)
+        if self.wanted.hidden and self.repeats:
+            self._keep_hidden(fused.hidden_rows(self.doors, d, by, self.weight), index)
+        elif self.wanted.hidden:
+            out, places = self._place(count, index)
+            fused.hidden_rows(self.doors, d, by, self.weight, out, places)
         if self.wanted.weight:
-            scaled = self.doors.scaled_hidden(h, by.by_row)
-            ids, order = by.target_ids.sort(stable=True)
-            self.d_weight = accumulate_outer(
-                self.d_weight, d, scaled, self.weight, is_only=self.is_only
+            self.d_weight = fused.weight_sum(
+                self.doors, self.d_weight, d, by, h, self.weight, is_only=self.is_only
             )
-            at = (self.d_weight, ids, order, by.by_target, h)
-            if is_wide(self.d_weight):
-                self.doors.add_targets_(*at)
-            else:
-                self.doors.add_targets_narrow_(*at, d, scaled)
         if self.wanted.bias:
             self._keep_bias(weighted_column_sum(d, by.by_row), None)
             assert self.d_bias is not None

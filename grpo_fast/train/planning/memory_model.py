@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
 
@@ -77,6 +78,8 @@ class Memory:
     logits: int  # the largest workspace of the head
     logits_row: int  # what one completion token takes of it
     head_gradient: int  # a fresh gradient of the head, before it is added to the others
+    head_sum: int  # its sum in fp32, beside it
+    one_chunk_rows: int  # the most completion tokens for which the head needs no such sum
     kept_per_token: float  # by all layers together, until the backward pass
     working_per_token: float  # by the layer that is in its backward pass
     working: int  # by that layer, whatever T is (a tile of the MLP)
@@ -92,12 +95,16 @@ class Memory:
     @property
     def head(self) -> int:
         """Bytes that the head needs beside the trunk's activations, at most."""
-        return self.logits + self.head_gradient
+        return self.logits + self.head_gradient + self.head_sum
 
     def peak(self, tokens: int, rows: int | None = None) -> int:
         """Bytes at the peak of a micro-batch: trunk tokens, completion tokens (None: many)."""
-        logits = self.logits if rows is None else min(self.logits, rows * self.logits_row)
-        working = max(logits + self.head_gradient, self.working + self.working_per_token * tokens)
+        head = self.head
+        if rows is not None and rows <= self.one_chunk_rows:
+            head = rows * self.logits_row + self.head_gradient
+        elif rows is not None:
+            head += min(self.logits, rows * self.logits_row) - self.logits
+        working = max(head, self.working + self.working_per_token * tokens)
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
@@ -122,14 +129,22 @@ def predict(
     activation = DTYPE_BYTES[model.autocast or model.dtype]
     copies = activation if model.autocast else 0  # autocast keeps a 16-bit copy of the weights
     kept, working, tile = _per_token(shape, model, activation, device == "cpu")
+    head_sum = _head_sum(shape, model, activation)
+    logits, row = workspace_bytes(torch.device(device)), 4 * shape.vocab
+    one_chunk_rows = 0
+    if device == "cuda" and (model.autocast or model.dtype) == "bfloat16":
+        row = 2 * shape.vocab  # exponentials
+        one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
     return Memory(
         weights=shape.parameters * (weight + copies),
         gradients=trained * weight,
         optimizer=int(trained * states),
         reference=shape.parameters * weight if reference and model.lora is None else 0,
-        logits=workspace_bytes(torch.device(device)),
-        logits_row=4 * shape.vocab,
+        logits=logits,
+        logits_row=row,
         head_gradient=_head_gradient(shape, model, activation),
+        head_sum=head_sum,
+        one_chunk_rows=one_chunk_rows if head_sum else 0,
         kept_per_token=kept,
         working_per_token=working,
         working=tile,
@@ -169,11 +184,14 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
 
 
 def _head_gradient(shape: Shape, model: ModelConfig, e: int) -> int:
+    """Bytes in the weight's dtype; 0 for a head that is frozen."""
     frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
-    if model.lora is not None or frozen:
-        return 0
-    # It is summed in fp32 and handed over in the weight's dtype.
-    return shape.vocab * shape.hidden * (4 + e if e < 4 else e)
+    return 0 if model.lora is not None or frozen else shape.vocab * shape.hidden * e
+
+
+def _head_sum(shape: Shape, model: ModelConfig, e: int) -> int:
+    """Bytes of its sum, where 16 bits are summed in fp32."""
+    return 4 * _head_gradient(shape, model, e) // e if e < 4 else 0
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str) -> Memory:

@@ -100,7 +100,7 @@ MUTANTS = [
            "fp16 gradients are handed over without their factor", "range"),
     Mutant("autograd-inplace-unseen", AUTOGRAD,
            "torch.autograd.graph.increment_version(logits)", "pass",
-           "an operator before the loss reads logits that are gone", "autograd"),
+           "an operator before the loss reads logits that are gone", "csrc_inplace"),
     Mutant("autograd-entropy-only", AUTOGRAD,
            "g = torch.zeros_like(g_entropy)", "g = torch.ones_like(g_entropy)",
            "a loss of the entropy alone also moves the logps", "entropy_gradient"),

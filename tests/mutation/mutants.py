@@ -47,6 +47,7 @@ SUITES: dict[str, list[str]] = {
     "csrc_gemm": ["tests/kernels/test_gemm_cpu.py"],
     "csrc_linear": ["tests/kernels/test_linear_cpu.py"],
     "nan": ["tests/loss/test_nan_is_seen.py", "-k", "torch"],
+    "csrc_inplace": ["tests/loss/test_loss_autograd.py", "-k", "inplace and cpu"],
     "csrc_nan": ["tests/loss/test_nan_is_seen.py", "-k", "cpu"],
     "triton_nan": ["tests/kernels/triton_tools/cases_nan.py", "-k", "every_loss"],
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],

@@ -154,7 +154,7 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     """
     recorded(False)
     # The checks of values would copy their flags to the host, without waiting for them.
-    for module in ("checks", "batch"):
+    for module in ("values", "batch"):
         monkeypatch.setattr(f"grpo_fast.loss.{module}.check_values", lambda checks, validate: None)
     for call in (
         lambda: linear_logps(*head(), ids()),

@@ -142,7 +142,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
     assert not hasattr(current, "index"), "the caller's own device stays"
 
 
-def test_each_gpu_is_tested_by_itself(fresh_choice, monkeypatch):
+def test_each_gpu_is_tested_by_itself(monkeypatch):
     kinds = []
 
     def choose(kind):

@@ -55,7 +55,7 @@ help:
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
-	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (3 GB of downloads)'
+	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make format    let ruff fix and format the tree'

@@ -1,5 +1,5 @@
-// The operator linear_rows: hidden -> log-probabilities, and raw logits or weights; see rows/sweep.h,
-// and grpo_fast/kernels/gpu/exponentials.py for the same on a GPU.
+// The operator linear_rows: hidden -> log-probabilities, and raw logits or weights; see
+// rows/sweep.h, and grpo_fast/kernels/gpu/exponentials.py for the same on a GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

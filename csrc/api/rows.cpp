@@ -1,6 +1,6 @@
-// The operators of stored logits: row_logps (one read of the logits), row_grad_ (one read, one write)
-// and row_loss_ (both, with the loss between them, while the row is in cache: one read, one write).
-// What they compute is said in grpo_fast/kernels/reference.py.
+// The operators of stored logits: row_logps (one read of the logits), row_grad_ (one read, one
+// write) and row_loss_ (both, with the loss between them, while the row is in cache: one read, one
+// write). What they compute is said in grpo_fast/kernels/reference.py.
 //
 // Built against torch's stable ABI, so one library serves every torch >= 2.11 and every Python.
 #include <torch/csrc/stable/library.h>
@@ -20,8 +20,8 @@ struct Variant {
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// run(Variant{}). Only plain fp32 rows have one without entropy: elsewhere it is lost among the other
-// operations, and every variant costs compile time.
+// run(Variant{}). Only plain fp32 rows have one without entropy: elsewhere it is lost among the
+// other operations, and every variant costs compile time.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
@@ -64,7 +64,8 @@ struct Statistics {
   RowOutputs to;
 
   Statistics(const Tensor& like, int64_t rows, bool has_entropy)
-      : lse(empty(like, rows)), logps(empty(like, rows)), entropy(empty(like, has_entropy ? rows : 0)),
+      : lse(empty(like, rows)), logps(empty(like, rows)),
+        entropy(empty(like, has_entropy ? rows : 0)),
         to{data<float>(lse), data<float>(logps), has_entropy ? data<float>(entropy) : nullptr} {}
 };
 
@@ -73,7 +74,8 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
                                              std::optional<double> softcap, double temperature,
                                              std::optional<Tensor> temperatures,
                                              bool return_entropy) {
-  const Chunk chunk = chunk_of(logits, target_ids, {logit_scale, softcap, temperature, temperatures});
+  const Rule rule{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, rule);
   const Statistics found(logits, chunk.rows, return_entropy);
   with_variant(chunk, logits.scalar_type(), return_entropy, [&](auto variant) {
     using V = decltype(variant);
@@ -87,7 +89,8 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
                std::optional<Tensor> temperatures) {
-  const Chunk chunk = chunk_of(logits, target_ids, {logit_scale, softcap, temperature, temperatures});
+  const Rule rule{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, rule);
   check_out(logits, out);
   STD_TORCH_CHECK(!grad_entropy || entropy,
                   "entropy: expected the rows' entropies, as grad_entropy is given, got None");
@@ -144,7 +147,8 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                     bool kl_times_ratio, double p0, double p1, double p2, double p3,
                     double logit_scale, std::optional<double> softcap, double temperature,
                     std::optional<Tensor> temperatures, bool return_entropy) {
-  const Chunk chunk = chunk_of(logits, target_ids, {logit_scale, softcap, temperature, temperatures});
+  const Rule rule{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = chunk_of(logits, target_ids, rule);
   check_out(logits, out);
   const RowTerms terms{checked_vector<float>(advantages, chunk.rows, "advantages"),
                        checked_vector<float>(policy_weights, chunk.rows, "policy_weights"),
@@ -166,8 +170,8 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       " float temperature, Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor)");
   library.def(
       "row_grad_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor lse, Tensor logps,"
-      " Tensor? entropy, Tensor grad_logps, Tensor? grad_entropy, float logit_scale, float? softcap,"
-      " float temperature, Tensor? temperatures) -> ()");
+      " Tensor? entropy, Tensor grad_logps, Tensor? grad_entropy, float logit_scale,"
+      " float? softcap, float temperature, Tensor? temperatures) -> ()");
   library.def(
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"

@@ -51,8 +51,8 @@ template <class T>
 const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
   constexpr bool is_float = std::is_same_v<T, float>;
   STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
-  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == rows, name, ": expected one value for each of ", rows,
-                  " rows");
+  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == rows, name, ": expected one value for each of ",
+                  rows, " rows");
   STD_TORCH_CHECK(x.scalar_type() == (is_float ? ScalarType::Float : ScalarType::Long), name,
                   ": expected ", is_float ? "float32" : "int64");
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");

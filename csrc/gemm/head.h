@@ -16,8 +16,8 @@ struct Head {
   const float* bias;  // (columns,), or null
   bool is_fp32, tiles;
 
-  // finish(block, logits, stride) for every block of `count` rows, those of hidden in `rows`; a block
-  // has `block_columns` columns.
+  // finish(block, logits, stride) for every block of `count` rows, those of hidden in `rows`; a
+  // block has `block_columns` columns.
   void multiply(const int64_t* rows, int64_t count, int64_t block_columns,
                 const Finish& finish) const {
     if (is_fp32) return run<float, Vectors>(rows, count, block_columns, finish);
@@ -27,7 +27,8 @@ struct Head {
 
   // One logit: near that of the product, not bit for bit.
   float logit(int64_t row, int64_t column) const {
-    const float product = is_fp32 ? dot_product<float>(row, column) : dot_product<Bfloat16>(row, column);
+    const float product =
+        is_fp32 ? dot_product<float>(row, column) : dot_product<Bfloat16>(row, column);
     return product + (bias ? bias[column] : 0);
   }
 

@@ -1,9 +1,9 @@
 // The innermost product: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel).
 //
-// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which reaches half of
-// an AMD core. bf16 with fp32 sums by the same kernel on AVX512_BF16, or by the tile product inside
-// torch, at::native::cpublas::brgemm (AMX), looked up in the loaded libtorch_cpu: it is not part of
-// the stable ABI, so it may be absent.
+// fp32 by a micro-kernel of our own: torch's CPU build multiplies through MKL, which reaches half
+// of an AMD core. bf16 with fp32 sums by the same kernel on AVX512_BF16, or by the tile product
+// inside torch, at::native::cpublas::brgemm (AMX), looked up in the loaded libtorch_cpu: it is not
+// part of the stable ABI, so it may be absent.
 #pragma once
 
 #include <dlfcn.h>
@@ -13,7 +13,7 @@
 namespace grpo_fast {
 
 constexpr int64_t kRows = 6;                       // of a in the micro-kernel
-constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: 12 sums in 16 ymm, 24 in 32 zmm registers
+constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: 12 sums in 16 ymm, 24 in 32 zmm
 constexpr int64_t kPanel = kVectors * kLanes;      // columns of a packed panel of b
 
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16

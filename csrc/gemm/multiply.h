@@ -1,10 +1,10 @@
-// Blocked matrix product on the host: blocks of a (M, K) * b (K, N), handed to the caller while they
-// are in cache.
+// Blocked matrix product on the host: blocks of a (M, K) * b (K, N), handed to the caller while
+// they are in cache.
 //
-// Work is handed out in blocks of the result. A block walks through k in slices of kSliceWords words:
-// a panel of b is packed, kPanel columns wide; under it go the rows of a. An element of the result is
-// summed by one thread, in an order that depends on K only: its bits do not depend on M, N, the
-// blocks or the number of threads.
+// Work is handed out in blocks of the result. A block walks through k in slices of kSliceWords
+// words: a panel of b is packed, kPanel columns wide; under it go the rows of a. An element of the
+// result is summed by one thread, in an order that depends on K only: its bits do not depend on M,
+// N, the blocks or the number of threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -25,8 +25,8 @@ struct Block {
   int64_t row, rows, column, columns;
 };
 
-// T: what is multiplied; S: what a is stored in, T or a type with more digits (pack.h). Heavy are the
-// elements of a Positive16 a whose k goes down; b's does then, too.
+// T: what is multiplied; S: what a is stored in, T or a type with more digits (pack.h). Heavy are
+// the elements of a Positive16 a whose k goes down; b's does then, too.
 template <class S, class T>
 struct Problem {
   static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
@@ -52,7 +52,8 @@ struct Problem {
  private:
   template <class X>
   Slice<X> slice_of(const Operand<X>& x, int64_t slice, int64_t first, int64_t across) const {
-    const int64_t from = first_k(slice), count = std::min(kSliceWords, words() - slice * kSliceWords);
+    const int64_t from = first_k(slice);
+    const int64_t count = std::min(kSliceWords, words() - slice * kSliceWords);
     const X* data = x.data + (x.k_down ? from * x.stride + first : first * x.stride + from);
     return {data, x.stride, across, std::min(count * kPerWord<T>, k - from), count, x.k_down};
   }
@@ -64,8 +65,8 @@ inline int64_t evened(int64_t size, int64_t most, int64_t multiple) {
   return up((size + parts - 1) / parts, multiple);
 }
 
-// Rows of a and columns of b in a block of the result, whose sums stay in L2. A packed operand wants
-// the other side of the block to be long; every thread wants two blocks.
+// Rows of a and columns of b in a block of the result, whose sums stay in L2. A packed operand
+// wants the other side of the block to be long; every thread wants two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
@@ -176,8 +177,8 @@ struct Worker {
       const float* scales = p.scales ? p.scales + from : nullptr;
       const Entry entry{part, scales, limits.empty() ? nullptr : limits.data(), from, &heavy};
       pack_down<T>(x, width, entry, packed_rows);
-      const Slice<float> down{reinterpret_cast<const float*>(packed_rows), width, x.words, block.rows,
-                              block.rows};
+      const auto* words = reinterpret_cast<const float*>(packed_rows);
+      const Slice<float> down{words, width, x.words, block.rows, block.rows};
       pack_transposed(down, x.words, to, kSliceWords);
     }
     return reinterpret_cast<const T*>(to);

@@ -63,8 +63,9 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
   if (part == 0) {
     const auto both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(next, x));
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                           8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
+                                           24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+                                           16, 0);
     return bit_cast<Words>(_mm512_permutexvar_epi16(order, both));
   }
 #endif

@@ -66,14 +66,15 @@ class DominantWeights {
  public:
   explicit DominantWeights(int64_t rows) : known_(rows) {}
 
-  // Of the sum of a row's weights `sum` more is known; what another thread adds at the same time may
-  // be lost.
+  // Of the sum of a row's weights `sum` more is known; what another thread adds at the same time
+  // may be lost.
   void raise(int64_t row, double sum) {
     const float known = known_[row].load(std::memory_order_relaxed);
     known_[row].store(known + static_cast<float>(sum), std::memory_order_relaxed);
   }
 
-  // sums: of all weights of every row. What was found in the rows of `again` (ascending) is forgotten.
+  // sums: of all weights of every row. What was found in the rows of `again` (ascending) is
+  // forgotten.
   void settle(std::vector<double> sums, const std::vector<int64_t>& again) {
     sums_ = std::move(sums);
     for (size_t row = 0; row < sums_.size(); ++row)
@@ -83,8 +84,8 @@ class DominantWeights {
     });
   }
 
-  // Those of one run, from column `first` of its row on, where the largest e by lane shows that there
-  // may be some.
+  // Those of one run, from column `first` of its row on, where the largest e by lane shows that
+  // there may be some.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowRule& rule, float shift,
             Floats largest) {

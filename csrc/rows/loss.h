@@ -1,7 +1,7 @@
 // The loss of a token-level objective at one row, by the leaves that the package prints as C++.
 #pragma once
 
-#include "leaves.h"  // printed from objective/losses.py and kl.py by grpo_fast/kernels/cpu/leaves.py
+#include "leaves.h"  // printed off objective/losses.py and kl.py by kernels/cpu/leaves.py
 
 namespace grpo_fast {
 
@@ -17,8 +17,8 @@ struct RowTerms {
   const float *advantages, *policy_weights, *kl_weights, *old_logps, *ref_logps, *grad_entropy;
 };
 
-// (policy_weight l + kl_weight KL, its derivative) at a logp; NaN where that is: comparisons inside a
-// leaf and a weight of 0 would hide it.
+// (policy_weight l + kl_weight KL, its derivative) at a logp; NaN where that is: comparisons inside
+// a leaf and a weight of 0 would hide it.
 inline ValueAndSlope row_loss(const Leaf& leaf, const RowTerms& terms, int64_t row, double logp) {
   if (std::isnan(logp)) return {logp, logp};
   double log_ratio = terms.old_logps ? logp - terms.old_logps[row] : 0.0;

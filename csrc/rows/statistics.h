@@ -51,8 +51,8 @@ inline float shift_of(float largest, const RowRule& rule) {
   return kSoftcap ? rule.outer * std::tanh(largest) : largest;
 }
 
-// Of a row in memory, which is read once: blocks of kBlock columns stay in L1 between the maximum and
-// the exponentials. Without kEntropy the entropy means nothing.
+// Of a row in memory, which is read once: blocks of kBlock columns stay in L1 between the maximum
+// and the exponentials. Without kEntropy the entropy means nothing.
 template <bool kSoftcap, bool kEntropy, class T>
 RowStatistics row_statistics(const Columns<T>& row, const RowRule& rule) {
   float largest = -kInfinity, shift = shift_of<kSoftcap>(largest, rule);

@@ -146,7 +146,8 @@ inline void add_run(const Columns<T>& run, const RowRule& rule, float shift, Tot
   totals.sum += widen((sums[0].sum + sums[1].sum) + (sums[2].sum + sums[3].sum));
   if constexpr (kEntropy)
     totals.moment += widen((sums[0].moment + sums[1].moment) + (sums[2].moment + sums[3].moment));
-  totals.largest = max(max(sums[0].largest, sums[1].largest), max(sums[2].largest, sums[3].largest));
+  totals.largest =
+      max(max(sums[0].largest, sums[1].largest), max(sums[2].largest, sums[3].largest));
 }
 
 }  // namespace grpo_fast

@@ -1,5 +1,5 @@
-// hidden -> log-probabilities and weights, without logits: the head's product with the softmax in its
-// epilogue. The gradient of sum g * logp is, with the weights E of dominant.h,
+// hidden -> log-probabilities and weights, without logits: the head's product with the softmax in
+// its epilogue. The gradient of sum g * logp is, with the weights E of dominant.h,
 //
 //   d raw_j = g unit E_j,              unit = -e^(s - lse) logit_scale / temperature
 //   d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature

@@ -163,8 +163,7 @@ def test_numerics_store_rounds_like_torch() -> None:
         targets = torch.zeros(6, dtype=torch.int64)
         g = torch.tensor([1.0, -3.3, 1e5, 1e-4, 1e38, math.inf])
         lse, logps, _ = rows_cpu.row_logps(logits, targets, LogitRule(), return_entropy=False)
-        if dtype == torch.float16:
-            logits = logits.half()
+        logits = logits.to(dtype)
         exact = rows_cpu.row_grad_(
             logits.clone().float(), targets, (lse, logps, None), g, None, LogitRule()
         )
@@ -338,9 +337,7 @@ def test_options_do_not_move_the_logps() -> None:
 
 @needs_library
 def test_strides_offsets_and_outputs() -> None:
-    """Row strides above V, unaligned starts, expanded rows, a separate `out`, and a bf16 view of
-    the same memory.
-    """
+    """Row strides above V, unaligned starts, expanded rows, a separate `out`."""
     logits, targets = make_rows(6, 777)
     g, rule = torch.randn(6), LogitRule(1.0, None, 0.8)
     lse, logps, _ = rows_cpu.row_logps(logits, targets, rule, return_entropy=False)
@@ -358,13 +355,10 @@ def test_strides_offsets_and_outputs() -> None:
     row = logits[2].expand(6, 777)
     got = rows_cpu.row_logps(row, targets[2].expand(6), rule, return_entropy=False)
     assert torch.equal(got[1], logps[2].expand(6))
-    out = torch.full((6, 1000), math.nan, dtype=torch.bfloat16)[:, 100:877]
+    out = torch.full((6, 1000), math.nan)[:, 100:877]
     kept = logits.clone()
     assert rows_cpu.row_grad_(logits, targets, (lse, logps, None), g, None, rule, out=out) is out
-    assert torch.equal(out, expected.bfloat16()) and torch.equal(logits, kept)
-    narrow = logits.view(torch.bfloat16)[:, :777]  # each row's front half, in place
-    rows_cpu.row_grad_(logits, targets, (lse, logps, None), g, None, rule, out=narrow)
-    assert torch.equal(narrow, expected.bfloat16())
+    assert torch.equal(out, expected) and torch.equal(logits, kept)
 
 
 @needs_library

@@ -1,5 +1,5 @@
-"""The loss leaves for C++: prints the functions of objectives.py and kl.py as a header for
-csrc/rows.cpp.
+"""The loss leaves for C++: prints the functions of losses.py and kl.py as a header for
+csrc/rows/loss.h.
 
 The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the
 vocabulary has one C++ counterpart, in double. Nothing is written by hand per loss; the header is

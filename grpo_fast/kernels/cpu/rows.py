@@ -73,13 +73,11 @@ def row_grad_(
     grad_entropy: Tensor | None,  # (C,) fp32
     rule: LogitRule,
     *,
-    out: Tensor | None = None,  # (C, V), dtype of the logits; or bf16 for fp32 logits
+    out: Tensor | None = None,  # (C, V), dtype of the logits
 ) -> Tensor:  # (C, V)
     """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
 
-    A row whose two coefficients are zero becomes exact zeros, whatever it held. `out` may also be a
-    bf16 view of the logits' own memory whose rows start where the logits' rows start: a row is read
-    ahead of where it is written.
+    A row whose two coefficients are zero becomes exact zeros, whatever it held.
 
     Raises:
         CsrcUnavailable: the library can neither be found nor compiled.
@@ -122,7 +120,7 @@ def leaf_arguments(key: str) -> tuple:
 
 def row_loss_(
     logits: Tensor,  # (C, V)
-    out: Tensor,  # (C, V), dtype of the logits; or bf16 for fp32 logits
+    out: Tensor,  # (C, V), dtype of the logits
     target_ids: Tensor,  # (C,) int64
     terms: RowTerms,
     config: LossConfig,

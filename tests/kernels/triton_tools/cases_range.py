@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import test_gradient_range as plain_cases
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
+from tests.loss import test_gradient_range as plain_cases
 
 
 @pytest.mark.parametrize("name", plain_cases.CONFIGS)

@@ -329,5 +329,6 @@ def aligned_copy(matrix: Tensor) -> Tensor:
     """The same (T, H) values in rows that start on 16 bytes."""
     columns = matrix.shape[1]
     per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
-    copy = unset(matrix.new_empty, (matrix.shape[0], per_row))[:, :columns]
+    shape = (matrix.shape[0], per_row)
+    copy = unset(torch.empty, shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
     return copy.copy_(matrix)

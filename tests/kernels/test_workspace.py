@@ -186,8 +186,12 @@ def test_threads_put_back_what_was_there_before_all_of_them(filling):
         go_on.wait(10)
         return torch.empty(1)
 
+    def slower():
+        first.join(10)
+        return torch.empty(1)
+
     first = threading.Thread(target=memory.unset, args=(slow,))
-    second = threading.Thread(target=memory.unset, args=(lambda: torch.empty(1),))
+    second = threading.Thread(target=memory.unset, args=(slower,))
     first.start()
     inside.wait(10)
     second.start()

@@ -24,7 +24,7 @@ BAD_OFFSETS = [
     [9, 9, 0, 0],
     [5, 2, 1, 0],
     [-HUGE, HUGE, -HUGE, HUGE],
-    [0, 2**63 - 1, -(2**63), 9],  # whose difference wraps to 1
+    [0, 2**63 - 1, -HUGE - 1, 9],  # whose differences wrap around to positive ones
 ]
 
 

@@ -51,7 +51,9 @@ SUITES: dict[str, list[str]] = {
     "csrc_nan": ["tests/loss/test_nan_is_seen.py", "-k", "cpu"],
     "triton_nan": ["tests/kernels/triton_tools/cases_nan.py", "-k", "every_loss"],
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
-    "workspace": ["tests/kernels/test_workspace.py"],
+    "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured_call"],
+    "late": ["tests/loss/test_late_checks.py"],
+    "attention": ["tests/attention/test_attention.py"],
     "csrc_sums": [
         "tests/loss/test_chunks.py",
         "tests/kernels/test_grad_filter.py",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-BATCH, VALUES, PASSES, AUTOGRAD, SHARDED = (
-    f"grpo_fast/loss/{x}.py" for x in ("batch", "values", "passes", "autograd", "sharded")
+BATCH, VALUES, PENDING, PASSES, AUTOGRAD, SHARDED = (
+    f"grpo_fast/loss/{x}.py"
+    for x in ("batch", "values", "pending", "passes", "autograd", "sharded")
 )
 RANGE, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("head/half_range", "types"))
 
@@ -21,11 +22,12 @@ MUTANTS = [
            "total = max(places.segments.shape[0], 1) if", "total = max(places.num_rows, 1) if",
            "masked tokens count in the mean over a call's tokens", "logps"),
     Mutant("batch-wrong-segment", BATCH,
-           "numbers.repeat_interleave(length)", "numbers.repeat(length)",
+           "torch.arange(count, device=device).repeat_interleave(length)",
+           "torch.arange(count, device=device).repeat(length)",
            "padded rows are taken column by column", "logps"),
     Mutant("batch-packed-segment", BATCH,
-           "repeat_interleave(lengths, output_size=num_rows)",
-           "repeat_interleave(lengths.flip(0), output_size=num_rows)",
+           "torch.searchsorted(cu[1:-1], rows, right=True)",
+           "torch.searchsorted(cu[1:-1], rows, right=True).flip(0)",
            "packed rows belong to the wrong completion", "logps"),
     Mutant("batch-weights-of-rows", BATCH,
            "weights[places.segments]", "weights[places.segments.clamp(max=0)]",
@@ -111,6 +113,25 @@ MUTANTS = [
     Mutant("graphs-ignored", AUTOGRAD,
            "return x if self.left_out is None else torch.where(self.left_out, 0.0, x)", "return x",
            "in a CUDA graph targets of -100 count", "graphs"),
+    # ---- pending.py and what it tells late
+    Mutant("late-empty-completion", BATCH,
+           "torch.searchsorted(cu[1:-1], rows, right=True)", "torch.searchsorted(cu[1:-1], rows)",
+           "the first row of a completion belongs to the one before", "late"),
+    Mutant("late-offsets-beyond", VALUES,
+           "cu.clamp(0, num_rows).cummax(0).values", "cu.cummax(0).values",
+           "offsets that end beyond the rows reach the kernels", "late"),
+    Mutant("late-offsets-fall", VALUES,
+           "cu.clamp(0, num_rows).cummax(0).values", "cu.clamp(0, num_rows)",
+           "falling offsets give negative lengths", "late"),
+    Mutant("late-wrapped-difference", VALUES,
+           "falls = (cu[1:] < cu[:-1]).any()", "falls = (cu.diff() < 0).any()",
+           "a fall whose difference wraps around is none", "late"),
+    Mutant("late-asked-twice", PENDING,
+           "_pending[:] = waiting", "_pending[:] = [x for x in _pending if not x.ready.query()]",
+           "a check that arrives between two queries is dropped", "late"),
+    Mutant("late-first-only", PENDING,
+           "for check in arrived", "for check in arrived[:1]",
+           "of the checks that have arrived one is told, the others are dropped", "late"),
     # ---- sharded.py
     Mutant("sharded-sum", SHARDED,
            "return reduced / ctx.mesh.size()", "return reduced",

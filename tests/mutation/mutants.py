@@ -52,6 +52,8 @@ SUITES: dict[str, list[str]] = {
     "triton_nan": ["tests/kernels/triton_tools/cases_nan.py", "-k", "every_loss"],
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
+    "late": ["tests/loss/test_late_checks.py"],
+    "attention": ["tests/attention/test_attention.py"],
     "csrc_sums": [
         "tests/loss/test_chunks.py",
         "tests/kernels/test_grad_filter.py",

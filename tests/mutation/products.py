@@ -185,6 +185,18 @@ GRADIENTS = [
     Mutant("csrc-sums-workspace", "grpo_fast/kernels/workspace.py",
            "        _spare[:] = [whole]\n", "        pass\n",
            "the workspace is mapped anew in every call", "workspace"),
+    Mutant("unset-filled", "grpo_fast/kernels/workspace.py",
+           "deterministic.fill_uninitialized_memory = False", "pass",
+           "torch fills our buffers in the user's deterministic mode", "workspace"),
+    Mutant("unset-switch-stays-off", "grpo_fast/kernels/workspace.py",
+           "deterministic.fill_uninitialized_memory = before", "pass",
+           "the user's own memory is not filled any more", "workspace"),
+    Mutant("unset-threads", "grpo_fast/kernels/workspace.py",
+           "with _switch:", "if True:",
+           "a thread puts back the switch as another had set it", "workspace"),
+    Mutant("attention-device-of-a-thread", "grpo_fast/attention/dispatch.py",
+           "        with here:\n", "        if True:\n",
+           "every rank opens a context on GPU 0", "attention"),
 ]  # fmt: skip
 
 MUTANTS = [*PRODUCT, *SOFTMAX, *GRADIENTS]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
+from torch.utils import deterministic as _deterministic
 
 # Buffers of this many bytes get huge pages (the value of MADV_HUGEPAGE is part of Linux's
 # interface).
@@ -25,6 +25,7 @@ HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
 # has written.
 EXEMPT = True
 _switch = threading.Lock()
+deterministic: Any = _deterministic  # its module hides the attribute behind a property
 
 
 def unset(empty: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -63,9 +64,8 @@ def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
 # A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a
 # small loss 20%.
 KEPT_BYTES = 128 << 20
-_spare: list[
-    Tensor
-] = []  # at most one; taken and put by single operations, which threads cannot tear
+# At most one; taken and put by single operations, which threads cannot tear.
+_spare: list[Tensor] = []
 
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:

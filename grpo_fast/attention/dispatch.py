@@ -59,7 +59,7 @@ class Kind(NamedTuple):
     head_dim: int
     has_window: bool = False
     has_softcap: bool = False
-    index: int | None = None  # which GPU; None: the current one
+    gpu: int | None = None  # which one; None: the current one
 
     def __str__(self) -> str:
         extras = (
@@ -68,7 +68,7 @@ class Kind(NamedTuple):
             if has
         )
         dtype = str(self.dtype).removeprefix("torch.")
-        device = self.device if self.index is None else f"{self.device}:{self.index}"
+        device = self.device if self.gpu is None else f"{self.device}:{self.gpu}"
         return ", ".join([f"{device} {dtype}", f"head_dim {self.head_dim}", *extras])
 
 
@@ -152,7 +152,7 @@ def _tested(attention: Attention, kind: Kind) -> float:
     """
     here: AbstractContextManager = nullcontext()
     if kind.device == "cuda":
-        index = torch.cuda.current_device() if kind.index is None else kind.index
+        index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
         here = torch.cuda.device(index)
 
     def run() -> float:
@@ -206,7 +206,7 @@ def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | No
         return "needs 16 bits"
     if kind.head_dim % 8 or kind.head_dim > most_head_dim:
         return f"needs a head size divisible by 8, at most {most_head_dim}"
-    return None if _compute_capability(kind.index) >= least_sm else f"needs sm{least_sm}"
+    return None if _compute_capability(kind.gpu) >= least_sm else f"needs sm{least_sm}"
 
 
 @cache
@@ -236,7 +236,7 @@ def _no_fa3(kind: Kind) -> str | None:
     if util.find_spec("flash_attn_interface") is None:
         return "flash_attn_interface is not installed"
     reason = _flash_cuda(kind, 90)
-    return reason or (None if _compute_capability(kind.index) < 100 else "needs sm90")
+    return reason or (None if _compute_capability(kind.gpu) < 100 else "needs sm90")
 
 
 def _no_fa2(kind: Kind) -> str | None:

@@ -38,7 +38,8 @@ def raise_pending() -> None:
     """Raise what earlier calls on a GPU found wrong, all that has arrived."""
     if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
-    arrived, waiting = [], []
+    arrived: list[_Pending] = []
+    waiting: list[_Pending] = []
     with _lock:
         for check in _pending:  # each is asked once: it may arrive at any time
             (arrived if check.ready.query() else waiting).append(check)

@@ -137,7 +137,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
     monkeypatch.setattr(
         dispatch, "PROVIDERS", (Provider("any", lambda kind: None, lambda *_: 1 / 0),)
     )
-    assert dispatch.choose(Kind("cuda", BF16, 64, index=index)).name == "any"
+    assert dispatch.choose(Kind("cuda", BF16, 64, gpu=index)).name == "any"
     assert used == [expected]
     assert not hasattr(current, "index"), "the caller's own device stays"
 

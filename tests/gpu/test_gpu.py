@@ -272,7 +272,7 @@ def test_a_thousand_times_the_same_bits(loss_type):
 
 
 def test_deterministic_algorithms_change_no_bit():
-    """torch's strict mode: nothing refuses to run, and no buffer of ours depends on being filled."""
+    """torch's strict mode: nothing refuses to run, and no buffer depends on being filled."""
     inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
     plain = linear_gradients(*inputs, BACKEND)
     torch.use_deterministic_algorithms(True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.math import exp_fp32
 from grpo_fast.kernels.gpu.rows import RATIO_MAX, device_function, launch, loss_and_slope, vector
+from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
@@ -58,7 +59,7 @@ def row_coefficients(
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
     """(losses, grad_logps), (C,) each; the same door as objective/coefficients.py."""
-    losses, grad_logps = torch.empty_like(logps), torch.empty_like(logps)
+    losses, grad_logps = (unset(torch.empty_like, logps) for _ in range(2))
     advantages, weights, kl_weights, old_logps, ref_logps, _ = (vector(x) for x in terms)
     has_kl = kl_weights is not None and ref_logps is not None
     if logps.shape[0]:

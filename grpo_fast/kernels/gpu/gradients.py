@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.rows import launch, vector
 from grpo_fast.kernels.gpu.target_rows import add_targets_, add_targets_narrow_
+from grpo_fast.kernels.workspace import unset
 
 __all__ = ["add_targets_", "add_targets_narrow_", "scaled_hidden", "times", "write_hidden_"]
 
@@ -86,7 +87,7 @@ def times(
 ) -> tuple[Tensor, Tensor]:
     """(by_row, by_target), (padded C,) each: the units times grad_logps, zeros in the padding."""
     by_row, by_target = (
-        torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)
+        unset(torch.empty, rows, dtype=torch.float32, device=unit.device) for _ in range(2)
     )
     if rows:
         launch(
@@ -117,7 +118,7 @@ def write_hidden_(
 
 def scaled_hidden(hidden: Tensor, by_row: Tensor) -> Tensor:
     """(padded C, H) by_row[:, None]·hidden, rounded to the dtype of hidden; contiguous."""
-    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    out = unset(torch.empty, hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if out.shape[0]:
         launch(
             scaled_hidden_kernel, out.shape[0], hidden, by_row, out, out.shape[1],

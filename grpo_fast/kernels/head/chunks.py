@@ -21,7 +21,7 @@ from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.head.products import is_wide, matmul_wide
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowLoss, RowStats, pad_rows
-from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
+from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -72,7 +72,7 @@ class LogitChunks:
         if not self.has_narrow:
             return self.workspace(rows)
         if self._narrow is None:
-            self._narrow = self.weight.new_empty(self.most_rows, self.weight.shape[0])
+            self._narrow = unset(self.weight.new_empty, (self.most_rows, self.weight.shape[0]))
         return self._narrow[:rows]
 
     def _raw_logits(self, h: Tensor) -> Tensor:

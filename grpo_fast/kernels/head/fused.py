@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.products import accumulate_outer, is_wide, matmul_narrow
 from grpo_fast.kernels.types import Dominant, pad_rows
+from grpo_fast.kernels.workspace import unset
 
 
 class Coefficients(NamedTuple):
@@ -41,7 +42,7 @@ def hidden_rows(
     """dH of C rows, in fp32 unless `out` says otherwise."""
     product = matmul_narrow(matrix, weight, wide=True)
     if out is None:
-        out = torch.empty_like(product[: by.target_ids.shape[0]])
+        out = unset(torch.empty_like, product[: by.target_ids.shape[0]])
     return doors.write_hidden_(out, product, by.by_row, by.by_target, by.target_ids, weight, places)
 
 

@@ -19,6 +19,7 @@ from grpo_fast.kernels.head.products import (
     weighted_product,
 )
 from grpo_fast.kernels.types import AddedRows, Wanted, add_rows_, pad_rows
+from grpo_fast.kernels.workspace import unset
 
 # Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
 # are active.
@@ -176,9 +177,11 @@ class GradientSums:
         """Where `count` rows of dH are written, and at which rows of that; None: in order."""
         if self.d_hidden is None:
             is_whole = count == self.hidden.shape[0] and isinstance(index, slice)
-            make = torch.empty if is_whole else torch.zeros
-            self.d_hidden = make(
-                self.hidden.shape, dtype=self.hidden_dtype, device=self.hidden.device
+            options = {"dtype": self.hidden_dtype, "device": self.hidden.device}
+            self.d_hidden = (
+                unset(torch.empty, self.hidden.shape, **options)
+                if is_whole
+                else torch.zeros(self.hidden.shape, **options)
             )
         if isinstance(index, slice):
             return self.d_hidden[index], None
@@ -238,7 +241,7 @@ class GradientSums:
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)
-        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
+        own = unset(h.new_empty, (columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
         self.d_weight.index_add_(
             0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales)
         )

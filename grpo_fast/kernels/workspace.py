@@ -21,8 +21,6 @@ from torch.utils import deterministic as _deterministic
 HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
 
 
-deterministic: Any = deterministic_module  # its switch is a property, which no checker sees
-
 # False: `unset` memory is filled as torch fills its own. For tests: NaN shows in a slot that nobody
 # has written.
 EXEMPT = True

@@ -177,7 +177,7 @@ class GradientSums:
         """Where `count` rows of dH are written, and at which rows of that; None: in order."""
         if self.d_hidden is None:
             is_whole = count == self.hidden.shape[0] and isinstance(index, slice)
-            options = {"dtype": self.hidden_dtype, "device": self.hidden.device}
+            options: dict[str, Any] = {"dtype": self.hidden_dtype, "device": self.hidden.device}
             self.d_hidden = (
                 unset(torch.empty, self.hidden.shape, **options)
                 if is_whole

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 ROWS, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("reference", "types"))
-LOOP, CHUNKS, SUMS, PRODUCTS, FILTER = (
+LOOP, ACTIVITY, CHUNKS, SUMS, PRODUCTS, FILTER = (
     f"grpo_fast/kernels/head/{x}.py"
-    for x in ("loop", "chunks", "gradients", "products", "grad_filter")
+    for x in ("loop", "activity", "chunks", "gradients", "products", "grad_filter")
 )
 
 MUTANTS = [
@@ -51,20 +51,20 @@ MUTANTS = [
            "rows with an entropy coefficient alone are skipped", "entropy"),
     # ---- head/
     Mutant("head-chunk-offset", LOOP,
-           "index, keep = keep + chunk.start, torch.arange", "index, keep = keep, torch.arange",
+           "index, keep = keep + chunk.start, None", "index, keep = keep, None",
            "rows of the first chunk are read again", "chunks"),
     Mutant("head-chunk-of-active-rows", LOOP,
            "self.hidden.index_select(0, index[chunk])",
            "self.hidden.index_select(0, index[: chunk.stop - chunk.start])",
            "every chunk reads the first active rows", "chunks"),
-    Mutant("head-skips-entropy-rows", LOOP,
+    Mutant("head-skips-entropy-rows", ACTIVITY,
            "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)",
            "rows with an entropy gradient alone never reach dH and dW", "gradient"),
     Mutant("head-held-chunk", LOOP,
            "is_held, self.held = chunk == self.held, None", "is_held, self.held = self.held is not None, None",
            "logits of a last chunk without gradient are taken for those of the chunk before", "kept"),
-    Mutant("graphs-compaction", LOOP,
-           "keep = None if is_capturing(h) else active_rows(", "keep = active_rows(",
+    Mutant("graphs-compaction", ACTIVITY,
+           "if active is None or is_capturing(active):", "if active is None:",
            "the inactive rows are looked for while a CUDA graph is recorded", "graphs"),
     Mutant("head-bias-forgotten", CHUNKS,
            "return z if self.bias is None else z.add_(self.bias)", "return z", "the bias is not in the logits", "sweeps"),

@@ -65,6 +65,7 @@ SUITES: dict[str, list[str]] = {
     "triton_kl": ["tests/kernels/triton_tools/cases_rows.py", "-k", "every_kl"],
     "triton_leaf": ["tests/kernels/triton_tools/cases_rows.py", "-k", "every_leaf"],
     "triton_linear": ["tests/kernels/triton_tools/cases_linear.py"],
+    "triton_gradients": ["tests/kernels/triton_tools/cases_gradients.py"],
     "triton_weights": ["tests/kernels/triton_tools/cases_weights.py"],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
@@ -98,9 +99,9 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import heads, kernels, loss, objectives, products, train
+    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
 
-    files = (objectives, loss, train, heads, kernels, products)
+    files = (objectives, loss, train, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

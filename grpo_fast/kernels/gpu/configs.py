@@ -95,9 +95,9 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Without entropy, soft cap, bias and temperatures by row the epilogue is light enough for twice the
-# tile (with a bias Triton 3.6 spills): a third less traffic from L2 per product, 1/85 instead of
-# 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper.
+# Without soft cap and bias the epilogue is light enough for twice the tile (with a soft cap it
+# spills, with a bias beside other options Triton 3.6 does): a third less traffic from L2 per
+# product, 1/85 instead of 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
@@ -107,9 +107,8 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
     """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to
     the next.
 
-    `light`: no entropy, no soft cap, no bias, one temperature. An entry of `_LIGHT` has the `piece`
-        and `block_h` of
-    its neighbour in `_LINEAR`, so that asking for the entropy changes no bit of a log-probability.
+    `light`: no soft cap, no bias. An entry of `_LIGHT` has the `piece` and `block_h` of its
+    neighbour in `_LINEAR`.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
     return (_LIGHT.get(key) if light else None) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]

@@ -252,16 +252,15 @@ def sweep(
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     temperature_ptr, *scalars = rule_arguments(p.rule)
-    is_light = (
-        not has_entropy and p.rule.softcap is None and p.bias is None and temperature_ptr is None
-    )
+    is_light = p.rule.softcap is None and p.bias is None
     config = linear_config(
         p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light
     )
     store_tma = config.use_tma and raw_target is not None and is_aligned(out)
     # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and
     # not in the exponentials from known statistics, where Triton 3.6 spills on sm_100).
-    has_room = is_light and p.hidden.dtype.itemsize == 2 and partial is not None
+    is_plain = is_light and not has_entropy and temperature_ptr is None
+    has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
     group_blocks = max(
         GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
     )

@@ -25,14 +25,16 @@ ROWS = 64
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
     """Arguments of a door that starts from hidden, and whether it gives the entropy.
 
-    `options` holds "b" for a bias and temperatures by row, "c" for a soft cap, "e" for the entropy.
+    `options` holds "b" for a bias and temperatures by row, "t" for temperatures alone, "c" for a
+    soft cap, "e" for the entropy.
     """
     hidden, weight = (
         torch.empty(ROWS, hidden_size, dtype=dtype),
         torch.empty(vocab, hidden_size, dtype=dtype),
     )
     has_bias = "b" in options
-    rule = LogitRule(1.0, 30.0 if "c" in options else None, torch.ones(ROWS) if has_bias else 1.0)
+    by_row = torch.ones(ROWS) if has_bias or "t" in options else 1.0
+    rule = LogitRule(1.0, 30.0 if "c" in options else None, by_row)
     bias = weight[:, 0].contiguous() if has_bias else None
     return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), rule), "e" in options
 
@@ -148,8 +150,10 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         "linear float16 V=32000 H=896 bce store",
         linear(torch.float16, 32000, 896, "bce", store=True),
     )
-    for options in ("", "b", "be", "c") if arch == "sm_90" else ("",):
+    for options in ("", "b", "be", "c", "te") if arch == "sm_90" else ("",):
         yield f"exponentials bfloat16 V=32000 H=896 {options}", written(32000, 896, options)
+    if arch == "sm_90":
+        yield "linear bfloat16 V=32000 H=896 te", linear(torch.bfloat16, 32000, 896, "te")
     yield "exponentials bfloat16 V=32000 H=896 known", written(32000, 896, "", known=True)
     for dtype, vocab in (
         (torch.float16, 1000),

@@ -96,6 +96,45 @@ def test_control_characters_that_a_reward_prints_here_are_escaped(capsys):
     assert [*capsys.readouterr()] == ["\\x1b[31mred\tü \\u202e\nnext\n"] * 2
 
 
+def test_what_torch_and_the_process_default_to_is_as_it_was():
+    def changes(*, prompts, completions, answers):
+        os.umask(0)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        raise ValueError("in between")
+
+    umask = os.umask(0o027)
+    try:
+        own(changes, max_failures=1.0)(["p"], ["a"], ["x"])
+        assert os.umask(0o027) == 0o027
+        assert torch.get_default_dtype() == torch.float32 and torch.ones(1).device.type == "cpu"
+    finally:
+        os.umask(umask)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def test_a_reward_that_closes_its_streams_leaves_them_to_the_others(capsys):
+    def closes(*, prompts, completions, answers):
+        sys.stdout.close()
+        sys.stderr.close()
+        return [1.0]
+
+    own(closes)(["p"], ["a"], ["x"])
+    print("still here")
+    assert capsys.readouterr().out == "still here\n"
+
+
+def test_messages_are_a_copy_for_each_function():
+    def rewrites(*, prompts, completions, answers):
+        prompts[0][0]["content"] = "other"
+        return [1.0]
+
+    prompts = [[{"role": "user", "content": "question"}]]
+    own(rewrites)(prompts, ["a"], ["x"])
+    assert prompts == [[{"role": "user", "content": "question"}]]
+
+
 def test_streams_after_calls_from_several_threads():
     before = sys.stdout, sys.stderr
     rewards = own(lambda *, prompts, completions, answers: time.sleep(0.001) or [1.0])

@@ -130,15 +130,14 @@ BAD = {
     "cancelled": lambda n: throw(asyncio.CancelledError()),
     "generator exit": lambda n: throw(GeneratorExit()),
     "mute error": lambda n: throw(MuteError()),
-    "error whose text interrupts": lambda n: throw(Interrupts()),
-    "value whose text interrupts": each(Interrupts()),
     "generator that fails": lambda n: (1.0 if i else throw(ValueError("late")) for i in range(n)),
     "generator that exits": lambda n: (sys.exit(0) for i in range(n)),
 }
+INTERRUPTING = {"error": lambda n: throw(Interrupts()), "value": each(Interrupts())}
 
 
 def odd(*, prompts, completions, answers):
-    return {**GOOD, **INTEGERS, **BAD}[prompts[0]](len(completions))
+    return {**GOOD, **INTEGERS, **BAD, **INTERRUPTING}[prompts[0]](len(completions))
 
 
 def shortens(*, prompts, completions, answers):
@@ -256,6 +255,15 @@ def test_a_value_that_is_no_number_costs_its_own_sample_without_a_second_call(mo
 
 
 # How it leaves ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["error", "value"])
+def test_a_text_that_interrupts_costs_its_samples(odd, what):
+    try:
+        result = ask(odd, what, 2)
+    except KeyboardInterrupt:
+        pytest.fail("the user interrupted nothing")
+    assert result.failures == {"f": 2}
 
 
 @pytest.mark.parametrize("name", ["shortens", "empties"])

@@ -10,6 +10,7 @@
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
+#            FLOOR_PYTHON=python3.12  which interpreter `make test-floor` takes
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -27,12 +28,16 @@ ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 VERSION ?=
+runs = $(if $(shell '$(1)' -c 'print(1)' 2>/dev/null),$(1))
+FLOOR_PYTHON ?= $(firstword $(call runs,python3.12) $(call runs,python3.11) $(PYTHON))
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 SETUP := $(VENV)/.setup-done
 PEERS := $(VENV)/.peers-done
 OLD_TRITON := $(VENV)/triton-3.6
+OLD_TRANSFORMERS := $(VENV)/transformers-5.17
+FLOOR := $(VENV)/floor
 TRL_ENV := $(VENV)/trl-$(VERSION)
 TRAINERS := $(VENV)/trainers
 # verl and Lightning, and what their loss modules import; OpenRLHF has wheels for some Pythons only.
@@ -42,13 +47,15 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-trl trainers format bench bench-gate bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl trainers format bench bench-gate bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
+	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
+	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make format    let ruff fix and format the tree'
@@ -86,6 +93,22 @@ $(OLD_TRITON): $(SETUP)
 	@$(STEP) 'installing triton 3.6 beside the environment (once)'
 	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --no-deps --disable-pip-version-check --target $@.part 'triton==3.6.*'
 	@mv $@.part $@ && touch $@
+
+# The oldest supported transformers, likewise; it wants the hub's client of its time, and what that imports.
+$(OLD_TRANSFORMERS): $(SETUP) constraints-floor.txt
+	@$(STEP) 'installing transformers 5.17 beside the environment (once)'
+	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --no-deps --disable-pip-version-check --target $@.part \
+	  -c constraints-floor.txt transformers 'huggingface_hub<2' httpx httpcore certifi
+	@mv $@.part $@ && touch $@
+
+# The oldest versions of everything, torch and Python included. torch 2.11 of the default index is a CUDA build; an
+# index of CPU builds (TORCH_INDEX) makes it a tenth.
+$(FLOOR): pyproject.toml setup.py constraints-floor.txt
+	@$(STEP) 'setting up $(FLOOR) with $(FLOOR_PYTHON) (a few minutes, once)'
+	@rm -rf $@ && '$(FLOOR_PYTHON)' -m venv $@
+	@$@/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints-floor.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') -e '.[train,dev,trl]' || { rm -rf $@; exit 1; }
+	@touch $@
 
 # Other people's trainers, for the parity tests. All but TRL come without their dependencies, which pin other
 # releases of torch and transformers, in a folder of their own: OpenRLHF's wheel has a top-level package `tests`.
@@ -133,6 +156,19 @@ unit: $(SETUP) csrc $(if $(TRITON36),$(OLD_TRITON))
 test-integrations: $(SETUP) csrc $(TRAINERS)
 	@$(STEP) 'the integrations, against the trainers themselves'
 	@GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' $(PYTEST) tests/integrations
+
+test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)
+	@$(STEP) 'what concerns transformers, on transformers 5.17'
+	@PYTHONPATH='$(abspath $(OLD_TRANSFORMERS))' $(PYTEST) tests/attention/test_attention.py tests/attention/test_shared_prompt.py \
+	  tests/train/test_longcontext.py tests/train/test_longcontext_step.py tests/train/test_pretrained.py tests/train/test_train_policy.py
+
+# Before a release, and before any visit to a GPU: the machine there has these versions.
+test-floor: BIN := $(FLOOR)/bin
+test-floor: $(FLOOR)
+	@$(STEP) 'all tests on the oldest supported versions'
+	@$(BIN)/python -c 'import platform, torch, transformers, triton, trl; print("Python", platform.python_version(), \
+	  "torch", torch.__version__, "triton", triton.__version__, "transformers", transformers.__version__, "trl", trl.__version__)'
+	@$(PYTEST)
 
 # Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds
 # everything else (torch, for one) in .venv.

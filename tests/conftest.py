@@ -9,20 +9,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_fast.kernels import route
+from grpo_fast.kernels import route, workspace
 from tests.loss_cases import Fused
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture
-def poisoned_memory():
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every `empty` of torch, in Python and C++, comes filled with NaN (floats) or the largest
     integer.
 
     torch's own switch does this under deterministic algorithms; an output slot that a kernel
-    forgets shows up as NaN.
+    forgets shows up as NaN. Our buffers, which are exempt from it, are not here.
     """
+    monkeypatch.setattr(workspace, "EXEMPT", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

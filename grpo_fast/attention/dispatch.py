@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import metadata, util
 from typing import NamedTuple
@@ -58,6 +59,7 @@ class Kind(NamedTuple):
     head_dim: int
     has_window: bool = False
     has_softcap: bool = False
+    gpu: int | None = None  # which one; None: the current one
 
     def __str__(self) -> str:
         extras = (
@@ -66,7 +68,8 @@ class Kind(NamedTuple):
             if has
         )
         dtype = str(self.dtype).removeprefix("torch.")
-        return ", ".join([f"{self.device} {dtype}", f"head_dim {self.head_dim}", *extras])
+        device = self.device if self.gpu is None else f"{self.device}:{self.gpu}"
+        return ", ".join([f"{device} {dtype}", f"head_dim {self.head_dim}", *extras])
 
 
 class Provider(NamedTuple):
@@ -101,7 +104,9 @@ def packed_rows_attention(
     """
     # A window that no query reaches is no window; the plain kernels are faster.
     window = window if window and window < layout.longest_context else None
-    kind = Kind(q.device.type, q.dtype, q.shape[-1], window is not None, softcap is not None)
+    kind = Kind(
+        q.device.type, q.dtype, q.shape[-1], window is not None, softcap is not None, q.device.index
+    )
     return choose(kind).attend(q, k, v, layout, Rule(scale, window, softcap))
 
 
@@ -110,11 +115,7 @@ def choose(kind: Kind) -> Provider:
     """The first provider that can and that passes its self-test."""
     for provider in candidates(kind):
         try:
-            # In a thread of its own: the first call may come from a checkpointed layer, whose hooks
-            # on saved tensors (they belong to the thread) would run the layer again in the middle
-            # of the test.
-            with ThreadPoolExecutor(1) as thread:
-                error = thread.submit(self_test, provider.attend, kind).result()
+            error = _tested(provider.attend, kind)
         except (
             Exception
         ) as problem:  # a foreign kernel may fail in any way; there is always another one
@@ -140,6 +141,26 @@ def choose(kind: Kind) -> Provider:
             error,
         )
     raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
+
+
+def _tested(attention: Attention, kind: Kind) -> float:
+    """`self_test` in a thread of its own, on the GPU of the caller's tensors.
+
+    The first call may come from a checkpointed layer, whose hooks on saved tensors (they belong to
+    the thread) would run the layer again in the middle of the test. A new thread starts on GPU 0,
+    where nobody but its owner wants a context.
+    """
+    here: AbstractContextManager = nullcontext()
+    if kind.device == "cuda":
+        index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
+        here = torch.cuda.device(index)
+
+    def run() -> float:
+        with here:
+            return self_test(attention, kind)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def candidates(kind: Kind) -> Iterator[Provider]:
@@ -185,12 +206,12 @@ def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | No
         return "needs 16 bits"
     if kind.head_dim % 8 or kind.head_dim > most_head_dim:
         return f"needs a head size divisible by 8, at most {most_head_dim}"
-    return None if _compute_capability() >= least_sm else f"needs sm{least_sm}"
+    return None if _compute_capability(kind.gpu) >= least_sm else f"needs sm{least_sm}"
 
 
 @cache
-def _compute_capability() -> int:
-    major, minor = torch.cuda.get_device_capability()
+def _compute_capability(index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
 
@@ -215,7 +236,7 @@ def _no_fa3(kind: Kind) -> str | None:
     if util.find_spec("flash_attn_interface") is None:
         return "flash_attn_interface is not installed"
     reason = _flash_cuda(kind, 90)
-    return reason or (None if _compute_capability() < 100 else "needs sm90")
+    return reason or (None if _compute_capability(kind.gpu) < 100 else "needs sm90")
 
 
 def _no_fa2(kind: Kind) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.spans import Block, Rule, Spans
+from grpo_fast.kernels.workspace import unset
 
 _ops = torch.ops.aten
 
@@ -24,13 +25,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
             "spans: expected as many keys as queries in a causal span, this kernel aligns them at "
             "the top"
         )
-    out, lse = torch.empty_like(q), None
+    out, lse = unset(torch.empty_like, q), None
     for block in spans.blocks:
         part, part_lse = _ops._scaled_dot_product_flash_attention_for_cpu(
             *_stack(block, q, k, v, spans.causal), 0.0, spans.causal, scale=rule.scale
         )
         if lse is None:
-            lse = part_lse.new_empty(q.shape[:2])
+            lse = unset(part_lse.new_empty, q.shape[:2])
         block.queries.put_(out, _unfold(part, block, q))
         block.queries.put_(lse, _unfold(part_lse[..., None], block, q)[..., 0])
     return out, lse.t()
@@ -47,7 +48,7 @@ def backward(
     rule: Rule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` may be merged with those of other keys."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (unset(torch.empty_like, x) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v, spans.causal)

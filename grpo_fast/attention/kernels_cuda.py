@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.spans import Rule, Spans
+from grpo_fast.kernels.workspace import unset
 
 _Result = tuple[Tensor, Tensor]
 _Gradients = tuple[Tensor, Tensor, Tensor]
@@ -62,7 +63,7 @@ def aten_backward(
 ) -> _Gradients:
     left, right = window_of(spans, rule)
     # Of the random numbers of dropout: never read.
-    state = torch.empty(2, dtype=torch.uint64, device=q.device)
+    state = unset(torch.empty, 2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
         spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,
@@ -181,4 +182,4 @@ def _window(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, int | 
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+    return [unset(torch.empty_like, x, memory_format=torch.contiguous_format) for x in tensors]

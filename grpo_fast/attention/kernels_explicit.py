@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.spans import Block, Rule, Spans
+from grpo_fast.kernels.workspace import unset
 
 Result = TypeVar("Result")
 
@@ -48,10 +49,12 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor]:
     """(Tq, H, D), (Tk, H_kv, D) twice → output (Tq, H, D) and lse (H, Tq) in fp32 or better."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
+    out, lse = unset(torch.empty_like, q), unset(q.new_empty, q.shape[:2], dtype=wide)
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v)
-        part, part_lse = qs.new_empty(qs.shape, dtype=wide), qs.new_empty(qs.shape[:-1], dtype=wide)
+        part, part_lse = (
+            unset(qs.new_empty, shape, dtype=wide) for shape in (qs.shape, qs.shape[:-1])
+        )
         for chunk in _chunks(block, spans.causal, rule.window, qs.shape[1], q.device):
             scores, _ = _scores(qs, ks, chunk, rule)
             chunk_lse = scores.logsumexp(-1)
@@ -75,14 +78,14 @@ def backward(
     rule: Rule,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `out` and `lse` may be merged with those of other keys."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (unset(torch.empty_like, x) for x in (q, k, v))
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v)
         gs = block.queries.stack_zero_padded(grad).transpose(1, 2).to(lse.dtype)
         os = block.queries.stack(out).transpose(1, 2).to(lse.dtype)
         ls = block.queries.stack(lse.t()).transpose(1, 2)
         delta = (gs * os).sum(-1)
-        dqs = qs.new_empty(qs.shape, dtype=lse.dtype)
+        dqs = unset(qs.new_empty, qs.shape, dtype=lse.dtype)
         dks, dvs = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (ks, vs))
         for chunk in _chunks(block, spans.causal, rule.window, qs.shape[1], q.device):
             at, seen = (

@@ -1,5 +1,5 @@
-"""The workspace of the chunk loop: how large it may be, on which pages it lies, where it waits for
-the next call.
+"""Memory of ours: that torch does not fill what we write; how large the workspace of the chunk loop
+may be, on which pages it lies, where it waits for the next call.
 """
 
 from __future__ import annotations
@@ -8,13 +8,43 @@ import ctypes
 import functools
 import os
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import deterministic as _deterministic
 
 # Buffers of this many bytes get huge pages (the value of MADV_HUGEPAGE is part of Linux's
 # interface).
 HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
+
+
+# False: `unset` memory is filled as torch fills its own. For tests: NaN shows in a slot that nobody
+# has written.
+EXEMPT = True
+_switch = threading.Lock()
+deterministic: Any = _deterministic  # its module hides the attribute behind a property
+
+
+def unset(empty: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """`empty(*args, **options)`, of which we write every element before we read it.
+
+    Under `torch.use_deterministic_algorithms(True)` torch fills what is empty, which would cost a
+    sweep over each of our buffers in each call. Its switch is of the whole process: it is off for
+    the allocation alone, and one thread at a time puts back what it found. Memory that a thread of
+    somebody else's asks for at that very moment may come unfilled.
+    """
+    if not (EXEMPT and torch.are_deterministic_algorithms_enabled()):
+        return empty(*args, **options)
+    with _switch:
+        before = deterministic.fill_uninitialized_memory
+        deterministic.fill_uninitialized_memory = False
+        try:
+            return empty(*args, **options)
+        finally:
+            deterministic.fill_uninitialized_memory = before
 
 
 def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
@@ -34,9 +64,8 @@ def workspace_bytes(device: torch.device, bytes_per_logit: int = 4) -> int:
 # A workspace of at most this many bytes is kept for the next call on the CPU: fresh pages cost a
 # small loss 20%.
 KEPT_BYTES = 128 << 20
-_spare: list[
-    Tensor
-] = []  # at most one; taken and put by single operations, which threads cannot tear
+# At most one; taken and put by single operations, which threads cannot tear.
+_spare: list[Tensor] = []
 
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,7 +77,7 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
         except IndexError:
             pass  # another thread was faster
     if kept is None or kept.dtype != dtype or kept.numel() < rows * columns:
-        return on_huge_pages(like.new_empty((rows, columns), dtype=dtype))
+        return on_huge_pages(unset(like.new_empty, (rows, columns), dtype=dtype))
     return (
         kept
         if kept.shape == (rows, columns)

@@ -170,15 +170,13 @@ def _segments(
 ) -> tuple[Tensor, Tensor]:
     """(B,) rows of every completion and (N,) the completion of every row."""
     device, num_rows = like.device, like.numel()
-    numbers = torch.arange(count, device=device)
     if cu_seqlens is None:
         length = num_rows // max(count, 1)
         lengths = torch.full((count,), length, dtype=torch.int64, device=device)
-        return lengths, numbers.repeat_interleave(length)
-    cu = cu_seqlens.long()
-    lengths = cu.diff()
-    values.offsets(cu, lengths, num_rows, validate)
-    return lengths, numbers.repeat_interleave(lengths, output_size=num_rows)
+        return lengths, torch.arange(count, device=device).repeat_interleave(length)
+    cu = values.offsets(cu_seqlens.long(), num_rows, validate)
+    rows = torch.arange(num_rows, device=device)
+    return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
 def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) -> Tokens:

@@ -204,6 +204,8 @@ def _mask_and_segments(mask: Tensor | None, cu: Tensor | None, like: Tensor) -> 
             raise wrong("cu_seqlens", "an int32 tensor (B+1,) for the packed layout", _kind(cu))
         if cu.dim() != 1 or cu.numel() == 0:
             raise wrong("cu_seqlens", "shape (B+1,)", _shape(cu))
+        if cu.numel() == 1 and like.numel():
+            raise wrong("cu_seqlens", f"offsets from 0 to T = {like.numel()}", "only one")
         _same_device("cu_seqlens", cu, like, "the logps")
 
 

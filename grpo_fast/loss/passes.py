@@ -20,6 +20,7 @@ from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead, joined
 from grpo_fast.kernels.route import Route, head_route, rows_route
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
+from grpo_fast.kernels.workspace import unset
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Options
 from grpo_fast.loss.batch import TokenBatch
@@ -91,7 +92,7 @@ class LogitsSweep:
 
     def _written(self) -> Tensor:
         if self.out is None:
-            self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
+            self.out = unset(torch.empty_like, self.logits, memory_format=torch.contiguous_format)
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:

@@ -2,7 +2,8 @@
 they have arrived.
 
 On a GPU under "auto" a flag is computed there and copied to the host behind the work; the next call
-that finds it there raises. Kernels never read out of bounds meanwhile: ids are clamped.
+that finds it there raises. Nothing is read or written out of bounds meanwhile: values.py clamps ids
+and offsets.
 """
 
 from __future__ import annotations
@@ -28,35 +29,54 @@ _pending: list[_Pending] = []
 _lock = threading.Lock()
 
 
+def told_late(x: Tensor, validate: str) -> bool:
+    """Whether what is wrong with x is told when it has reached the host: the work meets it."""
+    return x.is_cuda and validate == "auto"
+
+
 def raise_pending() -> None:
-    """Raise what an earlier call on a GPU found wrong, as soon as its flags have arrived."""
+    """Raise what earlier calls on a GPU found wrong, all that has arrived."""
     if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
+    arrived: list[_Pending] = []
+    waiting: list[_Pending] = []
     with _lock:
-        arrived = [check for check in _pending if check.ready.query()]
-        _pending[:] = [check for check in _pending if not check.ready.query()]
-    for check in arrived:
-        for flag, message in zip(check.flags.tolist(), check.messages, strict=True):
-            if flag:
-                raise ValueError(f"{message} (in an earlier call; validate='full' checks at once)")
+        for check in _pending:  # each is asked once: it may arrive at any time
+            (arrived if check.ready.query() else waiting).append(check)
+        _pending[:] = waiting
+    wrong = [
+        message
+        for check in arrived
+        for flag, message in zip(check.flags.tolist(), check.messages, strict=True)
+        if flag
+    ]
+    if wrong:
+        told = "; ".join(dict.fromkeys(wrong))
+        raise ValueError(f"{told} (in an earlier call; validate='full' checks at once)")
 
 
 def check_values(checks: list[Check], validate: str) -> None:
     """A ValueError for the first flag that is set: at once, or when it has reached the host."""
     if not checks or is_capturing(checks[0][0]):
         return
-    if checks[0][0].is_cuda and validate == "auto":
-        flags = torch.stack([flag for flag, _ in checks])
-        host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(flags, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
+    if told_late(checks[0][0], validate):
+        flags, messages = zip(*checks, strict=True)
+        host, ready = _on_its_way(torch.stack(flags))
         with _lock:
-            _pending.append(_Pending(host, ready, tuple(message for _, message in checks)))
+            _pending.append(_Pending(host, ready, messages))
         return
     for flag, message in checks:
         if flag:
             raise ValueError(message)
+
+
+def _on_its_way(flags: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A copy on the host, and the event that says when it is there."""
+    host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+    host.copy_(flags, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return host, ready
 
 
 def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:

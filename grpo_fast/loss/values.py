@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.loss.checks import wrong
-from grpo_fast.loss.pending import Check, check_values, elements
+from grpo_fast.loss.pending import Check, check_values, elements, told_late
 from grpo_fast.objective.aggregation import Total
 
 NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
@@ -39,18 +39,24 @@ def mask(x: Tensor, kept: Tensor, validate: str) -> None:
         check_values([elements(x, x != kept, expected, "other values")], validate)
 
 
-def offsets(cu: Tensor, lengths: Tensor, num_rows: int, validate: str) -> None:
-    """cu_seqlens (B+1,), its differences, and the T rows that it must end at."""
+def offsets(cu: Tensor, num_rows: int, validate: str) -> Tensor:
+    """cu_seqlens (B+1,) int64, from 0 to T; where the flag comes late, made to fit.
+
+    What is returned then stays in [0, T] and never falls: lengths are >= 0 and sum to at most T,
+    and a search among the inner offsets ends in [0, B).
+    """
     message = f"cu_seqlens: expected non-decreasing offsets from 0 to T = {num_rows}"
     if cu.device.type == "cpu":
         message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
-    check_values([((cu[0] != 0) | (cu[-1] != num_rows) | (lengths < 0).any(), message)], validate)
+    falls = (cu[1:] < cu[:-1]).any()
+    check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
+    return cu.clamp(0, num_rows).cummax(0).values if told_late(cu, validate) else cu
 
 
 def ids(
     name: str, x: Tensor, end: int, validate: str, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """x inside [0, end); on a device clamped, as the flag may come late."""
+    """x inside [0, end); clamped where the flag comes late."""
     if not x.numel():
         return x
     low, high = x.aminmax()
@@ -58,7 +64,7 @@ def ids(
     if x.device.type == "cpu":
         message += f", got {kind} from {low.item()} to {high.item()}"
     check_values([((low < 0) | (high >= end), message)], validate)
-    return x if x.device.type == "cpu" else x.clamp(0, end - 1)
+    return x.clamp(0, end - 1) if told_late(x, validate) else x
 
 
 def finite(name: str, x: Tensor, expected: str, odd: str) -> list[Check]:

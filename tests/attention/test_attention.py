@@ -5,6 +5,8 @@ is passed over.
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +63,7 @@ def names(kind):
 )
 def test_candidates_with_every_package_on_a_hopper(monkeypatch, kind, expected):
     monkeypatch.setattr(dispatch, "_has_distribution", lambda name: True)
-    monkeypatch.setattr(dispatch, "_compute_capability", lambda: 90)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda index: 90)
     monkeypatch.setattr(dispatch.util, "find_spec", lambda name: True)
     assert names(kind) == expected
 
@@ -81,7 +83,7 @@ def test_candidates_with_every_package_on_a_hopper(monkeypatch, kind, expected):
 )
 def test_candidates_by_package_and_gpu(monkeypatch, capability, distributions, expected):
     monkeypatch.setattr(dispatch, "_has_distribution", lambda name: name in distributions)
-    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda index: capability)
     assert names(Kind("cuda", BF16, 64)) == expected
 
 
@@ -113,6 +115,46 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
         RuntimeError, match="no attention kernel passed its self-test on cpu float64"
     ):
         dispatch.choose(Kind("cpu", FP64, 8))
+
+
+@pytest.mark.parametrize(("index", "expected"), [(3, 3), (None, 2)])
+def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch, index, expected):
+    """Its thread is new, and a new thread is on GPU 0, where another rank lives."""
+    current = threading.local()  # of CUDA: per thread, 0 at first
+
+    @contextmanager
+    def device(index):
+        current.index = index
+        yield
+
+    def self_test(attention, kind):
+        used.append(getattr(current, "index", 0))
+        return 0.0
+
+    used: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(dispatch, "self_test", self_test)
+    monkeypatch.setattr(
+        dispatch, "PROVIDERS", (Provider("any", lambda kind: None, lambda *_: 1 / 0),)
+    )
+    assert dispatch.choose(Kind("cuda", BF16, 64, gpu=index)).name == "any"
+    assert used == [expected]
+    assert not hasattr(current, "index"), "the caller's own device stays"
+
+
+def test_each_gpu_is_tested_by_itself(monkeypatch):
+    kinds = []
+
+    def choose(kind):
+        kinds.append(kind)
+        return Provider("any", lambda kind: None, lambda q, *_: q)
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    for device in ("cuda:1", "cuda:3"):
+        q = SimpleNamespace(device=torch.device(device), dtype=BF16, shape=(5, 2, 64))
+        dispatch.packed_rows_attention(q, q, q, PackedLayout.of([5]), scale=1.0)
+    assert [str(kind).split()[0] for kind in kinds] == ["cuda:1", "cuda:3"]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
+from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss
 from grpo_fast.objective.losses import OBJECTIVES
 
 pytestmark = [
@@ -269,6 +269,32 @@ def test_a_thousand_times_the_same_bits(loss_type):
             noise = (noise @ noise).tanh()
         again = linear_gradients(*inputs, BACKEND, loss_type=loss_type)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_deterministic_algorithms_change_no_bit():
+    """torch's strict mode: nothing refuses to run, no buffer of ours depends on being filled."""
+    inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
+    plain = linear_gradients(*inputs, BACKEND)
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = linear_gradients(*inputs, BACKEND)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, strict, strict=True))
+
+
+def test_bad_offsets_leave_the_context_alive():
+    """They are clamped there; a later call raises, and the one after that is as if nothing was."""
+    logps = torch.zeros(9, device=DEVICE, requires_grad=True)
+    for offsets in ([0, 4, 6, 12], [0, 2**62, -(2**62), 9], [9, 0, 0, 0]):
+        cu = torch.tensor(offsets, device=DEVICE)
+        grpo_loss(logps, torch.ones(3, device=DEVICE), LossConfig("gspo"), cu_seqlens=cu)
+        torch.cuda.synchronize()
+        good = torch.tensor([0, 4, 6, 9], device=DEVICE)
+        with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets"):
+            grpo_loss(logps, torch.ones(3, device=DEVICE), LossConfig(), cu_seqlens=good)
+        loss = grpo_loss(logps, torch.ones(3, device=DEVICE), LossConfig(), cu_seqlens=good).loss
+        assert torch.isfinite(loss)
 
 
 def test_offsets_beyond_two_to_the_31():

@@ -395,10 +395,27 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
 
 def test_eager_attention_and_its_softcap_are_kept(tmp_path):
     path = cases.folder(tmp_path / "gemma2", "gemma2", head_dim=16)
-    trainer, plain = build(path, tmp_path), build(path, tmp_path, trl.GRPOTrainer)
-    assert (
-        plain.model.config._attn_implementation == "eager"
-        and trainer.fast_path["forward"] == "packed"
+    trainer, plain = (
+        build(path, tmp_path, cls, loading={"attn_implementation": "eager"})
+        for cls in (fast.FastGRPOTrainer, trl.GRPOTrainer)
     )
+    assert plain.model.config._attn_implementation == "eager"
+    assert trainer.fast_path["forward"] == "packed"
+    ids = torch.arange(2, 22)[None]
+    assert torch.equal(trainer.model(input_ids=ids).logits, plain.model(input_ids=ids).logits)
+
+
+def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
+    """By default Gemma 2 runs on sdpa in transformers 5.17, which has no softcap: TRL's numbers are
+    those without one, and ours would be others.
+    """
+    gemma2 = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
+    if not gemma2.Gemma2PreTrainedModel._supports_sdpa:
+        pytest.skip("needs a transformers whose Gemma 2 takes sdpa (5.17)")
+    path = cases.folder(tmp_path / "gemma2", "gemma2", head_dim=16)
+    trainer, plain = build(path, tmp_path), build(path, tmp_path, trl.GRPOTrainer)
+    assert trainer.fast_path["forward"].startswith("TRL's: model_type gemma2: packed logps differ")
+    assert trainer.fast_path["loss"] == trainer.fast_path["forward"]
+    assert trainer.model.config._attn_implementation == "sdpa"
     ids = torch.arange(2, 22)[None]
     assert torch.equal(trainer.model(input_ids=ids).logits, plain.model(input_ids=ids).logits)

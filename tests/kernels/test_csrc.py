@@ -255,20 +255,20 @@ def test_numerics_not_a_number_shows() -> None:
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_zero_rows_are_exact_zeros(dtype: torch.dtype, with_entropy: bool) -> None:
     """Rows without coefficients may hold anything, invalid targets included."""
-    logits, targets = make_rows(8, 1000)
-    logits[1] = math.nan
+    logits, targets = make_rows(9, 1000)
+    logits[[1, 8]] = math.nan  # row 8 has a target
     logits[3] = math.inf
     logits[5] = -math.inf
     targets[[1, 3, 5]] = torch.tensor([-100, 10**12, -1])
     logits = logits.to(dtype)
     lse, logps, entropy = rows_cpu.row_logps(logits, targets, LogitRule(), return_entropy=True)
-    assert logps[[1, 3, 5]].isnan().all() and logps[[0, 2, 4, 6, 7]].isfinite().all()
-    g = torch.tensor([1.0, 0.0, 1.0, -0.0, 1.0, 0.0, 0.0, 1.0])
-    ge = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]) if with_entropy else None
+    assert logps[[1, 3, 5, 8]].isnan().all() and logps[[0, 2, 4, 6, 7]].isfinite().all()
+    g = torch.tensor([1.0, 0.0, 1.0, -0.0, 1.0, 0.0, 0.0, 1.0, -0.0])
+    ge = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]) if with_entropy else None
     out = torch.full_like(logits, math.nan)
     result = rows_cpu.row_grad_(logits, targets, (lse, logps, entropy), g, ge, LogitRule(), out=out)
     assert result is out and out.isfinite().all()
-    assert (out[[1, 3, 5]] == 0).all()
+    assert (out[[1, 3, 5, 8]] == 0).all()
     assert (out[6] == 0).all() != with_entropy
     assert logits[1].isnan().all()  # the input stays as it was when `out` is given
 

@@ -68,6 +68,7 @@ def test_a_step_with_every_loss_compiles_in_one_graph(loss_type, level):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("function", ["linear", "logits", "logps"])
 def test_every_public_loss_compiles_in_one_graph(function, layout, backend):
+    backend = str(backend)  # torch 2.11 traces a str and a StrEnum, no other subclass of str
     case = make_case(
         112,
         sampling=True,

@@ -98,7 +98,7 @@ def test_gradients_from_hidden(dtype, backend, name):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_from_logits(dtype, backend, inplace):
     x, config = problem(dtype), CONFIGS["dapo"]

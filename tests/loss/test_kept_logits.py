@@ -79,6 +79,20 @@ def test_a_second_backward_forms_them_again_to_the_same_bits(rows, backend, prod
     torch.testing.assert_close(first[1], second[1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_last_chunk_without_gradient(backend, monkeypatch):
+    """What was kept of it serves no other chunk."""
+
+    def gradients(rows):
+        monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
+        hidden, weight, ids, up = problem()
+        loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0])[:64].sum()
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    for whole, by_chunks in zip(gradients(96), gradients(32), strict=True):
+        torch.testing.assert_close(by_chunks, whole, rtol=1e-6, atol=1e-6)
+
+
 def test_nothing_is_kept_without_a_gradient(products):
     hidden, weight, ids, _ = problem()
     with torch.no_grad():

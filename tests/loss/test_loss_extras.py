@@ -16,12 +16,15 @@ from tests.loss_cases import (
     FUNCTIONS,
     LAYOUTS,
     LOSS_LEVELS,
+    arguments,
     assert_same,
     make_case,
     options_for,
+    pack,
     reference_logps,
     relative_l2,
     run,
+    spans,
     truth,
 )  # fmt: skip
 
@@ -337,6 +340,28 @@ def test_kl_guard_is_counted():
     result = run("linear", case.but(ref=ref))
     assert result.metrics["kl_guarded"].item() == 2
     assert all(math.isfinite(v.item()) for v in result.metrics.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_metrics_are_those_of_the_call_whatever_becomes_of_its_arguments(is_masked, layout):
+    """They are computed when somebody reads them: the caller may have reused its memory."""
+    mask = None if is_masked else torch.ones(5, 7, dtype=torch.bool)
+    options = options_for("grpo", beta=0.1)
+    case = make_case(48, mask=mask, sampling=True, per_token_advantages=True, **options)
+    config, outs = grpo_fast.LossConfig(**options), []
+    for is_reused in (False, True):
+        given = arguments(case, layout)
+        lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, spans(case.mask)))
+        given = {name: x.clone() if torch.is_tensor(x) else x for name, x in given.items()}
+        given["logps"] = lay(reference_logps(case)[0]).clone()
+        outs.append(grpo_fast.grpo_loss(config=config, **given))
+        for x in given.values() if is_reused else ():
+            if torch.is_tensor(x):
+                x.zero_()
+    fresh, reused = (out.metrics for out in outs)
+    assert fresh.keys() == reused.keys()
+    assert all(torch.equal(fresh[name], reused[name]) for name in fresh)
 
 
 def test_skipped_rows_are_counted():

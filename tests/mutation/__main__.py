@@ -1,11 +1,11 @@
-"""`python -m tests.mutation`: plant one bug at a time in a copy of the repository and see whether the tests notice.
+"""`python -m tests.mutation`: plant one bug at a time in a copy of the repository; do tests see it?
 
     --list          print the bugs, check that every pattern fits, run nothing
     --only NAME     one bug, or every bug whose name starts with NAME; may be repeated
     --jobs N        copies of the repository that are worked on side by side (default 1)
 
-Ends with status 0 when at least 95% of the bugs were killed, 1 when fewer were, 2 when something is wrong with the list
-or with the tests themselves (they must pass before anything is planted).
+Ends with status 0 when at least 95% of the bugs were killed, 1 when fewer were, 2 when something is
+wrong with the list or with the tests themselves (they must pass before anything is planted).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Copy:
             for k, v in os.environ.items()
             if not k.startswith(("GRPO_FAST_", "PYTEST_", "TRITON_"))
         }
-        # Without .pyc files: two mutants of one size within a second would otherwise be taken for one another.
+        # No .pyc files: two mutants of one size within a second would be taken for one another.
         kept |= {
             "PYTHONDONTWRITEBYTECODE": "1",
             "GRPO_FAST_CACHE": str(self.cache),
@@ -104,7 +104,9 @@ class Copy:
 
 
 def verdict(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
-    """A kill is a failed test or a crash: a mutant that cannot be imported or compiled is a mistake in the list."""
+    """A kill is a failed test or a crash; one that cannot be imported or compiled is a mistake of
+    the list.
+    """
     if DOES_NOT_COMPILE in done.stdout:
         return "ERROR", "the C++ sources do not compile"
     if done.returncode == 0:
@@ -122,7 +124,7 @@ def missing_engines(copy: Copy) -> dict[str, str]:
     missing = {}
     if importlib.util.find_spec("triton") is None:
         missing["triton"] = "triton is not installed"
-    ask = "from grpo_fast.kernels import csrc_loader; print(csrc_loader.load('rows') or '')"
+    ask = "from grpo_fast.kernels.cpu import loader; print(loader.load('rows') or '')"
     reason = copy.python("csrc", "-c", ask).stdout.strip()
     if reason:
         missing["csrc"] = reason.splitlines()[0]
@@ -174,12 +176,14 @@ def report(verdicts: list[Verdict], left_out: int) -> int:
         print(f"{v.mutant.name:34} {v.outcome:9} {v.seconds:6.1f}  {v.detail}")
     for v in verdicts:
         if v.outcome == "SURVIVED":
-            print(
-                f"\n{v.mutant.name} survived {v.mutant.suite}: {v.mutant.why}\n  {v.mutant.old!r}\n  {v.mutant.new!r}"
-            )
+            m = v.mutant
+            print(f"\n{m.name} survived {m.suite}: {m.why}\n  {m.old!r}\n  {m.new!r}")
     share = count["killed"] / max(len(verdicts), 1)
-    print(f"\n{len(verdicts)} bugs: {count['killed']} killed ({share:.1%}), {count['SURVIVED']} survived, "
-          f"{count['ERROR']} errors, {left_out} left out")  # fmt: skip
+    killed, survived = count["killed"], count["SURVIVED"]
+    print(
+        f"\n{len(verdicts)} bugs: {killed} killed ({share:.1%}), {survived} survived, "
+        f"{count['ERROR']} errors, {left_out} left out"
+    )
     if count["ERROR"]:
         return 2
     return 0 if share >= REQUIRED_SHARE else 1

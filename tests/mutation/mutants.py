@@ -1,7 +1,8 @@
 """What a planted bug is, the tests that must see it, and the whole list.
 
-A bug is an exact textual replacement, so it is read as easily as it is planted. None of them is equivalent to the
-original: each changes a loss, a gradient or a refusal for inputs that the documentation allows.
+A bug is an exact textual replacement, so it is read as easily as it is planted. None of them is
+equivalent to the original: each changes a loss, a gradient or a refusal for inputs that the
+documentation allows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SUITES: dict[str, list[str]] = {
     "traps": ["tests/loss/test_loss_traps.py"],
     "logps": ["tests/loss/test_loss_parity.py", "-k", "logps or totals or kl_estimators"],
     "kl": ["tests/loss/test_loss_parity.py", "-k", "kl"],
-    "fused": ["tests/loss/test_loss_parity.py", "-k", "test_linear or test_logits"],
+    "sweeps": ["tests/loss/test_loss_parity.py", "-k", "test_linear or test_logits"],
     "sampling": ["tests/loss/test_loss_extras.py", "-k", "sampling or sampler or at_once"],
     "off_policy": ["tests/loss/test_loss_extras.py", "-k", "off_policy"],
     "entropy": ["tests/loss/test_loss_extras.py", "-k", "entropy and not metrics"],
@@ -30,7 +31,12 @@ SUITES: dict[str, list[str]] = {
     "grad_filter": ["tests/kernels/test_grad_filter.py", "-k", "masses or one_chunk or chunk"],
     "hidden_rows": ["tests/loss/test_hidden_rows.py"],
     "graphs": ["tests/gpu/test_cuda_graphs.py"],
-    "survivors": ["tests/test_mutation_survivors.py"],
+    "chunks": ["tests/loss/test_chunks.py"],
+    "kept": ["tests/loss/test_kept_logits.py"],
+    "entropy_gradient": ["tests/loss/test_entropy_gradient.py"],
+    "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
+    "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
+    "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
@@ -41,11 +47,15 @@ SUITES: dict[str, list[str]] = {
     "csrc_gemm": ["tests/kernels/test_gemm_cpu.py"],
     "csrc_linear": ["tests/kernels/test_linear_cpu.py"],
     "nan": ["tests/loss/test_nan_is_seen.py", "-k", "torch"],
+    "csrc_inplace": ["tests/loss/test_loss_autograd.py", "-k", "inplace and cpu"],
     "csrc_nan": ["tests/loss/test_nan_is_seen.py", "-k", "cpu"],
     "triton_nan": ["tests/kernels/triton_tools/cases_nan.py", "-k", "every_loss"],
-    "workspace": ["tests/kernels/test_workspace.py"],
+    "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
+    "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
+    "late": ["tests/loss/test_late_checks.py"],
+    "attention": ["tests/attention/test_attention.py"],
     "csrc_sums": [
-        "tests/test_mutation_survivors.py",
+        "tests/loss/test_chunks.py",
         "tests/kernels/test_grad_filter.py",
         "tests/loss/test_contract_accuracy.py",
         "-k",
@@ -54,9 +64,9 @@ SUITES: dict[str, list[str]] = {
     "triton_rows": ["tests/kernels/triton_tools/cases_rows.py", "-k", "logps_and_gradient"],
     "triton_kl": ["tests/kernels/triton_tools/cases_rows.py", "-k", "every_kl"],
     "triton_leaf": ["tests/kernels/triton_tools/cases_rows.py", "-k", "every_leaf"],
-    "triton_survivors": ["tests/test_mutation_survivors.py", "-k", "triton"],
     "triton_linear": ["tests/kernels/triton_tools/cases_linear.py"],
     "triton_weights": ["tests/kernels/triton_tools/cases_weights.py"],
+    "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
 
@@ -80,7 +90,7 @@ class Mutant(NamedTuple):
 
     @property
     def engine(self) -> str:
-        """Who computes: "torch" (C++ kernels switched off), "csrc" or "triton" (its interpreter)."""
+        """Who computes: "torch" (no C++ kernels), "csrc" or "triton" (its interpreter)."""
         return (
             self.suite.partition("_")[0] if self.suite.startswith(("csrc", "triton")) else "torch"
         )
@@ -88,9 +98,10 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import heads, kernels, objectives, products, train
+    from tests.mutation import heads, kernels, loss, objectives, products, train
 
-    return [m for file in (objectives, train, heads, kernels, products) for m in file.MUTANTS]
+    files = (objectives, loss, train, heads, kernels, products)
+    return [m for file in files for m in file.MUTANTS]
 
 
 def problems(mutants: list[Mutant], read) -> list[str]:

@@ -35,6 +35,7 @@ from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
 from grpo_fast.kernels.gpu.rows import launch, rule_arguments
 from grpo_fast.kernels.types import LogitRule, RowStats
+from grpo_fast.kernels.workspace import unset
 
 
 @triton.jit
@@ -284,12 +285,11 @@ def statistics(
 ) -> RowStats:
     """lse, logps, entropy of every row, (T,) fp32; `out` as in `sweep`."""
     rows, device = p.hidden.shape[0], p.hidden.device
-    lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    entropy = torch.empty_like(lse) if return_entropy else None
+    lse, logps = (unset(torch.empty, rows, dtype=torch.float32, device=device) for _ in range(2))
+    entropy = unset(torch.empty_like, lse) if return_entropy else None
     if rows:
-        partial = torch.empty(
-            4 if return_entropy else 3, p.slices, rows, dtype=torch.float32, device=device
-        )
+        sums = (4 if return_entropy else 3, p.slices, rows)
+        partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
         sweep(p, partial, out, raw_target)
         launch(
             join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, lse, logps, entropy, rows,
@@ -329,7 +329,6 @@ def aligned_copy(matrix: Tensor) -> Tensor:
     """The same (T, H) values in rows that start on 16 bytes."""
     columns = matrix.shape[1]
     per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
-    copy = torch.empty(matrix.shape[0], per_row, dtype=matrix.dtype, device=matrix.device)[
-        :, :columns
-    ]
+    shape = (matrix.shape[0], per_row)
+    copy = unset(torch.empty, shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
     return copy.copy_(matrix)

@@ -41,6 +41,7 @@ from grpo_fast.kernels.gpu.math import (
     scores,
 )
 from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
+from grpo_fast.kernels.workspace import unset
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
@@ -258,8 +259,10 @@ def vector(values: Tensor | None) -> Tensor | None:
 
 def outputs(logits: Tensor, return_entropy: bool) -> RowStats:
     rows = logits.shape[0]
-    lse, logps = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    return lse, logps, torch.empty_like(lse) if return_entropy else None
+    lse, logps = (
+        unset(torch.empty, rows, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
+    return lse, logps, unset(torch.empty_like, lse) if return_entropy else None
 
 
 def row_logps(
@@ -341,7 +344,7 @@ def row_loss_(
     lse, logps and entropy are those of `row_logps`, bit for bit.
     """
     lse, logps, entropy = outputs(logits, return_entropy)
-    losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
+    losses, grad_logps = unset(torch.empty_like, lse), unset(torch.empty_like, lse)
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     advantages, weights, kl_weights, old_logps, ref_logps, grad_entropy = (vector(x) for x in terms)

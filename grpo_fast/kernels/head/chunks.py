@@ -20,7 +20,7 @@ from grpo_fast.kernels.head.gradients import ChunkGradients, Coefficients
 from grpo_fast.kernels.head.products import is_wide, matmul_wide
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import Exponentials, LogitRule, RowLoss, RowStats, pad_rows
-from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
+from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, unset
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
@@ -64,7 +64,7 @@ class LogitChunks:
         if not self.has_narrow:
             return self.workspace(rows)
         if self._narrow is None:
-            self._narrow = self.weight.new_empty(self.most_rows, self.weight.shape[0])
+            self._narrow = unset(self.weight.new_empty, (self.most_rows, self.weight.shape[0]))
         return self._narrow[:rows]
 
     def _raw_logits(self, h: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from grpo_fast.kernels.head.products import (
     weighted_product,
 )
 from grpo_fast.kernels.types import AddedRows, Dominant, Wanted, add_rows_, pad_rows
+from grpo_fast.kernels.workspace import unset
 
 # Gather the active rows of a chunk before the gradient GEMMs when fewer than this fraction of them
 # are active.
@@ -212,7 +213,7 @@ class GradientSums:
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.sum_dtype)
-        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
+        own = unset(h.new_empty, (columns.shape[0], h.shape[1]), dtype=self.sum_dtype)
         self.d_weight.index_add_(
             0, columns, accumulate_outer(None, d, h, own, is_only=True, scales=scales)
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import own_product
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
+from grpo_fast.kernels.workspace import unset
 
 # Vocabulary rows that are widened to fp32 at a time, where the device has no 16-bit GEMM with fp32
 # output.
@@ -46,7 +47,7 @@ def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     may round it to the weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps 16 digits.
     """
     if own_product(weight):
-        out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
+        out = unset(d.new_empty, (d.shape[0], weight.shape[1]), dtype=torch.float32)
         return gemm.mm_(d, weight, out)
     if is_wide(weight):
         return d @ weight
@@ -71,7 +72,7 @@ def weighted_product(
     """
     count = scales.shape[0]
     if own_product(weight):
-        out = weight.new_empty((count, weight.shape[1]), dtype=dtype)
+        out = unset(weight.new_empty, (count, weight.shape[1]), dtype=dtype)
         return gemm.mm_(matrix[:count], weight, out, out_scales=scales, added=added)
     product = scaled_rows(matmul_narrow(matrix, weight, wide=True)[:count], scales)
     return (product + added.terms()).to(dtype)
@@ -105,7 +106,7 @@ def accumulate_outer(
         is_new = total is None
         if total is None:
             dtype = torch.bfloat16 if is_only and weight.dtype == torch.bfloat16 else torch.float32
-            total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
+            total = unset(h.new_empty, (d.shape[1], h.shape[1]), dtype=dtype)
         return gemm.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added)
     total = _accumulate_outer(total, d, h, weight, is_only=is_only and added is None)
     if added is not None:
@@ -127,7 +128,7 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
-    total = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    total = unset(torch.empty_like, weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]
         part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_only=True))

@@ -1,0 +1,130 @@
+"""What is found wrong on a GPU and told later: the work meets it in range, and nothing is lost.
+
+No GPU here: the decision to tell later is made for tensors of the CPU, and events are stand-ins.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast.loss import batch, pending, values
+from grpo_fast.loss.arguments import Given
+from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
+
+T, B = 9, 3
+HUGE = 2**62
+BAD_OFFSETS = [
+    [0, 4, 6, 8],  # too few rows
+    [0, 4, 6, 12],  # too many
+    [2, 4, 6, 9],  # does not start at 0
+    [0, 6, 4, 9],  # falls
+    [0, -5, 20, 9],
+    [9, 9, 0, 0],
+    [5, 2, 1, 0],
+    [-HUGE, HUGE, -HUGE, HUGE],
+    [0, 2**63 - 1, -HUGE - 1, 9],  # whose differences wrap around to positive ones
+]
+
+
+class Event:
+    """Of a flag that is there from the n-th query on."""
+
+    def __init__(self, after: int = 0) -> None:
+        self.after = after
+
+    def query(self) -> bool:
+        self.after -= 1
+        return self.after < 0
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Checks of tensors of the CPU are told late; yields the list of those on their way."""
+    waiting: list = []
+    for module in (pending, values):
+        monkeypatch.setattr(module, "told_late", lambda x, validate: validate == "auto")
+    monkeypatch.setattr(pending, "_on_its_way", lambda flags: (flags.clone(), Event()))
+    monkeypatch.setattr(pending, "_pending", waiting)
+    return waiting
+
+
+@pytest.mark.parametrize("offsets", BAD_OFFSETS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype):
+    cu = torch.tensor(offsets).clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
+    lengths, segments = batch._segments(torch.zeros(T), cu, B, "auto")
+    assert lengths.shape == (B,) and (lengths >= 0).all() and lengths.sum() <= T
+    assert segments.shape == (T,) and (segments >= 0).all() and (segments < B).all()
+    with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets from 0 to T"):
+        pending.raise_pending()
+    with pytest.raises(ValueError, match="cu_seqlens: expected .*, got "):
+        batch._segments(torch.zeros(T), cu, B, "full")
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 6], [0, 0, 9], [9, 0, 0], [9], [2, 7]])
+def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    found, segments = batch._segments(torch.zeros(T), cu, len(lengths), "auto")
+    assert found.tolist() == lengths
+    assert segments.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
+    pending.raise_pending()
+
+
+@pytest.mark.parametrize("offsets", BAD_OFFSETS)
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
+    """Every completion's sum is one over some of the T tokens: nothing else is read."""
+    mask = torch.arange(T) % 2 == 0 if has_mask else None
+    given = Given(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
+    tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), given).tokens
+    active = T if mask is None else int(mask.sum())
+    total = tokens.completion_sum(torch.ones(active)).sum()
+    assert tokens.lengths.sum() <= active and total == tokens.lengths.sum()
+    assert tokens.to_tokens(torch.ones(B)).shape == (active,)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_the_next_call_raises_for_bad_offsets(late, function, loss_type):
+    case = make_case(7, **options_for(loss_type, "sequence" if loss_type == "gspo" else "token"))
+    run(function, case, layout="packed")
+    cu = arguments(case, "packed")["cu_seqlens"]
+    run(function, case, layout="packed", cu_seqlens=cu.flip(0) * 5 - 3)
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected .*\(in an earlier call"):
+        run(function, case, layout="packed")
+
+
+def test_offsets_of_no_completion_are_refused_at_once():
+    hidden, weight = torch.zeros(4, 2), torch.zeros(3, 2)
+    ids = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cu_seqlens: expected offsets from 0 to T = 4, got only"):
+        grpo_fast.linear_grpo_loss(
+            hidden, weight, ids, torch.zeros(0), grpo_fast.LossConfig(),
+            cu_seqlens=torch.zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+
+
+def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
+    """Its event says no once, and yes from then on."""
+    check = pending._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
+    monkeypatch.setattr(pending, "_pending", [check])
+    pending.raise_pending()
+    assert pending._pending == [check]
+    with pytest.raises(ValueError, match="x: expected 1"):
+        pending.raise_pending()
+    assert not pending._pending
+
+
+def test_all_that_has_arrived_is_told_and_what_has_not_waits(monkeypatch):
+    def check(flag, message, after=0):
+        return pending._Pending(torch.tensor([flag]), Event(after), (message,))
+
+    late = check(True, "c: expected 3", after=1)
+    checks = [check(True, "a: expected 1"), check(False, "no"), late, check(True, "b: expected 2")]
+    monkeypatch.setattr(pending, "_pending", checks)
+    with pytest.raises(ValueError, match="a: expected 1; b: expected 2 .in an earlier call"):
+        pending.raise_pending()
+    with pytest.raises(ValueError, match="c: expected 3"):
+        pending.raise_pending()

@@ -53,8 +53,8 @@ def check_head(model: Any) -> None:
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
-    _check_rule(head, out.hidden_states[-1], out.logits)
     reshard(unwrapped(model))
+    _check_rule(head, out.hidden_states[-1], out.logits)
 
 
 @torch.no_grad()

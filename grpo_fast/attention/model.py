@@ -11,6 +11,7 @@ backward: gradient checkpointing runs it again.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
+
+log = logging.getLogger(__name__)
 
 # transformers treats names with "flash", "sdpa", "flex_attention" or "|" specially, so this one has
 # none of them.
@@ -145,9 +148,14 @@ def shared_prompt_supported(model: nn.Module) -> str | None:
 
 def disable_dropout(model: nn.Module) -> None:
     """Switch every dropout off: with it old and new logps of the same weights would differ."""
+    rates: set[float] = set()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
+            rates.add(module.p)
             module.p = 0.0
         for name in ("attention_dropout", "attn_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
+            if isinstance(rate := getattr(module, name, None), float):
+                rates.add(rate)
                 setattr(module, name, 0.0)
+    if any(rates):
+        log.warning("the model's dropout is switched off: its rates were %s", sorted(rates))

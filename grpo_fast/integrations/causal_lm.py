@@ -10,21 +10,30 @@ labels[t] is input_ids[t] where it counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss, linear_logps
-from grpo_fast.attention import check_tolerance, head_of
+from grpo_fast.attention import Head, check_tolerance, head_of
 from grpo_fast.integrations.fast_head import reshard
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside DDP and peft."""
+    """The transformers model inside DDP and peft. Raises ValueError where there is none."""
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(lm, "get_output_embeddings"):
+        raise ValueError(f"model: expected a transformers causal LM, got {type(lm).__name__}")
+    return lm
+
+
+def check_config(config: Any) -> None:
+    if not isinstance(config, LossConfig):
+        raise ValueError(f"config: expected a LossConfig, got {type(config).__name__}")
 
 
 def last_hidden(
@@ -44,19 +53,46 @@ def check_head(model: Any) -> None:
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
+    reshard(unwrapped(model))
+    _check_rule(head, out.hidden_states[-1], out.logits)
+
+
+@torch.no_grad()
+def _check_rule(
+    head: Head,
+    hidden: Tensor,  # (B, L, H)
+    found: Tensor,  # (B, L, V) the model's logits
+) -> None:
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
-    logits = head.logit_scale * (out.hidden_states[-1].float() @ weight.float().T + bias)
+    logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    difference = float((logits - out.logits.float()).abs().max())
-    reshard(unwrapped(model))
-    tolerance = check_tolerance(head.weight.dtype) * max(1.0, float(logits.abs().max()))
-    if not difference <= tolerance:
+    difference = float((logits - found.float()).abs().max())
+    tolerance = max(check_tolerance(weight.dtype), check_tolerance(found.dtype))
+    if not difference <= tolerance * max(1.0, float(logits.abs().max())):
         raise ValueError(
             "model: expected logits from its last hidden states and linear head, got a "
             f"difference of {difference:.2g}"
         )
+
+
+def _last_rows(model: Any, batch: Any) -> tuple[Head, Tensor, Tensor]:
+    """The head, the hidden states (B, L-1, H) and what they predict, (B, L-1)."""
+    for name in ("input_ids", "labels"):
+        value = batch.get(name) if isinstance(batch, Mapping) else None
+        if not isinstance(value, Tensor) or value.dim() != 2:
+            came = (
+                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            raise ValueError(f"batch: expected a tensor {name} (B, L), got {came}")
+    lm = unwrapped(model)
+    head, layer = head_of(lm), lm.get_output_embeddings()
+    out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
+    # Hooks and a forward that was exchanged have changed the row of logits, not the weight.
+    if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
+        _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
+    return head, out.hidden_states[-1][:, :-1], batch["labels"][:, 1:]
 
 
 def policy_loss(
@@ -76,12 +112,15 @@ def policy_loss(
         old_logps, ref_logps: as an earlier call or `policy_logps` returned them: [:, t] belongs to
             labels[:, t + 1].
         counts: num_items_in_batch, num_completions_in_batch.
+
+    Raises:
+        ValueError: a batch or a model that is none; hooks on the head that change its logits.
     """
-    head, targets = head_of(unwrapped(model)), batch["labels"][:, 1:]
-    hidden = last_hidden(model, batch["input_ids"], batch.get("attention_mask")).hidden_states[-1]
+    check_config(config)
+    head, hidden, targets = _last_rows(model, batch)
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_grpo_loss(
-            hidden[:, :-1],
+            hidden,
             head.weight.to(hidden.dtype),
             targets,
             advantages,
@@ -99,11 +138,10 @@ def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tens
     """(B, L-1) fp32 log-probabilities of labels[:, 1:], 0 where there is none; temperature may be
     (B, L-1), too.
     """
-    head = head_of(unwrapped(model))
-    hidden = last_hidden(model, batch["input_ids"], batch.get("attention_mask")).hidden_states[-1]
+    head, hidden, targets = _last_rows(model, batch)
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(
-            hidden[:, :-1], head.weight.to(hidden.dtype), batch["labels"][:, 1:],
+            hidden, head.weight.to(hidden.dtype), targets,
             bias=None if head.bias is None else head.bias.to(hidden.dtype), temperature=temperature,
             **head.rule,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, group_advantages
-from grpo_fast.integrations.causal_lm import check_head, policy_logps, policy_loss
+from grpo_fast.integrations.causal_lm import check_config, check_head, policy_logps, policy_loss
 
 Batch = dict[str, Tensor]
 
@@ -57,6 +57,7 @@ class GRPOModule(LightningModule):
         know.
         """
         super().__init__()
+        check_config(config)
         if inner_iterations < 1:
             raise ValueError(f"inner_iterations: expected a number >= 1, got {inner_iterations!r}")
         if config.uses_reference != (reference is not None):

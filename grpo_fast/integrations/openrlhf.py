@@ -4,8 +4,8 @@ returned tuple.
     trainer.actor_loss_fn = PolicyLoss.like(trainer.actor_loss_fn)
 
 or in the place of `from openrlhf.models import PolicyLoss`. Differences that are meant: what is
-masked is inert, whatever it holds; and a batch without an active token gives loss 0 with zero
-gradients, not NaN.
+masked is inert, whatever it holds; a batch without an active token gives loss 0 with zero
+gradients, not NaN; and the ratio of a completion (gspo) is bounded by e^20.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, grpo_loss
+
+LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token here
 
 # Where the importance ratio is taken.
 POLICY_LOSS_TYPES = {"ppo": "token", "gspo": "sequence"}
@@ -180,6 +182,9 @@ class PolicyLoss(nn.Module):
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
                 weighted = advantages * coefficient
                 vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
+        if not self.by_sequence:  # OpenRLHF's clamp has no gradient beyond its bound
+            beyond = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
+            log_probs = torch.where(beyond, log_probs.detach(), log_probs)
         loss = grpo_loss(
             log_probs, weighted, self.config, completion_mask=mask, old_logps=behaviour,
             **self._totals(keep, dp_size, batch_num_tokens, global_batch_size),
@@ -210,7 +215,7 @@ class PolicyLoss(nn.Module):
         """(B, L) whether the clipped surrogate is the smaller one."""
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
-        ratio = log_ratio.clamp(-20.0, 20.0).exp()
+        ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         high, low = ratio > 1 + self.clip_eps_high, ratio < 1 - self.clip_eps_low
         return ((advantages > 0) & high) | ((advantages < 0) & low)
 

@@ -136,11 +136,13 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 
 class Registered:
     """The handle of `register`: `undo()`, or leave its `with` block, to give verl's registry back
-    as it was.
+    as it was; several are undone in any order.
     """
 
     def __init__(self, registry: dict[str, Any], before: dict[str, Any]) -> None:
         self.registry, self.before = registry, before
+        self.ours = {name: registry[name] for name in before}
+        _ACTIVE.append(self)
 
     @property
     def names(self) -> list[str]:
@@ -148,11 +150,17 @@ class Registered:
 
     def undo(self) -> None:
         for name, function in self.before.items():
-            if function is None:
-                self.registry.pop(name, None)
-            else:
+            ours = self.ours[name]
+            over = [later for later in _ACTIVE if later.before.get(name) is ours]
+            if over:  # what a later one gives back
+                over[0].before[name] = function
+            elif self.registry.get(name) is ours and function is None:
+                del self.registry[name]
+            elif self.registry.get(name) is ours:
                 self.registry[name] = function
         self.before = {}
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
 
     def __enter__(self) -> Registered:
         return self
@@ -161,11 +169,16 @@ class Registered:
         self.undo()
 
 
+_ACTIVE: list[Registered] = []
+
+
 def register(prefix: str = "fast_") -> Registered:
     """Register every loss of `LOSSES` with verl as `prefix` + its name, in this process.
 
     With `prefix=""` they stand in the place of verl's own until `undo()`.
     """
+    if not isinstance(prefix, str):
+        raise ValueError(f"prefix: expected a string, got {prefix!r}")
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     before = {prefix + name: POLICY_LOSS_REGISTRY.get(prefix + name) for name in LOSSES}

@@ -213,10 +213,12 @@ def _total(name: str, value: Total | None, places: _Places, validate: str) -> To
 def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
     """What only the values of the active tokens can tell."""
     found = values.finite("advantages", tokens.advantages, "finite numbers", "NaN or inf")
-    for name in ("old_logps", "ref_logps"):
-        logps = getattr(tokens, name)
-        if logps is not None:
-            found += values.finite(name, logps, "numbers at the active tokens", "NaN")
+    if tokens.old_logps is not None:
+        expected = "numbers at the active tokens"
+        found += values.finite("old_logps", tokens.old_logps, expected, "NaN")
+    if tokens.ref_logps is not None:  # an infinite one makes the KL infinite, its gradient not
+        expected = "finite numbers at the active tokens"
+        found += values.finite("ref_logps", tokens.ref_logps, expected, "NaN or inf")
     if isinstance(temperature, Tensor):
         found += values.temperatures(temperature, " at the active tokens")
     check_values(found, validate)

@@ -36,8 +36,8 @@ def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if hidden.shape[-1] != weight.shape[1]:
         expected = f"(V, H) with H = {hidden.shape[-1]} as in hidden {_shape(hidden)}"
         raise wrong(name, expected, _shape(weight))
-    if weight.shape[0] == 0:
-        raise wrong(name, "at least one vocabulary row", 0)
+    if 0 in weight.shape:
+        raise wrong(name, "at least one vocabulary row and one column", _shape(weight))
     _same_device(name, weight, hidden, "hidden")
     if hidden.dtype != weight.dtype:
         got = f"{weight.dtype}; cast one of them"
@@ -158,6 +158,12 @@ def floating(name: str, x: Tensor) -> None:
         raise wrong(name, "a plain tensor", f"a {type(x).__name__}")
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         raise wrong(name, "a floating-point tensor (16, 32 or 64 bits)", _kind(x))
+    _dense(name, x)
+
+
+def _dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided or x.is_nested:
+        raise wrong(name, "a dense tensor", "a nested one" if x.is_nested else x.layout)
 
 
 def per_token(name: str, x: Tensor | None, like: Tensor) -> None:
@@ -188,6 +194,7 @@ def _mask_and_segments(mask: Tensor | None, cu: Tensor | None, like: Tensor) -> 
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.is_complex():
             raise wrong("completion_mask", "a tensor of 0 and 1", _kind(mask))
+        _dense("completion_mask", mask)
         _is_like("completion_mask", mask, like)
     if like.dim() == 2 and cu is not None:
         got = f"shape {_shape(cu)}" if isinstance(cu, Tensor) else _kind(cu)
@@ -205,6 +212,7 @@ def _mask_and_segments(mask: Tensor | None, cu: Tensor | None, like: Tensor) -> 
 def _token_ids(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
         raise wrong(name, "an int64 or int32 tensor", _kind(x))
+    _dense(name, x)
 
 
 def _is_like(name: str, x: Tensor, like: Tensor) -> None:

@@ -136,9 +136,10 @@ def group_advantages(
         raise ValueError(
             f"group_size: expected a divisor of {rewards.numel()} rewards, got {group_size}"
         )
-    if torch.isinf(rewards).any():
+    if rewards.is_complex() or torch.isinf(rewards).any():
         raise ValueError(
-            "rewards: expected finite values (or NaN for a completion without a verdict), got inf"
+            "rewards: expected finite values (or NaN for a completion without a verdict), got "
+            f"{rewards.dtype if rewards.is_complex() else 'inf'}"
         )
     check_group_size(mode, group_size)
     check_options(mode, options)
@@ -147,6 +148,8 @@ def group_advantages(
         if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
             expected = f"a tensor (N*G,) = {tuple(rewards.shape)} of completion lengths"
             raise ValueError(f"lengths: mode 'opo' expects {expected}, got {_kind(lengths)}")
+        if not ((lengths >= 0) & torch.isfinite(lengths)).all():
+            raise ValueError("lengths: mode 'opo' expects finite numbers >= 0, got others")
     function = MODES[mode]
     grouped = rewards.double().reshape(-1, group_size)
     if grouped.numel() == 0:
@@ -155,7 +158,11 @@ def group_advantages(
     if mode != "rewards":
         lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
         advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
-    return torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
+    advantages = torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
+    if not torch.isfinite(advantages).all():
+        largest = f"{grouped.nan_to_num().abs().max().item():g}"
+        raise ValueError(f"rewards: expected advantages within fp32, got rewards up to {largest}")
+    return advantages
 
 
 def check_group_size(mode: str, group_size: int) -> None:

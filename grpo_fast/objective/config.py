@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
+import reprlib
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+FP32_MAX = 3.4028234663852886e38
 
 # Options that only some losses read: given to another one they would be ignored, so they are
 # refused (`reads`). Not the clip range: one range is kept while losses are tried in turn, and
@@ -107,6 +109,16 @@ class LossConfig:
     cispo_bound: str = "raw"
     sampling_correction: str | None = "token_truncate"
     sampling_ratio_cap: float = 3.0
+
+    def __eq__(self, other: object) -> bool:
+        """By value; a temperature tensor is equal to itself, as its hash says."""
+        if not isinstance(other, LossConfig):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return all(
+            a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b
+            for a, b in pairs
+        )
 
     def __post_init__(self) -> None:
         choice("loss_type", self.loss_type, OBJECTIVES)
@@ -282,5 +294,6 @@ def choice(name: str, value: Any, choices: Any) -> None:
 def number(name: str, value: Any, expected: str, holds: Any) -> None:
     """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    # The kernels compute in fp32. The bound refuses NaN, too, and integers that no float can hold.
+    if not is_number or not abs(value) <= FP32_MAX or not holds(value):
+        raise ValueError(f"{name}: expected {expected}, got {reprlib.repr(value)}")

@@ -48,10 +48,11 @@ def call(function: RewardFunction, **arguments: Any) -> list[float | str]:
     Awaits an awaitable. Raises whatever the function raises, and ValueError for anything that is
     not one value per completion in their order.
     """
+    count = len(arguments["completions"])  # before the call: the lists are the function's to change
     result = function(**arguments)
     if inspect.isawaitable(result):
         result = _awaited(result)
-    return [_number_or_text(value) for value in _values(result, len(arguments["completions"]))]
+    return [_number_or_text(value) for value in _values(result, count)]
 
 
 def describe(error: BaseException) -> str:
@@ -63,7 +64,7 @@ def text_of(value: Any, longest: int = 500) -> str:
     """The beginning of str(value); a user's class may raise anything there."""
     try:
         return str(value)[:longest]
-    except (Exception, SystemExit):
+    except BaseException:
         return f"<{type(value).__name__} without a text>"
 
 

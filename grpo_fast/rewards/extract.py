@@ -2,8 +2,9 @@
 
 A number is `-?` digit, then digits and commas, then an optional decimal part: ASCII only, at most
 32 digits. `$ % ** ,` and a trailing full stop are dropped before. Numbers are `Decimal`s:
-18, 18.0, $18 and `18.` are one answer, 1,080 is 1080. The typographic minus (U+2212) counts in
-running text only: `#### −7` is no strict answer, and -7 is the lenient one.
+18, 18.0, $18 and `18.` are one answer, 1,080 is 1080. The typographic minus (U+2212) and a decimal
+part alone count in running text only: `#### −7` and `#### .7` are no strict answers, and -7 and 0.7
+are the lenient ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from decimal import Decimal
 MAX_DIGITS = 32
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 # In running text a minus belongs to the number where nothing stands before it: "10-18" ends in 18.
-_NUMBER_IN_TEXT = re.compile(r"(?:(?<![0-9A-Za-z).])-\$?)?[0-9][0-9,]*(?:\.[0-9]+)?")
+_NUMBER_IN_TEXT = re.compile(
+    r"(?:(?<![0-9A-Za-z).])-\$?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)"
+)
 _DECORATION = "$%*, \t\r\n"  # stripped at both ends only: 5*3 is not 53
 
 

@@ -9,6 +9,7 @@ the run is not learning what it was meant to and ends (`RewardError`).
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -132,8 +133,10 @@ class RewardSet:
         """The scores, or the error where the call fails as a whole."""
         lists = zip(("prompts", "completions", "answers"), map(list, columns), strict=True)
         try:
+            # A copy: a prompt may be a list of messages, which the other functions read, too.
+            arguments = copy.deepcopy(dict(lists))
             with undisturbed():
-                values = call(reward.function, **dict(lists))
+                values = call(reward.function, **arguments)
         except KeyboardInterrupt:  # the user wants the run to end
             raise
         except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception

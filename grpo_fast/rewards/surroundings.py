@@ -17,17 +17,24 @@ from grpo_fast.rewards.calling import open_folder
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keeps the working folder and the gradient mode; what is printed meanwhile is escaped."""
+    """Keeps the working folder, the umask, torch's gradient mode and default dtype and device;
+    what is printed meanwhile is escaped.
+    """
+    device = torch.get_default_device()
     mode = torch.set_grad_enabled(torch.is_grad_enabled())
-    with mode, _PROCESS:  # the mode is the thread's, the rest the process's
-        yield
+    try:
+        with mode, _PROCESS:  # mode and device are the thread's, the rest the process's
+            yield
+    finally:
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
 
 
 class _Process:
-    """Folder and streams while reward functions run, in one thread or in several.
+    """Folder, streams and the like while reward functions run, in one thread or in several.
 
     The first thread in notes them, since what a later one finds may be another function's; each
-    that leaves returns to the folder, the last one to the streams.
+    that leaves returns to the folder, the last one to the rest.
     """
 
     def __init__(self) -> None:
@@ -35,11 +42,14 @@ class _Process:
         self._inside = 0
         self._home: int | None = None
         self._streams: tuple[Any, Any] = (None, None)
+        self._umask, self._dtype = 0, torch.float32
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                self._home = open_folder()
+                self._home, self._dtype = open_folder(), torch.get_default_dtype()
+                self._umask = os.umask(0o077)  # it can be read by setting it only
+                os.umask(self._umask)
                 self._streams = (sys.stdout, sys.stderr)
                 escaped: Any = [s and EscapedStream(s) for s in self._streams]  # None: no terminal
                 sys.stdout, sys.stderr = escaped
@@ -50,6 +60,8 @@ class _Process:
             self._inside -= 1
             if not self._inside:
                 sys.stdout, sys.stderr = self._streams
+                os.umask(self._umask)
+                torch.set_default_dtype(self._dtype)
             if self._home is not None:
                 os.fchdir(self._home)
                 if not self._inside:
@@ -72,6 +84,10 @@ class EscapedStream:
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
+
+    def close(self) -> None:
+        """Not the terminal of the others."""
+        self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -236,6 +236,8 @@ class RunConfig(Section):
                 expected = "expected none, the model's own is used"
                 raise ValueError(f"loss.{name}: {expected}, came {came}")
         self._check_sampling_correction()
+        if not any(reward.weight for reward in self.rewards):
+            raise ValueError("rewards: expected a weight that is not 0, came 0 for all")
         if max(self.eval.k, default=1) > self.eval.samples:
             expected = f"expected values up to eval.samples = {self.eval.samples}"
             raise ValueError(f"eval.k: {expected}, came {self.eval.k}")

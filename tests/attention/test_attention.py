@@ -15,6 +15,7 @@ import torch
 from grpo_fast.attention import (
     PackedLayout,
     check_supported,
+    disable_dropout,
     dispatch,
     pack_groups,
     register,
@@ -247,3 +248,15 @@ def test_models_that_cannot_be_packed(fields, message):
 
 def test_models_that_can_share_prompts():
     assert shared_prompt_supported(tiny_model("gemma2")) is None
+
+
+def test_dropout_is_switched_off_and_named(caplog):
+    model = tiny_model("llama", num_hidden_layers=1)
+    disable_dropout(model)
+    assert not caplog.records
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    model.more = torch.nn.Dropout(1)
+    disable_dropout(model)
+    assert model.model.layers[0].self_attn.attention_dropout == model.more.p == 0
+    (record,) = caplog.records
+    assert "dropout is switched off" in record.message and "0.5" in record.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 
@@ -73,6 +74,53 @@ def test_a_head_with_an_unknown_rule_is_refused():
         ValueError, match="expected torch.nn.Linear as output embeddings, got Sequential"
     ):
         causal_lm.head_of(model)
+
+
+def louder(module, *args, **kwargs):
+    return 2 * torch.nn.functional.linear(args[0], module.weight)
+
+
+CHANGES = {
+    "hook": lambda head: head.register_forward_hook(lambda module, given, out: 2 * out),
+    "pre-hook": lambda head: head.register_forward_pre_hook(lambda module, given: 2 * given[0]),
+    "forward": lambda head: setattr(head, "forward", functools.partial(louder, head)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_the_heads_logits_is_refused(change):
+    model, batch = tiny_model("llama", num_hidden_layers=1), grpo_reference.rows(2)
+    CHANGES[change](model.lm_head)
+    with pytest.raises(ValueError, match="expected logits from its last hidden states"):
+        causal_lm.policy_loss(model, batch, torch.ones(2), LossConfig())
+    with pytest.raises(ValueError, match="expected logits from its last hidden states"):
+        causal_lm.policy_logps(model, batch)
+
+
+def test_a_hook_that_only_looks_is_none_of_our_business():
+    model, batch, seen = tiny_model("llama", num_hidden_layers=1), grpo_reference.rows(2), []
+    expected = causal_lm.policy_logps(model, batch)
+    model.lm_head.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    assert torch.equal(causal_lm.policy_logps(model, batch), expected) and seen
+
+
+def test_batches_models_and_configs_that_are_none():
+    model, batch = tiny_model("llama", num_hidden_layers=1), grpo_reference.rows(2)
+    no_labels = {"input_ids": batch["input_ids"]}
+    listed = {**batch, "labels": batch["labels"].tolist()}
+    for wrong, said in (
+        (no_labels, "labels .* got NoneType"),
+        (listed, "labels .* got list"),
+        ([batch], "input_ids .* got NoneType"),
+        ({**batch, "input_ids": batch["input_ids"][0]}, "input_ids .* got shape"),
+    ):
+        with pytest.raises(ValueError, match=f"batch: expected a tensor {said}"):
+            causal_lm.policy_logps(model, wrong)
+    for wrong, name in ((torch.nn.Linear(2, 3), "Linear"), ([model], "list")):
+        with pytest.raises(ValueError, match=f"model: expected .* causal LM, got {name}"):
+            causal_lm.policy_loss(wrong, batch, torch.ones(2), LossConfig())
+    with pytest.raises(ValueError, match="config: expected a LossConfig, got dict"):
+        causal_lm.policy_loss(model, batch, torch.ones(2), {})
 
 
 def test_the_model_inside_wrappers():

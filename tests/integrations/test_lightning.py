@@ -155,6 +155,12 @@ def test_rollout_gets_the_loaders_batch(stand_in, models):
 
 
 def test_refusals_name_the_option(stand_in, models):
+    for model in (None, torch.nn.Linear(2, 3)):
+        name = type(model).__name__
+        with pytest.raises(ValueError, match=f"model: expected a transformers .* got {name}"):
+            stand_in(model, LossConfig(), group_size=4)
+    with pytest.raises(ValueError, match="config: expected a LossConfig, got dict"):
+        stand_in(models[0], {"loss_type": "grpo"}, group_size=4)
     with pytest.raises(ValueError, match="inner_iterations: expected a number >= 1, got 0"):
         stand_in(models[0], LossConfig(), group_size=4, inner_iterations=0)
     with pytest.raises(ValueError, match="reference: beta = 0.05 expects a model"):

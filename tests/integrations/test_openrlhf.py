@@ -127,6 +127,15 @@ def test_log_ratios_beyond_the_clamp():
     compare({**CLIP, "dual_clip": 3.0}, data)
 
 
+@pytest.mark.parametrize("shift", [25.0, -25.0])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_every_log_ratio_beyond_the_clamp(shift, dual_clip):
+    """Where nothing else clips (A < 0 and no dual clip) their clamp ends the gradient."""
+    data = batch()
+    data["old_log_probs"] = data["old_log_probs"] - shift
+    compare({**CLIP, "dual_clip": dual_clip}, data)
+
+
 def test_masked_slots_are_inert():
     data, options = batch(), {**CLIP, "is_correction_level": "seq", "dual_clip": 2.0}
     expected = run(PolicyLoss(**options), data)

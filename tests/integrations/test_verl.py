@@ -234,6 +234,24 @@ def test_register_and_undo():
     assert before == core.POLICY_LOSS_REGISTRY
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_registrations_are_undone_in_any_order(order):
+    before = dict(core.POLICY_LOSS_REGISTRY)
+    handles = [ours.register(prefix="") for _ in range(3)]
+    for place, index in enumerate(order):
+        handles[index].undo()
+        left = [handles[i] for i in sorted(order[place + 1 :])]
+        expected = left[-1].ours["gspo"] if left else before["gspo"]
+        assert core.POLICY_LOSS_REGISTRY["gspo"] is expected
+    assert before == core.POLICY_LOSS_REGISTRY
+    first, second = ours.register(), ours.register()
+    first.undo()
+    second.undo()
+    assert before == core.POLICY_LOSS_REGISTRY
+    with pytest.raises(ValueError, match="prefix: expected a string, got 5"):
+        ours.register(prefix=5)
+
+
 def worker_data(prompts: list[int], responses: list[int]):
     """What verl's actor worker hands to its loss: nested tensors per completion, and the whole
     batch's counts.

@@ -47,14 +47,14 @@ CONFIG = [
     *[("beta", dict(beta=x)) for x in (-0.1, NAN, INF)],
     *[("delta", dict(delta=x)) for x in (0.0, -1.0, NAN)],
     *[("softcap", dict(softcap=x)) for x in (0.0, -5.0, NAN)],
-    *[("logit_scale", dict(logit_scale=x)) for x in (0.0, NAN, INF)],
+    *[("logit_scale", dict(logit_scale=x)) for x in (0.0, NAN, INF, 1e39)],
     *[("entropy_coef", dict(entropy_coef=x)) for x in (NAN, INF)],
     *[("top_entropy_quantile", dict(top_entropy_quantile=x)) for x in (0.0, 1.5, -0.2, NAN)],
     *[("sapo_temperature_pos", dict(sapo_temperature_pos=x)) for x in (0.0, -1.0, NAN)],
     *[("sapo_temperature_neg", dict(sapo_temperature_neg=x)) for x in (0.0, NAN)],
     *[("dual_clip_c", dict(dual_clip_c=x)) for x in (1.0, 0.5, NAN)],
     *[("sampling_ratio_cap", dict(sampling_ratio_cap=x)) for x in (0.0, -1.0, NAN)],
-    *[("max_completion_length", dict(max_completion_length=x)) for x in (0, -5, 1.5)],
+    *[("max_completion_length", dict(max_completion_length=x)) for x in (0, -5, 1.5, 10**400)],
     *[(name, {name: x}) for name in ("kl_times_ratio", "compute_entropy") for x in ("no", None, 2)],
     *[(f"vespo_{k}", {f"vespo_{k}": -1.0}) for k in ("k_pos", "k_neg", "lambda_pos", "lambda_neg")],
     ("off_policy_threshold", dict(off_policy_threshold=NAN)),
@@ -132,6 +132,13 @@ def test_unknown_names_list_the_choices():
     assert "grop" in message and "dapo" in message and "gspo" in message
     message = assert_refused(lambda: grpo_fast.LossConfig(kl_estimator="kl"), "kl_estimator")
     assert "k3" in message
+
+
+def test_configs_with_a_temperature_per_token_are_compared():
+    one, other = (grpo_fast.LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
+    assert one == one.replace() and hash(one) == hash(one.replace())
+    assert one != other and one != grpo_fast.LossConfig() and one != "a config"
+    assert one != one.replace(beta=0.5)
 
 
 def test_the_config_is_frozen():
@@ -217,6 +224,8 @@ def refusals():
         yield name, every, {name: given.to("meta")}
     for name in ("old_logps", "ref_logps"):
         yield name, every, {name: bad_values(getattr(c, name[:3]), NAN, active)}
+    for value in (INF, -INF):
+        yield "ref_logps", every, dict(ref_logps=bad_values(c.ref, value, active))
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         for value in (0, -1, NAN, INF, torch.tensor(0.0), torch.tensor([1.0, 2.0])):
             yield name, every, {name: value}
@@ -232,6 +241,13 @@ def refusals():
     yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight.bfloat16())
     yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight.to("meta"))
     yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight[:0])
+    no_columns = dict(hidden=c.hidden[..., :0], lm_head_weight=c.weight[:, :0])
+    yield "lm_head_weight", ("linear",), no_columns
+    yield "hidden", ("linear",), dict(hidden=c.hidden.to_sparse())
+    yield "hidden", ("linear",), dict(hidden=torch.nested.nested_tensor(list(c.hidden)))
+    yield "target_ids", heads, dict(target_ids=c.ids.to_sparse())
+    yield "completion_mask", every, dict(completion_mask=c.mask.to_sparse())
+    yield "advantages", every, dict(advantages=c.advantages.to_sparse())
     yield "hidden", ("linear",), dict(hidden=c.hidden.long())
     yield "hidden", ("linear",), dict(hidden=c.hidden[0, 0])
     yield "hidden", ("linear",), dict(hidden=torch.ones(()))

@@ -11,6 +11,9 @@ BATCH, VALUES, PENDING, PASSES, AUTOGRAD, SHARDED = (
 RANGE, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("head/half_range", "types"))
 
 MUTANTS = [
+    Mutant("batch-infinite-reference", BATCH,
+           'tokens.ref_logps, expected, "NaN or inf")', 'tokens.ref_logps, expected, "NaN")',
+           "an infinite KL has finite gradients", "refusals"),
     # ---- batch.py, and the rows that it makes
     Mutant("batch-no-mask", BATCH,
            "return None if index.shape[0] == num_rows else index", "return None",

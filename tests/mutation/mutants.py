@@ -52,6 +52,8 @@ SUITES: dict[str, list[str]] = {
     "triton_nan": ["tests/kernels/triton_tools/cases_nan.py", "-k", "every_loss"],
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
+    "rewards": ["tests/rewards/test_rewards_hostile.py", "-k", "changes_its_lists"],
+    "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
     "csrc_sums": [

@@ -183,8 +183,14 @@ BAD = [
     (dict(rewards=torch.ones(4), group_size=2, unbiased="no"), "unbiased"),
     *[
         (dict(rewards=torch.ones(4), group_size=2, mode="opo", lengths=x), "lengths")
-        for x in ([1] * 4, torch.ones(3))
+        for x in ([1] * 4, torch.ones(3), *(torch.tensor([1, 1, 1, x]) for x in (-1.0, math.nan)))
     ],
+    (dict(rewards=torch.ones(4) * 1j, group_size=2), "rewards: .* got torch.complex64"),
+    (
+        dict(rewards=torch.tensor([1e308, 0.0], dtype=torch.float64), group_size=2, mode="max"),
+        "rewards",
+    ),
+    (dict(rewards=torch.tensor([3e38, 3e38, 3e38, -3e38]), group_size=4, mode="rloo"), "rewards"),
     (dict(rewards=[1.0, 2.0], group_size=2), "rewards"),
 ]
 

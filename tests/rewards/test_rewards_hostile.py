@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,6 +34,13 @@ class Mute:
 
 class MuteError(Exception):
     __str__ = __repr__ = Mute.__str__
+
+
+class Interrupts(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+    __repr__ = __str__
 
 
 class Fails:
@@ -126,10 +134,23 @@ BAD = {
     "generator that fails": lambda n: (1.0 if i else throw(ValueError("late")) for i in range(n)),
     "generator that exits": lambda n: (sys.exit(0) for i in range(n)),
 }
+INTERRUPTING = {"error": lambda n: throw(Interrupts()), "value": each(Interrupts())}
 
 
 def odd(*, prompts, completions, answers):
-    return {**GOOD, **INTEGERS, **BAD}[prompts[0]](len(completions))
+    return {**GOOD, **INTEGERS, **BAD, **INTERRUPTING}[prompts[0]](len(completions))
+
+
+def shortens(*, prompts, completions, answers):
+    completions[:] = completions[:1]
+    return [float(len(c)) for c in completions]
+
+
+def empties(*, prompts, completions, answers):
+    scores = [float(len(c)) for c in completions]
+    for given in (prompts, completions, answers):
+        given.clear()
+    return scores
 
 
 async def exits(*, prompts, completions, answers):
@@ -235,6 +256,27 @@ def test_a_value_that_is_no_number_costs_its_own_sample_without_a_second_call(mo
 
 
 # How it leaves ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["error", "value"])
+def test_a_text_that_interrupts_costs_its_samples(odd, what):
+    result = None
+    with contextlib.suppress(KeyboardInterrupt):
+        result = ask(odd, what, 2)
+    assert result is not None and result.failures == {"f": 2}
+
+
+@pytest.mark.parametrize("name", ["shortens", "empties"])
+@pytest.mark.parametrize("options", [{}, {"timeout": 30}], ids=["here", "isolated"])
+def test_a_function_that_changes_its_lists_scores_each_sample(module, name, options):
+    rewards = build(f"odd_rewards:{name}", **options)
+    try:
+        result = rewards(["p"] * 3, ["a", "bb", "cccc"], ["x"] * 3)
+    finally:
+        if options:
+            rewards.rewards[0].function.close()
+    assert result.total.tolist() == [1.0, 2.0, 4.0]
+    assert result.failures == {name: 0}
 
 
 def test_a_coroutine_that_exits_costs_its_samples(module):

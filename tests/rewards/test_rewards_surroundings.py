@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -94,6 +95,47 @@ def test_control_characters_that_a_reward_prints_here_are_escaped(capsys):
     own(prints)(["p"], ["\x1b[31mred\tü \u202e\nnext"], ["x"])
     assert (sys.stdout, sys.stderr) == before
     assert [*capsys.readouterr()] == ["\\x1b[31mred\tü \\u202e\nnext\n"] * 2
+
+
+def test_what_torch_and_the_process_default_to_is_as_it_was():
+    def changes(*, prompts, completions, answers):
+        os.umask(0)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        raise ValueError("in between")
+
+    umask = os.umask(0o027)
+    try:
+        own(changes, max_failures=1.0)(["p"], ["a"], ["x"])
+        assert os.umask(0o027) == 0o027
+        assert torch.get_default_dtype() == torch.float32 and torch.ones(1).device.type == "cpu"
+    finally:
+        os.umask(umask)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def test_a_reward_that_closes_its_streams_leaves_them_to_the_others(monkeypatch):
+    def closes(*, prompts, completions, answers):
+        sys.stdout.close()
+        sys.stderr.close()
+        return [1.0]
+
+    streams = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    own(closes)(["p"], ["a"], ["x"])
+    assert not any(stream.closed for stream in streams)
+
+
+def test_messages_are_a_copy_for_each_function():
+    def rewrites(*, prompts, completions, answers):
+        prompts[0][0]["content"] = "other"
+        return [1.0]
+
+    prompts = [[{"role": "user", "content": "question"}]]
+    own(rewrites)(prompts, ["a"], ["x"])
+    assert prompts == [[{"role": "user", "content": "question"}]]
 
 
 def test_streams_after_calls_from_several_threads():

@@ -273,6 +273,8 @@ def test_what_excludes_what():
     assert "tokenizer" in refused(model={"config": {"model_type": "llama"}})
     assert "model_type" in refused(model={"config": {"hidden_size": 3}, "tokenizer": "bpe"})
     assert "rewards" in refused(rewards=[])
+    watched = [{"name": "gsm8k_correct", "weight": 0}, {"name": "gsm8k_format", "weight": 0.0}]
+    assert "rewards: expected a weight that is not 0" in refused(rewards=watched)
     lora = {"path": "x", "lora": {}}
     assert "frozen" in refused(model=lora, loss={"beta": 0.1}, reference={"kind": "synced"})
     assert "model: is missing" in refused({"model": None}) or "model" in refused({"model": None})

@@ -327,4 +327,4 @@ def test_final_line():
     assert final_line({}, {"eval_reward": 1.0}) == ""
     same = {"eval_accuracy_strict": 0.5, "eval_accuracy_lenient": 0.5}
     # Strict and lenient are one here: said once.
-    assert final_line(same, same) == "strict 50.0% ± nan → 50.0% ± nan"
+    assert final_line(same, same) == "strict 50.0% → 50.0%"

@@ -135,6 +135,8 @@ class Policy:
         layout, positions that are not RoPE's. Returns the largest difference in nats; raises
         ValueError beyond the dtype's tolerance.
         """
+        if self.positions < 9:  # 4 tokens of prompt, 5 of a completion
+            raise ValueError(f"max_position_embeddings: expected at least 9, got {self.positions}")
         rows = self.head.weight.shape[0]
         prompt, *completions = (
             [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))

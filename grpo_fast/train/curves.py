@@ -66,9 +66,7 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, where it was logged and can be drawn: finite, not as large as
-    floats are.
-    """
+    """(step, value) of one metric, where it was logged and an axis can have it."""
     found = []
     for index, row in enumerate(rows):
         value, step = row.get(metric), row.get("step", index)
@@ -79,9 +77,8 @@ def series(rows: Rows, metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of about a twentieth of the run, shorter at the ends.
-
-    Of a long series every n-th point.
+    """Mean over a centred window of about a twentieth of the run, shorter at the ends; of a long
+    series every n-th one.
     """
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
@@ -181,8 +178,7 @@ def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
         axes.errorbar(steps, values, yerr=bars, **style)
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
-    _, means = zip(*smooth(points), strict=True)
-    axes.plot(steps, means, linewidth=1.7, **style)
+    axes.plot(*zip(*smooth(points), strict=True), linewidth=1.7, **style)
 
 
 def _key(**style: Any) -> Any:

@@ -307,12 +307,15 @@ def test_a_folders_name_is_no_mathematics(tmp_path, name):
     assert plot_runs([folder, tmp_path / "other"], tmp_path / "p.png").is_file()
 
 
-def test_a_long_series_is_smoothed_at_once():
+def test_a_long_series_is_smoothed_at_once(tmp_path):
     points = [(float(i), float(i % 7)) for i in range(300_000)]
     started = time.perf_counter()
     smoothed = smooth(points)
     assert time.perf_counter() - started < 20
     assert 1000 < len(smoothed) <= 2000 and smoothed[500][1] == pytest.approx(3, abs=1e-3)
+    lines = [f'{{"step": {i}, "reward": {i % 7}}}\n' for i in range(5000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
 
 
 @pytest.mark.parametrize("name", ["", "folder", "curves", ".png", "x.pgf"])

@@ -171,21 +171,28 @@ def expand_data(settings: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Says in a sentence what the user can mend (ValueError) and how a run can fail, and exits."""
+    """Says in a sentence what the user can mend (ValueError) and how a run can fail, and exits.
+
+    What nobody expected, with its type: its text may be a model's and is escaped like every other.
+    """
     try:
         yield
     except ValueError as error:
         _refuse(error, debug, USAGE_ERROR)
     except failures as error:
         _refuse(error, debug, code)
+    except ModuleNotFoundError:  # `grpo_fast.__main__` names the package
+        raise
+    except Exception as error:
+        _refuse(error, debug, RUN_ERROR, f"unexpected {type(error).__name__}: ")
 
 
-def _refuse(error: Exception, debug: bool | None, code: int) -> NoReturn:
-    if debug:
-        traceback.print_exception(error)
+def _refuse(error: Exception, debug: bool | None, code: int, start: str = "") -> NoReturn:
     from grpo_fast.data import escape_control  # a message may quote a data file or a model
 
-    text = str(error)
+    if debug:
+        typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
+    text = start + str(error)
     shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
     hint = (
         "  (--debug shows where)" if debug is False else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_fast.data.escape import escape_control
+from grpo_fast.data.escape import escape_control, reason
 from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
 from grpo_fast.data.generated import ArithmeticTask, SortTask
@@ -20,6 +20,7 @@ __all__ = [
     "is_local",
     "load_examples",
     "read_examples",
+    "reason",
     "task_symbols",
 ]
 

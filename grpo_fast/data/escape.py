@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
+REASON = 400  # characters of another's message in a message of ours
 _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
@@ -13,6 +14,17 @@ def escape_control(text: str) -> str:
         c if c in "\n\t" or unicodedata.category(c) not in _INVISIBLE else _escaped(ord(c))
         for c in text
     )
+
+
+def reason(error: BaseException) -> str:
+    """What an exception says, in one line of bounded length; its type, where that is no sentence.
+
+    Torch's C++ frames are left out.
+    """
+    said = " ".join(str(error).partition("Exception raised from")[0].split())
+    if not said or not isinstance(error, (ValueError, OSError)):
+        said = f"{type(error).__name__}: {said}".removesuffix(": ")
+    return said if len(said) <= REASON else f"{said[:REASON]}…"
 
 
 def _escaped(code: int) -> str:

@@ -18,6 +18,7 @@ SPLIT_SEED = "grpo_fast held-out lines"
 PROMPT_FIELDS = ("prompt", "question", "messages")
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _GOLD = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+MAX_DIGITS = 32  # of a gold number: rewards read no longer one
 
 
 class Row(NamedTuple):
@@ -187,8 +188,9 @@ def gold_answer(solution: str) -> str:
         expected = "'#### <number>' at the end of the answer"
         raise ValueError(f"expected {expected}, got {solution[-60:]!r}")
     text = tail.strip()
-    if not _GOLD.fullmatch(text):
-        raise ValueError(f"expected a number after '####', got {text[:60]!r}")
+    if not _GOLD.fullmatch(text) or sum(map(str.isdigit, text)) > MAX_DIGITS:
+        expected = f"a number after '####', of at most {MAX_DIGITS} digits"
+        raise ValueError(f"expected {expected}, got {text[:60]!r}")
     return text.replace(",", "")
 
 
@@ -245,12 +247,21 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 def _row(where: str, raw: bytes) -> Row:
     try:
-        return Row(where, json.loads(raw.decode()))
+        return Row(where, json.loads(raw.decode(), object_pairs_hook=_once))
     except UnicodeDecodeError as error:
         at = f"{error.reason} at byte {error.start}"
         raise DatasetError(f"{where}: not UTF-8 text ({at})") from None
     except (ValueError, RecursionError) as error:  # JSON's own, or a number of 5000 digits
         raise DatasetError(f"{where}: not a JSON object ({error})") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"the key {name!r} is there twice")
+        fields[name] = value
+    return fields
 
 
 def _read_hub(name: str, split: str) -> Iterator[Row]:

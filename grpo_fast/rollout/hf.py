@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.data import reason
 from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, Sampling, seed_of
 
 Prompt = str | list[dict[str, str]]
@@ -47,10 +48,11 @@ def generate(
             the completion's place and the token's position only, not on `options.batch_size`.
 
     Raises:
-        ValueError: a prompt without tokens, with too many for the model, or with unknown ones.
+        ValueError: a prompt that the tokenizer does not take, without tokens, with unknown ones,
+            or with too many for the model and `options.max_new_tokens`.
         NonFiniteLogits: the policy gives NaN.
     """
-    texts, ids = encode_for(policy, prompts)
+    texts, ids = encode_for(policy, prompts, options.max_new_tokens)
     repeated = [i for i in range(len(ids)) for _ in range(group_size)]
     parts = seed if isinstance(seed, tuple) else (seed,)
     generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
@@ -67,16 +69,20 @@ def generate(
     return rollout
 
 
-def check_prompts(policy: Any, prompts: Sequence[Prompt]) -> None:
+def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
     """Raise the ValueError for prompts that `generate` would raise, before a run has begun.
 
     Only those that may be too long are encoded: a token has at least one byte, and a chat template
     adds less than half of what a model has room for.
     """
-    encode_for(policy, [p for p in prompts if 2 * len(str(p).encode()) > policy.positions])
+    room = policy.positions - max_new_tokens
+    long = [p for p in prompts if 2 * len(str(p).encode()) > room]
+    encode_for(policy, long, max_new_tokens)
 
 
-def encode_for(policy: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
+def encode_for(
+    policy: Any, prompts: Sequence[Prompt], max_new_tokens: int
+) -> tuple[list[str], list[list[int]]]:
     """`encode_prompts`, and a ValueError for what the policy cannot take, before any memory is."""
     texts, ids = encode_prompts(policy.tokenizer, prompts)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
@@ -85,6 +91,12 @@ def encode_for(policy: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[
             raise ValueError(
                 f"prompts: expected at most {policy.positions} tokens (max_position_embeddings of "
                 f"the model), got {len(tokens)} in {text[:60]!r}"
+            )
+        room = policy.positions - len(tokens) + 1  # the last token is not fed
+        if max_new_tokens > room:
+            raise ValueError(
+                f"max_new_tokens: expected at most {room} behind a prompt of {len(tokens)} tokens "
+                f"(max_position_embeddings of the model: {policy.positions}), got {max_new_tokens}"
             )
         if max(tokens) >= rows:
             raise ValueError(
@@ -101,9 +113,16 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str]
     for prompt in prompts:
         plain = isinstance(prompt, str)
         text: Any = prompt
-        if not plain:  # the template writes the special tokens itself
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
+        try:
+            if not plain:  # the template writes the special tokens itself
+                text = tokenizer.apply_chat_template(
+                    prompt, tokenize=False, add_generation_prompt=True
+                )
+            encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
+        except Exception as error:  # a template is a program, and tokenizers raise plain Exception
+            taken = "expected what the tokenizer and its chat template take"
+            came = str(prompt)[:60]
+            raise ValueError(f"prompts: {taken}, got {came!r}: {reason(error)}") from error
         if not encoded:
             raise ValueError(f"prompts: expected at least one token, came {prompt!r}")
         texts.append(text)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
+
+COLDEST = 1e-6
 
 
 class Sampling(BaseModel):
@@ -22,11 +24,18 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(256, ge=1, le=1 << 20)
     temperature: float = Field(1.0, ge=0)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: off
     batch_size: int | None = Field(None, ge=1)  # completions at a time; None: all at once
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides(cls, temperature: float) -> float:
+        if 0 < temperature < COLDEST:  # logits divided by less overflow fp32
+            raise ValueError(f"expected 0 (greedy) or at least {COLDEST:g}")
+        return temperature
 
 
 def seed_of(*parts: int | str) -> int:
@@ -81,6 +90,7 @@ class Sampler:
             p = ordered.softmax(-1)
             # A token stays while the mass before it is below top_p: the most likely one does.
             beyond = p.cumsum(-1) - p >= top_p
+            beyond[:, 0] = False  # also where top_p is 0 in fp32
             z = z.masked_fill(beyond.scatter(-1, index, beyond), float("-inf"))
         return z
 

@@ -28,6 +28,7 @@ def home_path(path: str) -> str:
 UserPath = Annotated[str, AfterValidator(home_path)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of what is made in memory before a run begins
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -64,7 +65,7 @@ class ModelConfig(Section):
     path: UserPath | None = None  # hub id or local folder
     config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
     tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
-    vocab_size: Positive = 2048  # of the "bpe" tokenizer
+    vocab_size: Size = 2048  # of the "bpe" tokenizer
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
     autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
     attn: str = "auto"  # attention of the rollout; training always uses the packed attention
@@ -107,9 +108,9 @@ class DataConfig(Section):
     shots: Count = 0  # worked examples before the question, the same ones for all
     shots_tokens: Positive | None = None  # instead: as many as fit, others for each question
     n_train: Positive | None = None  # None: all
-    n_test: Positive | None = None
-    digits: Positive = 5  # generated tasks: length of a prompt
-    symbols: int = Field(10, ge=2)  # sort: how many different symbols
+    n_test: Size | None = None
+    digits: int = Field(5, ge=1, le=4096)  # generated tasks: length of a prompt
+    symbols: int = Field(10, ge=2, le=1 << 20)  # sort: how many different symbols
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -130,7 +131,7 @@ class RewardConfig(Section):
     """One reward function and its weight in the sum."""
 
     name: str  # a built-in one's, or package.module:function
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1e30, le=1e30)  # sums are fp32
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -180,7 +181,7 @@ class HeldOut(Section, Sampling):
 
     n: Positive | None = None  # prompts; None: all
     samples: Positive = 1  # per prompt
-    max_new_tokens: Positive | None = None  # None: the rollout's
+    max_new_tokens: Size | None = None  # None: the rollout's
 
 
 class EvalConfig(HeldOut):
@@ -204,7 +205,7 @@ class LogConfig(Section):
 class RunConfig(Section):
     """Everything a run depends on; saved resolved as config.yaml beside its results."""
 
-    seed: int = 0
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     output_dir: UserPath = "runs/default"
     model: ModelConfig
     data: DataConfig

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.data import escape_control
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -31,6 +33,8 @@ PANELS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 COLORS = ("#2f6fb4", "#d1603d", "#3a8f5c", "#8a5aa8", "#b8892b", "#4aa3a3", "#c2527d", "#5f6b7a")
 INK, GRID = "#3b4252", "#e3e6eb"
+LARGEST = 1e300  # axes: differences and margins of what they show are finite
+SMOOTHED = 2000  # points of a smoothed series, at most about: more than a picture has columns
 
 
 def read_metrics(run: str | Path) -> Rows:
@@ -44,7 +48,7 @@ def read_metrics(run: str | Path) -> Rows:
         expected = "expected a run's folder or its metrics.jsonl"
         raise ValueError(f"run: {expected}, found no file at {path}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     rows = []
@@ -62,25 +66,27 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, where it was logged and finite."""
+    """(step, value) of one metric, where it was logged and an axis can have it."""
     found = []
     for index, row in enumerate(rows):
         value, step = row.get(metric), row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
-        if numbers and math.isfinite(value) and math.isfinite(step):
+        if numbers and abs(value) < LARGEST and abs(step) < LARGEST:
             found.append((float(step), float(value)))
     return found
 
 
 def smooth(points: Series) -> Series:
-    """Mean over a centred window of about a twentieth of the run, shorter at the ends."""
+    """Mean over a centred window of about a twentieth of the run, shorter at the ends; of a long
+    series every n-th one.
+    """
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
-    for index, (step, _) in enumerate(points):
+    for index in range(0, len(points), 1 + len(points) // SMOOTHED):
         reach = min(half, index, len(points) - 1 - index)
         window = values[index - reach : index + reach + 1]
-        smoothed.append((step, math.fsum(window) / len(window)))
+        smoothed.append((points[index][0], math.fsum(window) / len(window)))
     return smoothed
 
 
@@ -93,7 +99,8 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     path = Path(out)
-    if path.is_dir() or not path.suffix:  # matplotlib would write to another name than this one
+    # Without a suffix matplotlib would write to another name than this one; .pgf needs LaTeX.
+    if path.is_dir() or path.suffix in ("", ".pgf"):
         raise ValueError(f"out: expected a file such as curves.png, got {str(out)!r}")
     if not runs:
         raise ValueError("runs: expected at least one run's folder, got none")
@@ -131,9 +138,9 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
     """The folders' names; where two are the same, the paths."""
     paths = [Path(run).resolve() for run in runs]
     names = [p.parent.name if p.name == "metrics.jsonl" else p.name for p in paths]
-    if len(set(names)) == len(names):
-        return names
-    return [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
+    if len(set(map(escape_control, names))) != len(names):
+        names = [f"{i}: {run}" for i, run in enumerate(runs, start=1)]
+    return [escape_control(name).replace("$", r"\$") for name in names]  # $…$ is mathematics
 
 
 def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
@@ -166,13 +173,12 @@ def _line(axes: Axes, rows: Rows, metric: str, style: dict[str, Any]) -> None:
     steps, values = zip(*points, strict=True)
     if metric.startswith("eval_"):
         errors = dict(series(rows, metric + "_se"))
-        bars = [errors.get(step, 0.0) for step in steps]
+        bars = [max(0.0, errors.get(step, 0.0)) for step in steps]
         style |= {"marker": "o", "markersize": 3.5, "linewidth": 1.4, "capsize": 2}
         axes.errorbar(steps, values, yerr=bars, **style)
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
-    _, means = zip(*smooth(points), strict=True)
-    axes.plot(steps, means, linewidth=1.7, **style)
+    axes.plot(*zip(*smooth(points), strict=True), linewidth=1.7, **style)
 
 
 def _key(**style: Any) -> Any:

@@ -35,6 +35,8 @@ DEFAULT_REWARDS = {
     "jsonl": ("exact_match",),
 }
 
+RESULTS_BEGIN = b'{\n  "greedy": {'  # how `out` begins: another file is not overwritten
+
 
 class EvalSettings(HeldOut):
     """The `key=value` settings of `grpo-fast eval`.
@@ -126,7 +128,8 @@ def table(results: dict[str, dict[str, float]]) -> str:
         for name, value in metrics.items():
             if name + "_se" in metrics:
                 shown, error = name.removeprefix("eval_"), metrics[name + "_se"]
-                lines.append(f"  {shown:<28}{value:8.4f} ± {error:.4f}")
+                spread = f" ± {error:.4f}" if math.isfinite(error) else ""  # of one question: none
+                lines.append(f"  {shown:<28}{value:8.4f}{spread}")
     return "\n".join(lines)
 
 
@@ -139,6 +142,11 @@ def _check_out(out: str | None) -> None:
         raise ValueError(f"out: expected a file in a folder that exists, got {out!r}")
     if not os.access(out if os.path.exists(out) else folder, os.W_OK):
         raise ValueError(f"out: expected a file that can be written, got {out!r}")
+    if os.path.isfile(out):
+        with open(out, "rb") as file:
+            begins = file.read(len(RESULTS_BEGIN))
+        if begins not in (b"", RESULTS_BEGIN):
+            raise ValueError(f"out: expected a new file or an earlier evaluation's, got {out!r}")
 
 
 def _save(results: dict[str, dict[str, float]], out: str) -> None:

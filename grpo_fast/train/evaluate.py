@@ -194,9 +194,9 @@ def build_evaluation(
     counted, asked = token_counter(policy.tokenizer), config.eval
     examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
     examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
-    rollout.check_prompts(policy, [e.prompt for e in examples])
     scorer = scorer_for(config.data.task, [e.answer for e in examples])
     length = asked.max_new_tokens or config.rollout.max_new_tokens
+    rollout.check_prompts(policy, [e.prompt for e in examples], length)
     # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.
     sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
     return lambda: evaluate(

@@ -15,16 +15,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from grpo_fast.data import Example, task_symbols
+from grpo_fast.data import Example, reason, task_symbols
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
 from grpo_fast.train.long_context import apply_options
 from grpo_fast.train.policy import Policy, without_bars
-from grpo_fast.train.settings import reason
 
 log = logging.getLogger(__name__)
 
 BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
+MOST_LAYERS = 10_000
 
 
 def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
@@ -51,10 +52,13 @@ def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
 
 def _load_model(config: ModelConfig) -> Any:
     """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+    check_files(config.path)
     try:
         with without_bars(), _without_report():
+            fields, _ = PreTrainedConfig.get_config_dict(config.path)
+            check_fields(fields, config.trust_remote_code)
             model, found = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
@@ -69,6 +73,26 @@ def _load_model(config: ModelConfig) -> Any:
         _refuse(config.path, error, "a model's folder or hub id")
     _check_keys(config.path, found)
     return model
+
+
+def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
+    """Raise a ValueError for what a model's config.json must not ask for, in its parts neither:
+    layers that are never built to the end, and, unless code is allowed, a kernel from the hub.
+    """
+    for name, value in fields.items():
+        if name in LAYERS and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
+            raise ValueError(f"{name}: expected 0 to {MOST_LAYERS} layers, got {value}")
+        if "_implementation" in name and "/" in str(value) and not allow_code:
+            raise ValueError(f"{name}: expected one of transformers' own, got {value!r}")
+        if isinstance(value, dict):
+            check_fields(value, allow_code)
+
+
+def check_files(path: str | None) -> None:
+    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
+    for file in Path(str(path)).glob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")
 
 
 def _check_keys(path: str | None, found: dict[str, Any]) -> None:
@@ -95,6 +119,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """The tokenizer at `config.path`. Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
+    check_files(config.path)
     try:
         with without_bars():
             return AutoTokenizer.from_pretrained(
@@ -137,6 +162,7 @@ def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
     special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
     given = {"vocab_size": len(tokenizer), **special, **fields}
     try:
+        check_fields(fields)
         # A config takes any keyword, so compare with one made of defaults.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
@@ -167,9 +193,11 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        found = torch.empty(0, device=name)
+        found.cpu()  # meta: it has no data
+        return found.device
     except (RuntimeError, AssertionError) as error:  # unknown, or not here
-        why = str(error).splitlines()[0]
+        why = str(error).splitlines()[0].partition(". ")[0]
         expected = "expected auto or a device of this machine"
         raise ValueError(f"model.device: {expected}, got {name!r}: {why}") from error
 

@@ -69,7 +69,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
     # Of examples that are made when asked for, all alike, the first is checked.
     listed = examples if isinstance(examples, list) else examples[:1]
-    check_prompts(policy, [example.prompt for example in listed])
+    check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
     evaluate = build_evaluation(config, policy, rewards)
     kernels = {
         "backend": route.head_route("auto", policy.head.weight).backend,

@@ -29,6 +29,7 @@ from grpo_fast.attention import (
     register,
     shared_prompt_supported,
 )
+from grpo_fast.data import reason
 from grpo_fast.train.config import ReferenceConfig
 
 
@@ -55,6 +56,11 @@ class Policy:
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
         self.generation_attn = _generation_attention(self.lm) if attn == "auto" else attn
+        try:
+            self.lm.set_attn_implementation(self.generation_attn)
+        except (ImportError, ValueError) as error:
+            expected = "expected auto or an attention that transformers has here"
+            raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
         self.eos_ids, self.pad_id = _special_ids(self.lm, tokenizer)
         self.positions = _positions(self.lm.config.get_text_config())
@@ -129,6 +135,8 @@ class Policy:
         layout, positions that are not RoPE's. Returns the largest difference in nats; raises
         ValueError beyond the dtype's tolerance.
         """
+        if self.positions < 9:  # 4 tokens of prompt, 5 of a completion
+            raise ValueError(f"max_position_embeddings: expected at least 9, got {self.positions}")
         rows = self.head.weight.shape[0]
         prompt, *completions = (
             [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
@@ -229,6 +237,8 @@ def _special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
     eos: set[int] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
         eos |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
+    if not all(type(token) is int and token >= 0 for token in eos):
+        raise ValueError(f"eos_token_id: expected token ids, got {', '.join(map(repr, eos))}")
     if not eos:
         raise ValueError("tokenizer: has no EOS token, so no completion could end")
     pad = tokenizer.pad_token_id

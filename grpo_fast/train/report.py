@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from grpo_fast.data import escape_control
+from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.curves import plot_runs
 from grpo_fast.train.settings import save_config
@@ -101,7 +101,10 @@ class RunReport:
         whole = self.folder / "summary.json.tmp"
         whole.write_text(json.dumps(plain_json(summary), indent=2) + "\n", encoding="utf-8")
         whole.replace(self.folder / "summary.json")
-        plot_runs([self.folder], self.folder / "curves.png")
+        try:
+            plot_runs([self.folder], self.folder / "curves.png")
+        except Exception as error:  # a picture does not fail a run
+            self.note(f"no curves.png: {reason(error)}")
         line = final_line(summary.get("before") or {}, summary.get("after") or {})
         if line:
             self.note(line)
@@ -215,11 +218,11 @@ def plain_json(value: Any) -> Any:
 
 
 def _shown(metrics: Mapping[str, float], key: str) -> str:
-    """Value ± standard error, accuracies in per cent."""
+    """Value ± standard error where there is one, accuracies in per cent."""
     value, error = metrics[key], metrics.get(key + "_se", math.nan)
-    if "accuracy" in key:
-        return f"{100 * value:.1f}% ± {100 * error:.1f}"
-    return f"{value:.3f} ± {error:.3f}"
+    scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
+    spread = f" ± {scale * error:{form}}" if math.isfinite(error) else ""  # of one question: none
+    return f"{scale * value:{form}}{unit}{spread}"
 
 
 # ---------------------------------------------------------------------------------------- folder

@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from grpo_fast.data import reason
 from grpo_fast.train.config import RunConfig
 
 MAX_VALUES = 10_000  # of one document with its aliases written out; a recipe has about a hundred
-QUOTED, REASON = 200, 400  # characters of a value, and of another's message, in a message of ours
+QUOTED = 200  # characters of a value in a message
 
 # Other trainers' names whose letters lead elsewhere (learning_rate is most like weight_decay).
 ELSEWHERE = {"learning_rate": "lr", "num_generations": "group_size"}
@@ -88,7 +89,7 @@ def set_key(node: Any, keys: list[str], value: Any, override: str) -> None:
     for depth, key in enumerate(keys):
         index: Any = key
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not key.isdecimal() or int(key) >= len(node):
                 where = f"{key!r} is no index of a list of {len(node)}"
                 raise ValueError(f"override {override!r}: {where}")
             index = int(key)
@@ -198,9 +199,3 @@ def quoted(value: Any) -> str:
     """A value as a message shows it, however long it is."""
     text = repr(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"
-
-
-def reason(error: BaseException) -> str:
-    """What an exception says, in one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= REASON else f"{text[:REASON]}…"

@@ -53,6 +53,20 @@ def test_top_k_then_top_p():
     assert sampler.logps.item() == pytest.approx(torch.tensor(0.3 / 0.7).log().item(), abs=1e-6)
 
 
+def test_a_top_p_of_nothing_keeps_the_most_likely_token():
+    logits = torch.tensor([[1.0, 3.0, 0.5]])
+    sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_p=1e-300))
+    assert sampler(torch.zeros(1, 1), logits).argmax(-1).item() == 1
+    assert sampler.logps.item() == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-300])
+def test_a_temperature_that_fp32_cannot_divide_by(temperature):
+    with pytest.raises(ValueError, match="expected 0 .greedy. or at least 1e-06"):
+        Sampling(temperature=temperature)
+    assert Sampling(temperature=1e-6).temperature == 1e-6
+
+
 def test_temperature_enters_the_logps():
     logits = torch.tensor([[1.0, 2.0, 0.5]])
     sampler = Sampler(torch.zeros(1, 1), Sampling(temperature=0.5))

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from grpo_fast.attention import pack_groups
+from grpo_fast.attention import pack_groups, trunk_tokens
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.long_context import apply_options
@@ -20,7 +20,7 @@ from grpo_fast.train.planning.memory_model import (
     predict_run,
     trainable_parameters,
 )
-from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, plan, render
+from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, Case, plan, render
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_model
@@ -301,6 +301,13 @@ def test_plans_that_are_refused(model, settings, message, monkeypatch):
     with pytest.raises(ValueError, match="(?s).*") as error:
         plan(model, settings)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_group_without_end_is_planned_at_once(shared):
+    assert Case(7, 5, 3).tokens(shared) == trunk_tokens(7, [5, 5, 5], shared=shared)
+    assert Case(7, 5, 10**12).tokens(shared) == 10**12 * 4 + (7 if shared else 7 * 10**12)
+    assert Case(7, 5, 1).tokens(shared) == 7 + 4
 
 
 def test_a_plan_needs_a_gpus_size(monkeypatch):

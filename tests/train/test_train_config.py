@@ -119,6 +119,19 @@ def test_the_tutorials_settings():
         ("eval.k=[0]", "eval.k.0: "),
         ("optim.betas=[0.9,1.5]", "optim.betas.1: "),
         ("optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
+        # Sizes that would take the memory, or for ever, before a run begins.
+        ("rollout.max_new_tokens=1000000000000", "rollout.max_new_tokens: "),
+        ("eval.max_new_tokens=1000000000000", "eval.max_new_tokens: "),
+        ("data.digits=1000000000", "data.digits: "),
+        ("data.symbols=1000000000", "data.symbols: "),
+        ("data.n_test=1000000000", "data.n_test: "),
+        ("model.vocab_size=1000000000", "model.vocab_size: "),
+        # Numbers beyond fp32, or beyond what torch seeds with.
+        ("rewards.0.weight=-1.0e+39", "rewards.0.weight: "),
+        ("seed=1180591620717411303424", "seed: "),
+        ("rollout.temperature=1.0e-45", "rollout.temperature: expected 0 (greedy) or at least"),
+        ("eval.temperature=1.0e-45", "eval.temperature: expected 0 (greedy) or at least"),
+        ("rewards.².weight=5", "'²' is no index of a list of 2"),
         ("optim.lr=.inf", "optim.lr: Input should be a finite number, came inf"),
         (
             "optim.weight_decay=.inf",

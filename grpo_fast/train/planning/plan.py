@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from grpo_fast.attention import trunk_tokens
-from grpo_fast.data import task_symbols
+from grpo_fast.data import reason, task_symbols
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.loading import check_fields, check_files
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 from grpo_fast.train.settings import (
     apply_override,
     load_recipe,
     parse_config,
     read_yaml,
-    reason,
     recipe_names,
     set_key,
 )
@@ -74,7 +74,8 @@ class Case(NamedTuple):
     group: int
 
     def tokens(self, shared: bool) -> int:
-        return trunk_tokens(self.prompt, [self.completion] * self.group, shared=shared)
+        one, two = (trunk_tokens(self.prompt, [self.completion] * n, shared=shared) for n in (1, 2))
+        return one + (self.group - 1) * (two - one)
 
 
 class Plan(NamedTuple):
@@ -207,10 +208,11 @@ def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:
 
 
 def _transformers_config(run: RunConfig) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     model = run.model
     if model.config is not None:
+        check_fields(model.config)
         size = model.vocab_size
         if model.tokenizer == "symbols":
             size = len(task_symbols(run.data)) + 2  # pad and end
@@ -222,7 +224,10 @@ def _transformers_config(run: RunConfig) -> Any:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(fields, dict) or "model_type" not in fields:
             raise ValueError(f"{path} has no model_type")
+        check_fields(fields)
         return AutoConfig.for_model(**fields)
+    check_files(path)
+    check_fields(PreTrainedConfig.get_config_dict(path)[0], model.trust_remote_code)
     return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
 
 

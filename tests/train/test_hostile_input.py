@@ -1,0 +1,223 @@
+"""Folders, files and settings made to break the commands: each ends in one sentence, its control
+characters escaped, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from grpo_fast.train import loading
+from tests.command_line import invoke, refused, write_recipe
+
+ESCAPE = "\x1b"
+GPT2 = "{model_type: gpt2, n_positions: 16, n_embd: 32, n_layer: 1, n_head: 2}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of a finished run that may be changed."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def change_json(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields))
+
+
+# --------------------------------------------------------------------------------- the last resort
+def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
+    def fail(*_, **__):
+        raise KeyError(f"{ESCAPE}[31mboo")
+
+    monkeypatch.setattr("grpo_fast.train.eval_command.run_eval", fail)
+    result = invoke("eval", str(run))
+    assert refused(result, "grpo-fast: unexpected KeyError: '\\x1b[31mboo'", code=1)
+    shown = invoke("eval", str(run), "--debug")
+    assert shown.exit_code == 1 and "Traceback" in shown.stderr and ESCAPE not in shown.stderr
+
+
+def test_a_missing_package_is_left_to_the_one_who_names_it(run, monkeypatch):
+    def fail(*_, **__):
+        raise ModuleNotFoundError("No module named 'peft'", name="peft")
+
+    monkeypatch.setattr("grpo_fast.train.eval_command.run_eval", fail)
+    with pytest.raises(ModuleNotFoundError):
+        invoke("eval", str(run))
+
+
+def test_a_tracebacks_text_is_escaped(run, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError(f"{ESCAPE}]0;boo\x07")
+
+    monkeypatch.setattr("grpo_fast.train.eval_command.run_eval", fail)
+    for words in ((), ("--debug",)):
+        assert ESCAPE not in invoke("eval", str(run), *words).stderr
+
+
+# ------------------------------------------------------------------------- tokenizer and template
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('" + ESCAPE + "[31mboo') }}", "\\x1b[31mboo"),
+        ("{% if %}", "TemplateSyntaxError: "),
+        ("{{ nope.x.y }}", "UndefinedError: "),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError: "),
+    ],
+)
+def test_a_models_chat_template_that_fails(run, tmp_path, template, said):
+    (run / "model" / "chat_template.jinja").write_text(template)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1 2", "answer": "1"}\n')
+    words = (f"data={tmp_path / 'd.jsonl'}", "task=jsonl", "chat=true")
+    result = invoke("eval", str(run), *words)
+    assert refused(result, "prompts: expected what the tokenizer and its chat template take", said)
+    assert ESCAPE not in result.stderr
+
+
+def test_a_text_that_the_tokenizer_cannot_take(run):
+    result = invoke("eval", str(run), "task=arithmetic", "n=2")
+    assert refused(result, "prompts: expected what the tokenizer", "WordLevel error: Missing [UNK]")
+
+
+# ------------------------------------------------------------------------------- a model's folder
+@pytest.mark.parametrize("is_plan", [False, True])
+@pytest.mark.parametrize("layers", [10**9, -3])
+def test_layers_without_end_or_number(run, layers, is_plan):
+    change_json(run / "model" / "config.json", num_hidden_layers=layers)
+    words = ("plan", str(run / "model"), "gpu=8") if is_plan else ("eval", str(run), "n=2")
+    said = f"num_hidden_layers: expected 0 to {loading.MOST_LAYERS} layers, got {layers}"
+    assert refused(invoke(*words), said)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_layers_of_a_recipe_are_bounded_under_each_name(tmp_path, model_type):
+    name = {"llama": "num_hidden_layers", "gpt2": "n_layer"}[model_type]
+    config = f"model.config={{model_type: {model_type}, {name}: 1000000000}}"
+    assert refused(invoke("train", write_recipe(tmp_path), config), f"{name}: expected 0 to 10000")
+    assert refused(invoke("plan", write_recipe(tmp_path), config, "gpu=8"), name)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"attn_implementation": "evil/kernel"},
+        {"_attn_implementation": {"": "evil/kernel"}},
+        {"text_config": {"experts_implementation": "evil/kernel"}},
+    ],
+)
+def test_a_kernel_from_the_hub_is_not_followed(run, field, monkeypatch):
+    change_json(run / "model" / "config.json", **field)
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded")
+    )
+    assert refused(invoke("eval", str(run), "n=2"), "expected one of transformers' own")
+    assert refused(invoke("plan", str(run / "model"), "gpu=8"), "expected one of transformers' own")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pipe_in_the_place_of_a_file(run, name):
+    (run / "model" / name).unlink()
+    os.mkfifo(run / "model" / name)
+    assert refused(invoke("eval", str(run), "n=2"), "model.path: expected regular files in", name)
+    assert refused(invoke("plan", str(run / "model"), "gpu=8"), "expected regular files in", name)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected token ids, got "),
+        ("config.json", {"hidden_act": "evil"}, "KeyError: 'evil'"),
+        ("adapter_config.json", {"peft_type": "EVIL"}, "KeyError: 'EVIL'"),
+    ],
+)
+def test_a_reason_names_its_type(run, file, fields, said):
+    path = run / "model" / file
+    if not path.exists():
+        path.write_text("{}")
+    change_json(path, **fields)
+    assert refused(invoke("eval", str(run), "n=2"), said)
+
+
+def test_a_reason_has_no_frames(run):
+    change_json(run / "model" / "config.json", hidden_size=10**30)
+    result = invoke("plan", str(run / "model"), "gpu=8")
+    assert refused(result, "Overflow when unpacking") and "frame #0" not in result.stderr
+
+
+def test_a_device_without_memory_and_one_that_is_not_here():
+    for name in ("meta", "mps"):
+        with pytest.raises(ValueError, match="model.device: expected auto or a device") as error:
+            loading._device(name)
+        assert len(str(error.value)) < 250
+
+
+# ---------------------------------------------------------------------------------------- a train
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.attn=flash_attention_2", "model.attn: expected auto or an attention"),
+        ("model.attn=evil/kernel", "model.attn: expected auto or an attention"),
+        (f"model.config={GPT2} rollout.max_new_tokens=32", "max_new_tokens: expected at most 13"),
+        (f"model.config={GPT2} eval.max_new_tokens=32", "max_new_tokens: expected at most 13"),
+        ("rollout.max_new_tokens=1000000", "max_new_tokens: expected at most 61 behind a prompt"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, setting, said, monkeypatch):
+    quiet = "transformers.PreTrainedModel.warn_if_padding_and_no_attention_mask"
+    monkeypatch.setattr(quiet, lambda *_: None)  # into the stderr of an earlier test
+    words = setting.replace(" rollout", "\nrollout").replace(" eval", "\neval").split("\n")
+    assert refused(invoke("train", write_recipe(tmp_path), *words), said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_last_position_is_used(tmp_path):
+    """Four tokens of prompt and thirteen new ones: the last of them is not fed."""
+    config = f"model.config={GPT2}"
+    words = (config, "rollout.max_new_tokens=13", "steps=1", "log.progress=false")
+    assert invoke("train", write_recipe(tmp_path), *words).exit_code == 0
+
+
+def test_a_runs_length_is_bounded_by_its_model(run, monkeypatch):
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config["rollout"]["max_new_tokens"] = 1 << 20
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: pytest.fail("memory was taken"))
+    assert refused(invoke("eval", str(run), "n=2"), "max_new_tokens: expected at most 61")
+
+
+def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("'bogus' is no backend")
+
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", fail)
+    result = invoke("train", write_recipe(tmp_path), "steps=1", "log.progress=false")
+    assert result.exit_code == 0 and "no curves.png: 'bogus' is no backend" in result.stdout
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+# ----------------------------------------------------------------------------------------- an eval
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "model/config.json"])
+def test_eval_overwrites_an_earlier_result_only(run, tmp_path, name):
+    before = (run / name).read_bytes()
+    result = invoke("eval", str(run), "n=2", f"out={run / name}")
+    assert refused(result, "out: expected a new file or an earlier evaluation's")
+    assert (run / name).read_bytes() == before
+    for _ in range(2):
+        assert invoke("eval", str(run), "n=2", f"out={tmp_path / 'e.json'}").exit_code == 0
+
+
+def test_one_question_has_no_standard_error(run):
+    result = invoke("eval", str(run), "n=1")
+    assert result.exit_code == 0 and "nan" not in result.output and "±" not in result.output

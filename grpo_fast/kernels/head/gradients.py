@@ -69,7 +69,7 @@ class GradientSums:
         self.hidden, self.weight, self.bias, self.wanted = hidden, weight, bias, wanted
         self.index, self.repeats = index, repeats
         self.is_wide, self.is_only = is_wide, is_only and not is_wide
-        self.tolerance, self.doors = tolerance, None if tolerance is not None else doors
+        self.tolerance, self.doors = tolerance, doors
         self.filtered = None if tolerance is None else Filtered.none(hidden)
         self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.hidden_dtype = self.sum_dtype if is_wide or repeats else hidden.dtype
@@ -117,8 +117,6 @@ class GradientSums:
             d[count:].zero_()
         if by is None:
             self._add_products(d, h, count, index)
-        elif self.doors is not None:
-            self._add_fused(d, by, h, count, index)
         else:
             self._add_weighted(d, by, h, count, index)
 
@@ -138,6 +136,9 @@ class GradientSums:
         """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
+        if columns is None and self.doors is not None:
+            self._add_fused(d, by, h, count, index)
+            return
         if self.wanted.hidden:
             added = AddedRows(target, self.weight, rows=by.target_ids)
             if by.rest is not None:

@@ -74,9 +74,8 @@ class LinearHead:
         has_exponentials = route.exponentials is not None and not entropy_gradient
         self.chunk = (ExponentialChunks if has_exponentials else LogitChunks)(weight, bias, route)
         self.narrow_sum = (
-            self.on_gpu and not is_wide and tolerance is None
-            and self.chunk.narrow_sum(padded(self.num_rows))
-        )  # fmt: skip
+            self.on_gpu and not is_wide and self.chunk.narrow_sum(padded(self.num_rows))
+        )
         self.chunk_rows = self._chunk_rows(wants_weight)
         self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
         self.held: slice | None = (
@@ -92,7 +91,9 @@ class LinearHead:
         """
         bytes_per_logit, device = self.chunk.bytes_per_logit, self.weight.device
         row_bytes = max(self.weight.shape[0], 1) * bytes_per_logit
-        spared = 4 * self.weight.numel() if wants_weight and self.narrow_sum else 0
+        # What the filter leaves of dW is summed in fp32.
+        is_narrow = wants_weight and self.narrow_sum and self.tolerance is None
+        spared = 4 * self.weight.numel() if is_narrow else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)

@@ -86,7 +86,7 @@ def test_gradients_against_fp64_overall_and_worst_row(
 
     hidden, weight, ids, advantages = problem(dtype, N=96)
     if chunks > 1:
-        monkeypatch.setattr(linear.LinearHead, "_chunk_rows", lambda self: 96 // chunks)
+        monkeypatch.setattr(linear.LinearHead, "_chunk_rows", lambda *_: 96 // chunks)
     old, options = None, {"loss_type": "dapo"}
     if off_policy:
         lp64, _ = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
@@ -142,7 +142,7 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
 
     hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
     advantages = 1.0 + 0.1 * advantages  # one sign: the running sum is much larger than each term
-    monkeypatch.setattr(linear.LinearHead, "_chunk_rows", lambda self: 32)
+    monkeypatch.setattr(linear.LinearHead, "_chunk_rows", lambda *_: 32)
     _, d_weight = loss_gradients(
         hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
     )

@@ -305,6 +305,8 @@ def test_a_run_with_a_reward_that_exits_does_not_end_in_status_0(module):
 
 
 def test_the_users_interrupt_gets_through():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+
     def interrupted(*, prompts, completions, answers):
         raise KeyboardInterrupt
 
@@ -313,7 +315,10 @@ def test_the_users_interrupt_gets_through():
         await asyncio.sleep(60)
 
     start = time.monotonic()
-    for function in (interrupted, waits):
-        with pytest.raises(KeyboardInterrupt):
-            own(function)(["p"], ["a"], ["x"])
+    try:
+        for function in (interrupted, waits):
+            with pytest.raises(KeyboardInterrupt):
+                own(function)(["p"], ["a"], ["x"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 20

@@ -47,7 +47,7 @@ def parts() -> dict[str, Part]:
         "tune": tune(1, 130),
         "tests": sharded(1, 210, tests),
         "peers": bench(2, 180, *peers()),
-        "long": bench(2, 45, long),
+        "long": bench(2, 60, long),
         "attention-tests": sharded(2, 45, attention_tests),
         "attention": bench(2, 40, "attention"),
         "steps": steps(2, 85),

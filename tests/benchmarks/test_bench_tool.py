@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import command, measure
-from benchmarks.gpu import candidates, predict, report, tune
+from benchmarks.gpu import candidates, predict, tune
+from benchmarks.gpu import report as gpu_report
 from benchmarks.kernels import ceiling, gate, runner
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.kernels.problem import STANDARD, Variant, make_problem
@@ -203,7 +204,7 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capsys):
     )
     assert "plain torch" in tables.verdict(files.cases_of([out]))
     page = tmp_path / "REPORT.md"
-    assert report.main([str(out), "-o", str(page)]) == 0 and "not measured" in page.read_text()
+    assert gpu_report.main([str(out), "-o", str(page)]) == 0 and "not measured" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -424,7 +425,7 @@ def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
         file.write_text(content)
         with pytest.raises(ValueError, match="results: expected"):
             files.load(file)
-    assert plots.main([str(file)]) == 2 and report.main([str(file), "-o", "/dev/null"]) == 2
+    assert plots.main([str(file)]) == 2 and gpu_report.main([str(file), "-o", "/dev/null"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -1,7 +1,6 @@
 """The expected time of every configuration of the bars on one H200, from bytes and flops.
 
-    python -m benchmarks.gpu.predict                       a table in Markdown
-    python -m benchmarks.gpu.predict --against FILE.json   predicted beside measured, from a GPU
+    python -m benchmarks.gpu.predict     a table in Markdown; report.py sets it beside the measured
 
 Counted from grpo_fast/kernels/head/loop.py and chunks.py and kernels/gpu/ (Triton, 16-bit inputs).
 Matrix products run at the vendor library's rate, our own GEMM kernel at a fraction of it that is
@@ -11,10 +10,8 @@ can only make it faster.
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.kernels.shapes import MODELS, Shape, name_of
 from grpo_fast.kernels.gpu.configs import SLICE_COLUMNS
@@ -40,11 +37,10 @@ MIB = 2**20
 
 
 class Case(NamedTuple):
-    """A configuration, its bar, and the operations whose ratio the bar is about."""
+    """A configuration: the fields of a benchmark's case that tell it from others."""
 
     operation: str
     shape: Shape
-    bar: str
     active: float = 1.0
     inactive: str = "masked"
 
@@ -59,26 +55,22 @@ class Estimate(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """What has a bar, then the other models."""
-    bars = {"qwen2.5-0.5b": "<= 1.4x", "qwen3-1.7b": "<= 1.2x", "qwen3-8b": "<= 1.12x"}
-    found = [
-        Case("linear_grpo_loss", Shape(8192, *MODELS[name]), bar) for name, bar in bars.items()
-    ]
-    large = MODELS["qwen3-8b"]
-    found.append(Case("linear_grpo_loss", Shape(131072, *large), "workspace <= 1 GiB"))
-    for inactive in ("masked", "zero-advantage", "clipped"):
-        # Nobody waits to see what was clipped: such rows are multiplied, as zeros.
-        bar = "" if inactive == "clipped" else ">= 2.5x faster than all rows active"
-        found.append(Case("linear_grpo_loss", Shape(8192, *large), bar, 0.2, inactive))
-    for name in ("qwen2.5-0.5b", "qwen3-8b"):
-        shape = Shape(8192, *MODELS[name])
-        found.append(Case("linear_logps", shape, "<= 1.3x, no workspace"))
-        found.append(Case("linear_logps_backward", shape, ""))
+    """What has a bar (bars.py), then the other models."""
+    loss = "linear_grpo_loss"
+    small, middle, large = (
+        Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b")
+    )
+    found = [Case(loss, shape) for shape in (large, middle, small)]
+    found += [Case(loss, small._replace(n=1024)), Case(loss, large._replace(n=131072))]
+    # Nobody waits to see what was clipped: such rows are multiplied, as zeros.
+    reasons = ("masked", "zero-advantage", "clipped")
+    found += [Case(loss, large, 0.2, inactive) for inactive in reasons]
+    found += [Case("linear_logps", shape) for shape in (large, middle, small)]
+    found += [Case("linear_logps_backward", shape) for shape in (large, small)]
     logits = Shape(8192, 64, 151936)
-    found.append(Case("logits_grpo_loss_inplace", logits, ">= 0.8 of the copy (<= 1.25x)"))
-    found.append(Case("logits_grpo_loss", logits, ""))
+    found += [Case(name, logits) for name in ("logits_grpo_loss_inplace", "logits_grpo_loss")]
     others = ("qwen2.5-1.5b", "qwen2.5-7b", "llama-3-8b", "gemma-3-4b")
-    return found + [Case("linear_grpo_loss", Shape(8192, *MODELS[name]), "") for name in others]
+    return found + [Case(loss, Shape(8192, *MODELS[name])) for name in others]
 
 
 def estimate(case: Case) -> Estimate:
@@ -186,62 +178,18 @@ def report() -> str:
     lines = [
         "ms (× limit); workspace in MiB beyond inputs and gradients.",
         "",
-        "| configuration (bf16) | limit ms | predicted | bar | where the time goes (ms) |",
-        "|---|---|---|---|---|",
+        "| configuration (bf16) | limit ms | predicted | where the time goes (ms) |",
+        "|---|---|---|---|",
     ]
     for case in cases():
         found = estimate(case)
         ours = f"{found.ours * 1e3:.1f} ({found.ours / found.limit:.2f}×)"
         ours += f", {found.workspace / MIB:.0f} MiB"
         limit, parts = f"{found.limit * 1e3:.2f}", largest(found.parts)
-        lines.append(f"| {label(case)} | {limit} | {ours} | {case.bar} | {parts} |")
+        lines.append(f"| {label(case)} | {limit} | {ours} | {parts} |")
     lines += ["", "Not measured. Commands, in the same order:", "```"]
     return "\n".join([*lines, *(command(case) for case in cases()), "```"])
 
 
-def against(paths: list[str]) -> str:
-    """Predicted beside measured, for the configurations that the results hold."""
-    from benchmarks.report.files import cases_of
-
-    measured = {key_of(case): case for case in cases_of(paths) if case.get("allocator") == "cuda"}
-    columns = "".join(f"{name:>20}" for name in ("limit ms", "ours ms", "workspace MiB"))
-    lines = [f"{'configuration':66}{columns}  (predicted / measured)"]
-    for case in cases():
-        found = measured.get((case.operation, tuple(case.shape), case.active, case.inactive))
-        rows = found["rows"] if found else {}
-        ours = rows.get("grpo_fast (auto)", {})
-        timed = [row for row in rows.values() if "median_ms" in row]
-        limits = [row["median_ms"] for row in timed if row["role"] == "limit"]
-        guess = estimate(case)
-        pairs = [
-            (guess.limit * 1e3, min(limits) if limits else None),
-            (guess.ours * 1e3, ours.get("median_ms")),
-            (guess.workspace / MIB, ours.get("workspace_mib")),
-        ]
-        cells = [f"{a:.1f} / {'not measured' if b is None else f'{b:.1f}'}" for a, b in pairs]
-        lines.append(f"{label(case):66}" + "".join(f"{cell:>20}" for cell in cells))
-    return "\n".join(lines)
-
-
-def key_of(case: dict[str, Any]) -> tuple:
-    return case["operation"], tuple(case["shape"]), case["active"], case["inactive"]
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--against", nargs="+", metavar="FILE", help="JSON of a benchmark")
-    options = parser.parse_args(arguments)
-    try:
-        print(against(options.against) if options.against else report())
-    except ValueError as error:
-        print(f"predict: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print(report())

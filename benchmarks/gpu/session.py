@@ -1,8 +1,9 @@
-"""The parts of a GPU session, one after the other within a time limit; started by gpu_session.sh.
+"""A GPU session: parts one after the other, in calls of nine minutes; started by gpu_session.sh.
 
 Resumable: a part that passed is marked in gpu_session.json and passed over by the next call. What a
 part printed is in gpu_session.log, what it measured in the JSON. Exit code: 0 all asked for is
-done, 1 a part failed or ran out of time, 2 nothing could be run.
+done, 1 a part failed or ran out of time, 2 nothing could be run, 3 the smoke test failed and the
+rest was not run.
 """
 
 from __future__ import annotations
@@ -20,98 +21,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.gpu.parts import CALL_SECONDS, PY, Part, of_call, parts
+from benchmarks.gpu.risks import checklist
 from benchmarks.report.files import write
 
 COMMITTED = RESULTS / "gpu_session.json"
-PY = sys.executable
-BENCH = [PY, "-m", "benchmarks"]
-SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
+CALLS = (1, 2, 3)
 LEAST = 15  # seconds: a part is not started with less
-
-
-class Part(NamedTuple):
-    """Some commands, the seconds they may take together, and what is set in their environment.
-
-    `--out FILE` is added to the commands of a part that measures (pytest's apart); a `dry` command
-    shows that the part would start.
-    """
-
-    seconds: int
-    commands: list[list[str]]
-    dry: list[list[str]]
-    measures: bool = True
-    environment: dict[str, str] = {}
-
-
-def bench(seconds: int, *arguments: str) -> Part:
-    commands = [[*BENCH, *line.split(), "--device", "cuda"] for line in arguments]
-    return Part(seconds, commands, [[*command, "--dry"] for command in commands])
-
-
-def pytest(*files: str) -> list[str]:
-    return [PY, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
-
-
-def collected(command: list[str]) -> list[str]:
-    return [*command, "-q", "--collect-only"]
-
-
-def parts() -> dict[str, Part]:
-    """Most valuable first; together a little under ten minutes."""
-    tests, attention_tests = (pytest(*files) for files in gpu_tests())
-    tune = [PY, "-m", "benchmarks.gpu.tune"]
-    attention = bench(45, "attention")
-    ours = "--providers grpo_fast trl --budget 1"
-    return {
-        "tests": Part(100, [tests], [collected(tests)], measures=False),
-        "bench-loss": bench(
-            150,
-            "linear_grpo_loss --budget 1.5",
-            f"linear_grpo_loss --model qwen3-8b --tokens 8192 --active 0.2 {ours}",
-            f"linear_grpo_loss --model qwen3-8b --tokens 512 1024 131072 {ours}",
-        ),
-        "bench-logits": bench(
-            40, "logits_grpo_loss logits_grpo_loss_inplace --shapes 8192,64,151936 --budget 1"
-        ),
-        "bench-logps": bench(
-            55, "linear_logps linear_logps_backward --model qwen3-8b qwen2.5-0.5b --budget 1"
-        ),
-        "sanitize": sanitize(70),
-        "tune": Part(70, [tune], [[*tune, "--dry"]]),
-        "bench-step": bench(40, "step", "rollout"),
-        "attention": attention._replace(
-            commands=[attention_tests, *attention.commands],
-            dry=[collected(attention_tests), *attention.dry],
-        ),
-        "trl": bench(25, "trl"),
-    }
-
-
-def sanitize(seconds: int) -> Part:
-    """Every operation under compute-sanitizer, a hundred times slower: small shapes.
-
-    Without torch's caching allocator each tensor is an allocation of its own, so that an access
-    past its end is seen.
-    """
-    operations = "linear_grpo_loss linear_logps linear_logps_backward logits_grpo_loss_inplace"
-    options = "--shapes 64,64,512 64,72,1003 --device cuda --verify-only --backend triton"
-    checked = [*BENCH, *operations.split(), *options.split(), "--providers", "grpo_fast"]
-    flags = ["--error-exitcode", "9", "--target-processes", "all"]
-    commands = [["compute-sanitizer", "--tool", t, *flags, *checked] for t in SANITIZER_TOOLS]
-    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Part(seconds, commands, [[*checked, "--dry"]], False, environment)
-
-
-def gpu_tests() -> tuple[list[str], list[str]]:
-    """(the tests that need a GPU, those of the attention, which a part of its own runs)."""
-    tests = ROOT / "tests"
-    found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
-    files = sorted(str(path.relative_to(ROOT)) for path in found)
-    attention = [file for file in files if "attention" in file]
-    return [file for file in files if file not in attention], attention
 
 
 class Session:
@@ -144,8 +63,8 @@ class Session:
         started, codes, reports = time.monotonic(), [], []
         with tempfile.TemporaryDirectory() as folder:
             for number, command in enumerate(part.commands):
-                if part.measures and "pytest" not in command:
-                    command = [*command, "--out", f"{folder}/{number}.json"]
+                if part.measures:
+                    command = [*command, option_for(command), f"{folder}/{number}.json"]
                 left = limit - (time.monotonic() - started)
                 codes.append(run(command, left, part.environment, self.say))
                 written = sorted(Path(folder).glob(f"{number}*.json"))
@@ -155,6 +74,11 @@ class Session:
         outcome = "done" if passed else "FAILED"
         self.say(f"== {name}: {outcome} in {seconds:.0f} s, exit codes {codes}")
         return passed
+
+
+def option_for(command: list[str]) -> str:
+    """The option that takes the file of a report."""
+    return "--json" if any(word.startswith("benchmarks.trainers.") for word in command) else "--out"
 
 
 def run(
@@ -227,38 +151,78 @@ def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], No
     return 1 if failed else 0
 
 
-def main(arguments: list[str]) -> int:
-    every = parts()
+def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_session.sh", description=__doc__)
     parser.add_argument(
-        "--part", action="append", choices=list(every), help="only this one; may be repeated"
+        "--call", type=int, choices=CALLS, help="default: the first that is not done"
+    )
+    parser.add_argument(
+        "--part", action="append", choices=names, help="only this one; may be repeated"
     )
     parser.add_argument("--again", action="store_true", help="repeat finished parts")
+    parser.add_argument("--force", action="store_true", help="go on after a failed smoke test")
     parser.add_argument(
         "--dry", action="store_true", help="start every part far enough to know that it would run"
     )
-    parser.add_argument("--deadline", type=float, default=570, help="seconds for the whole call")
+    parser.add_argument(
+        "--deadline", type=float, default=CALL_SECONDS, help="seconds for the whole call"
+    )
     options = parser.parse_args(arguments)
-    started = time.monotonic()
-    session = Session(Path(os.environ.get("OUT") or RESULTS))
-    chosen = {name: every[name] for name in options.part or every}
-    reason, gpu = gpu_or_reason()
-    if options.dry or reason:
-        status = dry_run(chosen, reason, print)
-        return status if options.dry else 2
-    session.say(f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}  {gpu}")
-    failed = False
+    if options.call and options.part:
+        parser.error(f"--part: expected without --call, got --call {options.call}")
+    return options
+
+
+def chosen_parts(
+    every: dict[str, Part], options: argparse.Namespace, session: Session
+) -> dict[str, Part]:
+    """What this call runs. The third begins with what the first two left undone."""
+    if options.part:
+        return {name: part for name, part in every.items() if name in options.part}
+    if options.dry and not options.call:
+        return every
+    undone = [name for name, part in every.items() if not (part.stops or session.is_done(name))]
+    left = [call for call in CALLS if any(every[name].call == call for name in undone)]
+    call = options.call or (left or [CALLS[-1]])[0]
+    names = set(of_call(every, call)) | (set(undone) if call == CALLS[-1] else set())
+    print(f"# call {call} of {len(CALLS)}", flush=True)
+    return {name: part for name, part in every.items() if name in names}
+
+
+def run_all(chosen: dict[str, Part], options: argparse.Namespace, session: Session) -> int:
+    """The parts in their order, as long as there is time."""
+    started, failed = time.monotonic(), False
     for name, part in chosen.items():
         left = options.deadline - (time.monotonic() - started)
-        if session.is_done(name) and not options.again:
+        limit = min(left, part.seconds)
+        if session.is_done(name) and not (options.again or part.stops):
             session.say(f"== {name}: done before")
         elif left < LEAST:
             session.say(f"== {name}: no time left; call again")
             failed = True
         else:
-            session.say(f"== {name}: at most {min(left, part.seconds):.0f} s")
-            failed |= not session.run_part(name, part, min(left, part.seconds))
+            session.say(f"== {name}: at most {limit:.0f} s")
+            passed = session.run_part(name, part, limit)
+            failed |= not passed
+            if part.stops and not passed and not options.force:
+                session.say(f"== stopped: {name} failed, nothing else was run; --force goes on")
+                return 3
     return 1 if failed else 0
+
+
+def main(arguments: list[str]) -> int:
+    every = parts()
+    options = parse_arguments(arguments, list(every))
+    reason, gpu = gpu_or_reason()
+    is_dry = bool(options.dry or reason)
+    session = Session(Path(os.environ.get("OUT") or RESULTS))
+    chosen = chosen_parts(every, options, session)
+    print(checklist())
+    if is_dry:
+        status = dry_run(chosen, reason, print)
+        return status if options.dry else 2
+    session.say(f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}  {gpu}")
+    return run_all(chosen, options, session)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     reports = (report for path in paths for report in load(path))
     for number, report in enumerate(reports):
         where = {"hardware": report["hardware"], "commit": report["commit"], "report": number}
-        found += [{**where, **case} for case in report["cases"] if "operation" in case]
+        cases = report.get("cases", ())  # a step has none
+        found += [{**where, **case} for case in cases if "operation" in case]
     return found
 
 

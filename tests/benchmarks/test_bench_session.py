@@ -14,7 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import session
+from benchmarks.gpu import (
+    bars,
+    gemms,
+    kernel_times,
+    parts,
+    predict,
+    report,
+    risks,
+    session,
+    shards,
+    smoke,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = ROOT / "benchmarks" / "gpu_session.sh"
@@ -24,26 +35,34 @@ WRITE = "import json, sys; json.dump({'cases': [1], 'name': sys.argv[1]}, open(s
 
 
 def test_the_script_is_sound():
-    for script in (CALLER, SCRIPT):
+    for script in (CALLER, SCRIPT, SCRIPT.with_name("wheels.sh")):
         subprocess.run(["bash", "-n", str(script)], check=True)
         assert os.access(script, os.X_OK)
 
 
-def test_all_parts_fit_into_one_call():
-    parts = session.parts()
-    wanted = {
-        "tests",
-        "sanitize",
-        "bench-loss",
-        "bench-logits",
-        "bench-logps",
-        "bench-step",
-        "attention",
-        "trl",
-        "tune",
-    }
-    assert set(parts) == wanted
-    assert sum(part.seconds for part in parts.values()) < 600
+def test_every_call_fits_its_nine_minutes():
+    every = parts.parts()
+    assert {part.call for part in every.values()} == set(session.CALLS)
+    for call in session.CALLS:
+        names = parts.of_call(every, call)
+        assert every[names[0]].stops, "a call begins with the smoke test"
+        assert sum(every[name].seconds for name in names) <= parts.CALL_SECONDS == 540
+
+
+def test_the_first_call_is_ours_and_the_limits():
+    every = parts.parts()
+    names = parts.of_call(every, 1)
+    assert names == ["smoke", "bars", "profile", "gemms", "tune", "tests"]
+    for command in every["bars"].commands:
+        assert command[command.index("--providers") + 1] == "grpo_fast"
+    measured = {word for command in every["bars"].commands for word in command}
+    wanted = {bar.command.split()[3] for bar in bars.bars() if "benchmarks linear" in bar.command}
+    assert wanted <= measured
+
+
+def test_every_risk_is_shown_by_a_part(capsys):
+    assert {risk.part for risk in risks.RISKS} <= parts.parts().keys()
+    assert all(risk.risk in risks.checklist() for risk in risks.RISKS)
 
 
 def test_wheels_are_unpacked_onto_the_path(tmp_path):
@@ -53,26 +72,34 @@ def test_wheels_are_unpacked_onto_the_path(tmp_path):
     shutil.copy(SCRIPT, folder)
     for package in (folder.parent, folder):
         (package / "__init__.py").touch()
-    (folder / "session.py").write_text("import peer, sys; print(peer.NAME, sys.argv[1:])")
+    code = "import deep, halves, peer, sys; print(deep.NAME, halves.NAME, peer.NAME, sys.argv[1:])"
+    (folder / "session.py").write_text(code)
     (tmp_path / "wheels").mkdir()
     with zipfile.ZipFile(tmp_path / "wheels" / "peer-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("peer.py", "NAME = 'from the wheel'")
+        wheel.writestr("peer_dsl/dsl_packages/deep.py", "NAME = 'from below'")
+    large = tmp_path / "large.whl"
+    with zipfile.ZipFile(large, "w") as wheel:
+        wheel.writestr("halves.py", "NAME = 'in pieces'")
+    for number in range(2):
+        piece = large.read_bytes()[number * 60 :][: 60 if number == 0 else None]
+        (tmp_path / "wheels" / f"large.whl.0{number}").write_bytes(piece)
     environment = {**os.environ, "PYTHON": PY, "TMPDIR": str(tmp_path)}
     command = ["bash", str(tmp_path / "benchmarks" / "gpu_session.sh"), "--part", "tests"]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout == "from the wheel ['--part', 'tests']\n"
+    assert done.stdout == "from below in pieces from the wheel ['--part', 'tests']\n"
     assert not list(tmp_path.glob("tmp.*")), "the unpacked wheels are cleared away"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert session.main(["--part", "bench-logits"]) == 2
+    assert session.main(["--part", "bars"]) == 2
     shown = capsys.readouterr().out
     assert "would run" in shown and "starts" in shown and "no NVIDIA GPU" in shown
-    assert not list(tmp_path.iterdir())
+    assert "[ ] smoke" in shown and not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -80,14 +107,14 @@ def small(monkeypatch, tmp_path):
     """A session of three small parts: one measures, one fails, one takes too long."""
 
     def part(seconds, code, *words, measures=False):
-        return session.Part(seconds, [[PY, "-c", code, *words]], [], measures=measures)
+        return parts.Part(1, seconds, [[PY, "-c", code, *words]], [], measures=measures)
 
-    parts = {
+    chosen = {
         "good": part(30, WRITE, "first", measures=True),
         "bad": part(30, "print('a reason'); raise SystemExit(3)"),
         "slow": part(2, "import time; print('begun', flush=True); time.sleep(60)"),
     }
-    monkeypatch.setattr(session, "parts", lambda: parts)
+    monkeypatch.setattr(session, "parts", lambda: chosen)
     monkeypatch.setattr(session, "gpu_or_reason", lambda: (None, "a GPU"))
     monkeypatch.setattr(session, "COMMITTED", tmp_path / "no_such.json")
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
@@ -97,13 +124,13 @@ def small(monkeypatch, tmp_path):
 def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, capsys):
     started = time.monotonic()
     assert session.main([]) == 1 and time.monotonic() - started < 30
-    parts = json.loads((small / "gpu_session.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == {
+    found = json.loads((small / "gpu_session.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in found.items()} == {
         "good": "done",
         "bad": "failed",
         "slow": "failed",
     }
-    assert parts["good"]["reports"] == [{"cases": [1], "name": "first"}]
+    assert found["good"]["reports"] == [{"cases": [1], "name": "first"}]
     log = (small / "gpu_session.log").read_text()
     assert (
         "a reason" in log
@@ -138,3 +165,164 @@ def test_results_in_the_checkout_count_too(small, monkeypatch, tmp_path, capsys)
 def test_a_command_that_is_not_there_fails_its_part(small, capsys):
     assert session.run(["no-such-sanitizer"], 5, {}, print) == 127
     assert "no-such-sanitizer is not on the PATH" in capsys.readouterr().out
+
+
+@pytest.fixture
+def three_calls(small, monkeypatch):
+    """A smoke test that the file `broken` breaks, and one part of each call."""
+    broken = small.parent / "broken"
+
+    def part(call, code):
+        return parts.Part(call, 30, [[PY, "-c", code]], [], measures=False)
+
+    code = f"import os; raise SystemExit(os.path.exists({str(broken)!r}))"
+    chosen = {"smoke": part(1, code)._replace(stops=True)}
+    chosen |= {f"part {call}": part(call, f"print('this is', {call})") for call in (1, 2, 3)}
+    monkeypatch.setattr(session, "parts", lambda: chosen)
+    return broken
+
+
+def test_calls_follow_each_other_and_each_begins_with_the_smoke_test(three_calls, small, capsys):
+    for call in (1, 2, 3):
+        assert session.main([]) == 0
+        shown = capsys.readouterr().out
+        assert f"call {call} of 3" in shown and f"this is {call}" in shown
+        assert "smoke: done in" in shown and shown.count("this is ") == 1
+    assert session.main(["--call", "2"]) == 0 and "part 2: done before" in capsys.readouterr().out
+    assert session.main(["--call", "2", "--again"]) == 0
+    assert "this is 2" in capsys.readouterr().out
+
+
+def test_the_third_call_takes_up_what_is_left(three_calls, small, capsys):
+    assert session.main(["--call", "1"]) == 0
+    assert session.main(["--call", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("this is 1") < shown.index("this is 2") < shown.index("this is 3")
+
+
+def test_a_failed_smoke_test_stops_the_session_unless_forced(three_calls, small, capsys):
+    three_calls.touch()
+    assert session.main([]) == 3
+    shown = capsys.readouterr().out
+    assert "stopped: smoke failed" in shown and "this is" not in shown
+    assert session.main(["--force"]) == 1, "the failure stays one"
+    assert "this is 1" in capsys.readouterr().out
+
+
+def test_a_benchmark_of_trainers_has_its_own_option_for_the_report():
+    for part in parts.parts().values():
+        for command in part.commands if part.measures else []:
+            module = command[command.index("-m") + 1]
+            wanted = "--json" if module.startswith("benchmarks.trainers") else "--out"
+            assert session.option_for(command) == wanted
+
+
+@pytest.mark.parametrize("module", [smoke, gemms, kernel_times])
+def test_what_runs_on_the_gpu_runs_here_at_tiny_sizes(module, tmp_path, capsys):
+    file = tmp_path / "out.json"
+    assert module.main(["--device", "cpu", "--out", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert any(found.get(name) for name in ("checks", "gemms", "profiles"))
+
+
+@pytest.mark.parametrize("error", [float("nan"), 1.5])
+def test_the_smoke_test_fails_on_a_wrong_result(error, monkeypatch, capsys):
+    monkeypatch.setitem(smoke.CHECKS, "head", lambda device: (error, "by hand"))
+    assert smoke.main(["--device", "cpu"]) == 1 and "head: WRONG" in capsys.readouterr().out
+
+
+def test_the_smoke_test_fails_where_a_kernel_raises(monkeypatch, capsys):
+    def broken(device):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setitem(smoke.CHECKS, "head", broken)
+    assert smoke.main(["--device", "cpu"]) == 1 and "no kernel image" in capsys.readouterr().out
+
+
+def test_tests_are_dealt_out_to_processes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shards, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    file = tmp_path / "test_some.py"
+    source = "import pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('i', range(5))\n"
+    file.write_text(source + "def test_one(i):\n    assert i != BAD\n".replace("BAD", "9"))
+    assert shards.main([str(file), "--processes", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "5 tests in 2 processes" in shown and "3 passed" in shown and "2 passed" in shown
+    file.write_text(source + "def test_one(i):\n    assert i != 3\n")
+    assert shards.main([str(file), "--processes", "2"]) == 1
+    assert "1 failed" in capsys.readouterr().out
+    file.write_text("def test_on_the_cpu(): pass\n")
+    assert shards.main([str(file)]) == 2, "no test for a GPU"
+    assert shards.main([str(tmp_path / "test_none.py")]) == 2
+    assert "files: expected tests" in capsys.readouterr().err
+
+
+# ---- the report ----
+
+
+def test_the_committed_report_is_of_the_committed_results():
+    assert report.REPORT.read_text() == report.rendered(report.SESSION), (
+        "python -m benchmarks.gpu.report"
+    )
+
+
+def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
+    lines = report.rendered(tmp_path / "none.json").splitlines()
+    for bar in bars.bars():
+        line = next(line for line in lines if line.startswith(f"| {bar.title} |"))
+        assert "| not measured |" in line and f"`{bar.command}`" in line
+
+
+def measured_session(tmp_path, ours_ms):
+    """Results as a GPU session writes them: the head at H = 4096 against TRL, and a step."""
+    case = {
+        "operation": "linear_grpo_loss", "shape": [8192, 4096, 151936], "active": 1.0,
+        "inactive": "masked", "allocator": "cuda",
+        "rows": {
+            "three GEMMs": {"role": "limit", "median_ms": 40.0},
+            "TRL": {"role": "peer", "median_ms": 120.0},
+            "Liger": {"role": "peer", "status": "failed"},
+            "grpo_fast (auto)": {
+                "role": "ours", "median_ms": ours_ms, "ratio_to_limit": ours_ms / 40,
+                "workspace_mib": 2048.0,
+            },
+        },
+    }  # fmt: skip
+    hardware = {"gpu": "NVIDIA H200, 139 GiB, 132 SMs"}
+    common = {"hardware": hardware, "commit": "abc", "versions": {"torch": "2.11.0"}}
+    step = {
+        **common, "settings": {"prompt": 150, "completion": 200, "group": 8},
+        "providers": {"TRL": {"median_ms": 30.0}, "shared": {"median_ms": 20.0}},
+    }  # fmt: skip
+    gemm = {"product": "dH bf16", "rows": 2752, "hidden": 4096, "median_ms": 4.5, "tflops": 761.0}
+    kernels = {
+        "shape": [8192, 4096, 151936], "us_in_kernels": 4e4, "us_without_profiler": 4.1e4,
+        "launches": 70, "kernels": [{"kernel": "slice_kernel", "calls": 1, "us": 1.5e4}],
+    }  # fmt: skip
+    reports = [{**common, "cases": [case]}, step, {**common, "gemms": [gemm]}]
+    reports.append({**common, "profiles": [kernels]})
+    done = {"status": "done", "seconds": 80.0, "finished": "2026-11-22", "reports": reports}
+    file = tmp_path / "gpu_session.json"
+    file.write_text(json.dumps({"parts": {"bars": done}}))
+    return file
+
+
+def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
+    page = report.rendered(measured_session(tmp_path, 42.0))
+    predicted = predict.estimate(predict.Case("linear_grpo_loss", bars.Shape(8192, 4096, 151936)))
+    ratio = f"{predicted.ours / predicted.limit:.2f}×"
+    head, trl, fastest = (
+        next(line for line in page.splitlines() if line.startswith(f"| {name}"))
+        for name in ("head forward", "faster than TRL", "faster than the fastest")
+    )
+    assert f"| ≤ 1.12× | {ratio} | 1.05× |" in head
+    assert "| 2.86× |" in trl and "| 2.86× |" in fastest
+    assert "| 2.00 GiB |" in page and "| 1.50× |" in page and "/ 42.0 |" in page
+    assert "| 2752 | 4096 | dH bf16 | 4.500 | 761 |" in page and "`slice_kernel`" in page
+    assert "NVIDIA H200" in page and "| 1 | bars | 90 | done |" in page
+
+
+def test_the_report_says_where_a_bar_is_missed(tmp_path):
+    page = report.rendered(measured_session(tmp_path, 60.0))
+    assert "1.50× **missed**" in page and "2.00× **missed**" in page

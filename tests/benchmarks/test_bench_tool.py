@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import command, measure
 from benchmarks.gpu import candidates, predict, tune
+from benchmarks.gpu import report as gpu_report
 from benchmarks.kernels import ceiling, gate, runner
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.kernels.problem import STANDARD, Variant, make_problem
@@ -202,7 +203,8 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capsys):
         and (tmp_path / "k.png").stat().st_size > 10000
     )
     assert "plain torch" in tables.verdict(files.cases_of([out]))
-    assert predict.main(["--against", str(out)]) == 0 and "not measured" in capsys.readouterr().out
+    page = tmp_path / "REPORT.md"
+    assert gpu_report.main([str(out), "-o", str(page)]) == 0 and "not measured" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -341,7 +343,7 @@ def test_predictions_count_the_code_as_it_is():
     from grpo_fast.kernels import workspace as memory
 
     assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
-    large = predict.Case("linear_grpo_loss", GPU[2], "")
+    large = predict.Case("linear_grpo_loss", GPU[2])
     dense, sparse = (predict.estimate(large._replace(active=share)) for share in (1.0, 0.2))
     assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
     assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
@@ -353,7 +355,7 @@ def test_predictions_count_the_code_as_it_is():
     assert dense.parts["dW accumulated in fp32"] == 0
     # At half of the hidden size three chunks of 2752 rows, 0.8 GB; 4.3e12 bytes per second.
     assert predict.chunk_plan(8192, 2048, 151936) == (3, 2752)
-    half = predict.estimate(predict.Case("linear_grpo_loss", GPU[1], ""))
+    half = predict.estimate(predict.Case("linear_grpo_loss", GPU[1]))
     gradient = 4 * 151936 * GPU[1].h
     assert half.workspace == 2 * 2752 * 151936 + gradient
     assert half.parts["dW accumulated in fp32"] == pytest.approx(5 * gradient / 4.3e12)
@@ -423,7 +425,7 @@ def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
         file.write_text(content)
         with pytest.raises(ValueError, match="results: expected"):
             files.load(file)
-    assert plots.main([str(file)]) == 2 and predict.main(["--against", str(file)]) == 2
+    assert plots.main([str(file)]) == 2 and gpu_report.main([str(file), "-o", "/dev/null"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -1,0 +1,219 @@
+"""The bars on one H200: what is wanted, what is predicted, how it is read out of the results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu import predict
+from benchmarks.gpu.parts import STEPS
+from benchmarks.gpu.predict import Case
+from benchmarks.kernels.shapes import MODELS, Shape
+
+OURS = "grpo_fast (auto)"
+GIB = 2**30
+RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
+# Over TRL's step, by (prompt, completion, group): bar, and LOG.md's prediction for Qwen2.5-0.5B.
+STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
+CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a session measured: the cases of kernels, and whole reports."""
+
+    cases: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
+
+    def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
+        """The timed rows of the newest run of a case in which all of these were timed."""
+        for found in reversed(self.cases):
+            timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
+            if key_of(found) == key(case) and timed.keys() >= set(names):
+                return timed
+        return None
+
+    def value(self, case: Case, field: str) -> float | None:
+        """A figure of ours."""
+        rows = self.rows(case, OURS)
+        return rows[OURS].get(field) if rows else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One line: a figure that must be at most (or at least) something.
+
+    Attributes:
+        predicted: None where nothing was.
+        measured: reads it out of results; None where it was not measured.
+        command: what measures it alone.
+    """
+
+    title: str
+    wanted: float
+    predicted: float | None
+    measured: Callable[[Results], float | None]
+    command: str
+    unit: str = "×"
+    at_least: bool = False
+
+    def holds(self, value: float) -> bool:
+        return value >= self.wanted if self.at_least else value <= self.wanted
+
+    def text(self, value: float) -> str:
+        return f"{value:,.0f}{self.unit}" if self.wanted >= 1000 else f"{value:.2f}{self.unit}"
+
+
+def key(case: Case) -> tuple:
+    return case.operation, tuple(case.shape), case.active, case.inactive
+
+
+def key_of(found: dict[str, Any]) -> tuple:
+    return found["operation"], tuple(found["shape"]), found["active"], found["inactive"]
+
+
+def bars() -> list[Bar]:
+    """All of them, in the order of what matters."""
+    heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
+    found = [head_ratio(shape, RATIOS[name]) for name, shape in zip(RATIOS, heads, strict=True)]
+    small = Shape(1024, *MODELS["qwen2.5-0.5b"])
+    found.append(head_ratio(small, 1.6))
+    found += [over_peer(shape, "TRL", 2.5) for shape in heads]
+    found += [over_peer(shape, None, 1.0) for shape in (*heads, small)]
+    found += [logps_ratio(shape) for shape in heads]
+    found += [sparse(inactive) for inactive in ("masked", "zero-advantage")]
+    operations = ("logits_grpo_loss_inplace", "logits_grpo_loss")
+    found += [copy_share(operation) for operation in operations]
+    found += [peak(shape) for shape in (*heads, Shape(131072, *MODELS["qwen3-8b"]))]
+    found += [step_ratio(sizes) for sizes in STEPS]
+    return found + [context(name) for name in CONTEXTS]
+
+
+def title_of(shape: Shape) -> str:
+    return f"N = {shape.n}, H = {shape.h}, V = {shape.v}"
+
+
+def head_ratio(shape: Shape, wanted: float) -> Bar:
+    case = Case("linear_grpo_loss", shape)
+    guess = predict.estimate(case)
+    return Bar(
+        f"head forward + backward / three GEMMs, {title_of(shape)}", wanted,
+        guess.ours / guess.limit, lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
+    )  # fmt: skip
+
+
+def logps_ratio(shape: Shape) -> Bar:
+    case = Case("linear_logps", shape)
+    guess = predict.estimate(case)
+    return Bar(
+        f"linear_logps without gradient / one GEMM, {title_of(shape)}", 1.15,
+        guess.ours / guess.limit, lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
+    )  # fmt: skip
+
+
+def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
+    """Against one peer, or against the fastest of all that were timed."""
+    case = Case("linear_grpo_loss", shape)
+
+    def measured(results: Results) -> float | None:
+        for found in reversed(results.cases):
+            rows = {n: row for n, row in found["rows"].items() if "median_ms" in row}
+            peers = [
+                row["median_ms"]
+                for name, row in rows.items()
+                if row["role"] == "peer" and peer in (None, name)
+            ]
+            if key_of(found) == key(case) and peers and OURS in rows:
+                return min(peers) / rows[OURS]["median_ms"]
+        return None
+
+    name = peer or "the fastest peer"
+    return Bar(
+        f"faster than {name}, {title_of(shape)}", wanted, None, measured, predict.command(case),
+        at_least=True,
+    )  # fmt: skip
+
+
+def sparse(inactive: str) -> Bar:
+    """Each against the limit of its own run: the two may come from different ones."""
+    dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
+    case = dense._replace(active=0.2, inactive=inactive)
+
+    def measured(results: Results) -> float | None:
+        pair = [results.value(c, "ratio_to_limit") for c in (dense, case)]
+        return pair[0] / pair[1] if pair[0] and pair[1] else None
+
+    guess = predict.estimate(dense).ours / predict.estimate(case).ours
+    return Bar(
+        f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}", 2.0, guess, measured,
+        predict.command(case), at_least=True,
+    )  # fmt: skip
+
+
+def copy_share(operation: str) -> Bar:
+    case = Case(operation, Shape(8192, 64, 151936))
+    guess = predict.estimate(case)
+    return Bar(
+        f"{operation}, share of a copy's speed", 0.8, guess.limit / guess.ours,
+        lambda r: r.value(case, "fraction_of_limit"), predict.command(case), at_least=True,
+    )  # fmt: skip
+
+
+def peak(shape: Shape) -> Bar:
+    """1.3 GiB, or the one chunk that was chosen because it needs no fp32 dW."""
+    case = Case("linear_grpo_loss", shape)
+    chunks, rows = predict.chunk_plan(*shape)
+    one = predict.STORED * rows * shape.v / GIB if chunks == 1 else 0.0
+
+    def measured(results: Results) -> float | None:
+        found = results.value(case, "workspace_mib")
+        return None if found is None else found / 1024
+
+    return Bar(
+        f"peak beyond inputs and gradients, {title_of(shape)}", max(1.3, one),
+        predict.estimate(case).workspace / GIB, measured, predict.command(case), " GiB",
+    )  # fmt: skip
+
+
+def step_ratio(sizes: tuple[int, int, int]) -> Bar:
+    names = ("prompt", "completion", "group")
+    wanted, guess = STEP_RATIOS[sizes]
+
+    def measured(results: Results) -> float | None:
+        for report in reversed(results.reports):
+            settings, rows = report.get("settings", {}), report.get("providers", {})
+            same = tuple(settings.get(name) for name in names) == sizes
+            if same and {"TRL", "shared"} <= rows.keys():
+                return rows["TRL"]["median_ms"] / rows["shared"]["median_ms"]
+        return None
+
+    options = " ".join(f"--{name} {size}" for name, size in zip(names, sizes, strict=True))
+    where = "--device cuda --model-config qwen2.5-0.5b"
+    return Bar(
+        f"step over TRL's, Qwen2.5-0.5B, {sizes[0]} + {sizes[2]} x {sizes[1]} tokens", wanted,
+        guess, measured,
+        f"python -m benchmarks.trainers.step {where} {options} --providers shared TRL",
+        at_least=True,
+    )  # fmt: skip
+
+
+def context(model: str) -> Bar:
+    """The longest prompt of a step that ended: the command tries the bar's."""
+
+    def measured(results: Results) -> float | None:
+        prompts = [
+            float(report["settings"]["prompt"])
+            for report in results.reports
+            if report.get("settings", {}).get("model_config") == model
+            and "shared" in report.get("providers", {})
+        ]
+        longest = max(prompts, default=0.0)
+        return longest if longest >= 100_000 else None  # a step for its time says nothing
+
+    lora = " --lora 16" if model.endswith("7b") else ""
+    return Bar(
+        f"context of a step that fits, {model}", CONTEXTS[model], None, measured,
+        f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora} "
+        f"--prompt {CONTEXTS[model]} --providers shared", " tokens", at_least=True,
+    )  # fmt: skip

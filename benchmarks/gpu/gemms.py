@@ -1,0 +1,94 @@
+"""The vendor's products alone, at the sizes that decide how the chunk loop cuts.
+
+    python -m benchmarks.gpu.gemms [--out FILE] [--device cpu]
+
+dH of chunks of different heights (an uneven last wave costs), and dW in its three ways: added to an
+fp32 sum, written in fp32, written in bf16. Milliseconds and TFLOP/s; on the CPU tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.report.files import write
+
+VOCAB, HIDDEN = 151936, (4096, 2048, 896)
+ROWS = (2752, 4096, 8192)
+
+
+def products(rows: int, hidden: int, vocab: int, device: str) -> dict[str, Callable[[], Any]]:
+    """The calls of one chunk of `rows` rows, on random data (zeros run faster)."""
+    wide = torch.float32
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    d, weight, h = normal(rows, vocab), normal(vocab, hidden), normal(rows, hidden)
+    calls: dict[str, Callable[[], Any]] = {
+        "logits bf16": lambda: torch.mm(h, weight.t(), out=d),
+        "dH bf16": lambda: d @ weight,
+        "dW bf16": lambda: d.t() @ h,
+    }
+    if device == "cuda":  # a CPU has no product of 16 bits with an fp32 result
+        total = torch.zeros(vocab, hidden, device=device)
+        calls |= {
+            "dH fp32": lambda: torch.mm(d, weight, out_dtype=wide),
+            "dW fp32": lambda: torch.mm(d.t(), h, out_dtype=wide),
+            "dW fp32 accumulated": lambda: torch.addmm(total, d.t(), h, out_dtype=wide, out=total),
+        }
+    return calls
+
+
+def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any]]:
+    calls = products(rows, hidden, vocab, device)
+    found, failed = {}, []
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = call
+        except RuntimeError as error:  # one that this build does not have; the others go on
+            reason = str(error).splitlines()[0][:160]
+            failed.append({"product": name, "rows": rows, "hidden": hidden, "reason": reason})
+    entries = []
+    for name, samples in measure.interleaved(found, device, budget=0.1, rounds=9).items():
+        spread = measure.spread(samples)
+        rate = 2 * rows * hidden * vocab / spread["median_ms"] / 1e9
+        entries.append(
+            {"product": name, "rows": rows, "hidden": hidden, "vocab": vocab, **spread}
+            | {"tflops": rate}
+        )
+        print(f"{rows:6} {hidden:5} {name:22} {spread['median_ms']:8.3f} ms {rate:7.1f} TFLOP/s")
+    for entry in failed:
+        print(f"{rows:6} {hidden:5} {entry['product']:22} does not run: {entry['reason']}")
+    return entries + failed
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.gemms",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    is_gpu = options.device == "cuda"
+    sizes = [(n, h, VOCAB) for h in HIDDEN for n in ROWS] if is_gpu else [(16, 32, 96)]
+    report = {**measure.header("gemms", options.device), "cases": [], "gemms": []}
+    for size in sizes:
+        report["gemms"] += timed(*size, options.device)
+        if options.out:
+            write(Path(options.out), report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Does anything work on this GPU at all? One head and one attention against fp64, in 20 seconds.
+
+    python -m benchmarks.gpu.smoke [--out FILE] [--device cpu]
+
+Exit code 1 when a result is wrong or does not come; each check is printed with its error and time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.report.files import write
+
+# Relative L2 of a gradient in bf16, twice the bar of the tests, and of attention; a token's loss.
+HEAD_BAR, LOSS_BAR, ATTENTION_BAR = 6e-3, 1e-4, 1e-2
+
+
+def head(device: str) -> tuple[float, str]:
+    """(largest error over its bar, in words): loss, dH and dW of a head, against fp64."""
+    from benchmarks.kernels.problem import make_problem
+    from benchmarks.kernels.providers.ours import loss
+    from benchmarks.kernels.runner import route_of
+    from benchmarks.kernels.shapes import Shape
+
+    shape = Shape(512, 896, 32000) if device == "cuda" else Shape(64, 64, 512)
+    problem = make_problem(shape, torch.bfloat16, device)
+    errors = problem.truth("loss").errors(loss("auto")(problem).run())
+    route = route_of("linear_grpo_loss", problem)
+    if device == "cuda" and "triton" not in route.lower():
+        return float("inf"), f"expected the Triton kernels, the route is {route}"
+    worst = max(e / (LOSS_BAR if name == "loss" else HEAD_BAR) for name, e in errors.items())
+    return worst, ", ".join(f"{name} {error:.1e}" for name, error in errors.items()) + f"; {route}"
+
+
+def attention(device: str) -> tuple[float, str]:
+    """(error over its bar, in words): the kernel that is chosen, forward and backward."""
+    from grpo_fast.attention import dispatch
+    from grpo_fast.attention.dispatch import Kind
+
+    kind = Kind(device, torch.bfloat16 if device == "cuda" else torch.float32, 64)
+    provider = dispatch.choose(kind)
+    error = dispatch.self_test(provider.attend, kind)
+    return error / ATTENTION_BAR, f"{error:.1e}; {provider.name}"
+
+
+CHECKS: dict[str, Callable[[str], tuple[float, str]]] = {"head": head, "attention": attention}
+
+
+def checked(name: str, device: str) -> dict[str, Any]:
+    """One check, whatever comes of it."""
+    started = time.monotonic()
+    try:
+        share, words = CHECKS[name](device)
+    except Exception as error:  # anything may fail on a first GPU; it is said, and the rest is run
+        share, words = float("inf"), f"{type(error).__name__}: {error}"
+    passed = share <= 1  # NaN is not
+    seconds = time.monotonic() - started
+    print(f"{name}: {'right' if passed else 'WRONG'} in {seconds:.1f} s: {words}", flush=True)
+    return {"check": name, "passed": passed, "words": words, "seconds": round(seconds, 1)}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.smoke",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    versions = measure.versions()
+    wanted = ("python", "torch", "triton", "transformers")
+    print(", ".join(f"{name} {versions[name]}" for name in wanted), flush=True)
+    report: dict[str, Any] = {"benchmark": "smoke", "versions": versions}
+    report["checks"] = [checked(name, options.device) for name in CHECKS]
+    passed = all(check["passed"] for check in report["checks"])
+    if options.out:
+        write(Path(options.out), {**measure.header("smoke", options.device), **report})
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Fills wheels/ with the peers for a GPU machine that has Python 3.12, torch and no network.
+#
+#   benchmarks/gpu/wheels.sh            the pure ones, 3 MB: what call 2 of a session compares with
+#   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of QuACK and Liger SM90, whose large wheel
+#                                       comes in pieces that travel one by one (NAME.whl.00, ...);
+#                                       session.sh joins them where all are
+#
+# Nothing is installed. Versions are those of constraints.txt, or stand here; PYTHON=... takes
+# another pip.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+python=${PYTHON:-python3}
+pure=(trl datasets dill multiprocess liger-kernel cut-cross-entropy)
+dsl=4.8.1
+cute=(quack-kernels==0.6.5 apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
+    nvidia-cutlass-dsl{,-libs-core,-libs-base,-libs-cu13}==$dsl)
+piece=$((44 * 1024 * 1024)) # bytes: with the checkout below 64 MiB
+target=(--only-binary=:all: --python-version 3.12 --implementation cp)
+target+=(--abi cp312 --abi abi3 --abi none)
+for glibc in 2_28 2_27 2_24 2_17; do
+    target+=(--platform "manylinux_${glibc}_x86_64")
+done
+target+=(--platform manylinux2014_x86_64 --platform any)
+
+wanted=("${pure[@]}")
+if [ "${1:-}" = --cute ]; then
+    wanted+=("${cute[@]}")
+elif [ $# -gt 0 ]; then
+    echo "wheels.sh: expected no argument or --cute, got $1" >&2
+    exit 2
+fi
+
+mkdir -p wheels
+for name in "${wanted[@]}"; do
+    pin=$(grep -iE "^${name//-/[-_]}==" constraints.txt | head -n 1 || true)
+    "$python" -m pip download -q --disable-pip-version-check --no-deps "${target[@]}" -d wheels \
+        "${pin:-$name}"
+done
+
+shopt -s nullglob
+for wheel in wheels/*.whl; do
+    bytes=$(stat -c %s "$wheel")
+    unpacked=$("$python" -c 'import sys, zipfile
+print(sum(entry.file_size for entry in zipfile.ZipFile(sys.argv[1]).infolist()))' "$wheel")
+    awk -v name="$(basename "$wheel")" -v a="$bytes" -v b="$unpacked" \
+        'BEGIN { printf "%-66s %7.1f MiB, unpacked %7.1f MiB\n", name, a / 2^20, b / 2^20 }'
+    if ((bytes > piece)); then
+        split -d -b "$piece" "$wheel" "$wheel."
+        rm "$wheel"
+        ls -1 "$wheel".*
+    fi
+done

@@ -64,9 +64,10 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_weights ? to.weights : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.narrow = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  if (chunk.rows > 0)
-    found = softcap ? Sweep<true>(chunk, head, to).run(is_known)
-                    : Sweep<false>(chunk, head, to).run(is_known);
+  if (chunk.rows > 0)  // beside a tanh the entropy costs little
+    found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
+            : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)
+                             : Sweep<false, false>(chunk, head, to).run(is_known);
   const int64_t count = found.size();
   const Tensor dominant_rows = empty(hidden, count, ScalarType::Long);
   const Tensor dominant_columns = empty(hidden, count, ScalarType::Long);

@@ -77,11 +77,11 @@ RowStatistics row_statistics(const Columns<T>& row, const RowRule& rule) {
 }
 
 // Of a run, relative to its own maximum.
-template <bool kSoftcap>
+template <bool kSoftcap, bool kEntropy>
 PartialSums run_sums(const Columns<float>& run, const RowRule& rule) {
   const float shift = shift_of<kSoftcap>(largest_of(run, rule.inner), rule);
   Totals totals;
-  add_run<kSoftcap, true>(run, rule, shift, totals);
+  add_run<kSoftcap, kEntropy>(run, rule, shift, totals);
   return partial(shift, totals);
 }
 

@@ -110,8 +110,8 @@ inline void add_ragged(const Columns<T>& columns, int64_t first, const RowRule& 
 // Adds a run of at most kRun columns, without the target. emit(column, count, e^t, slope) sees
 // every vector, with 0 for e^t in the target's lane.
 template <bool kSoftcap, bool kEntropy, class T, class Emit = Ignore>
-inline void add_run(const Columns<T>& run, const RowRule& rule, float shift, Totals& totals,
-                    const Emit& emit = {}) {
+GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowRule& rule, float shift,
+                              Totals& totals, const Emit& emit = {}) {
   constexpr int64_t kStep = 4 * kLanes;
   using Lanes = Sums<kEntropy, Emit>;
   Lanes sums[4];  // four chains of additions hide each other's latency

@@ -34,7 +34,8 @@ struct SweepOutputs {
   bool has_weights() const { return weights.data || narrow.data; }
 };
 
-template <bool kSoftcap>
+// Without kEntropy the entropies mean nothing.
+template <bool kSoftcap, bool kEntropy>
 class Sweep {
  public:
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
@@ -55,7 +56,7 @@ class Sweep {
     const Rows far = far_rows();
     if (!is_known)
       each(far, true, [&](const Piece& piece) {
-        return run_sums<kSoftcap>(piece.run, chunk_.rule(piece.row));
+        return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.rule(piece.row));
       });
     if (!to_.has_weights()) return {};
     for (const int64_t row : far) shifts_[row] = to_.rows.lse[row];
@@ -108,7 +109,7 @@ class Sweep {
     const float shift = shifts_[row];
     Totals totals;
     const auto add = [&](const auto& emit) {
-      add_run<kSoftcap, true>(run, rule, shift, totals, emit);
+      add_run<kSoftcap, kEntropy>(run, rule, shift, totals, emit);
       return partial(shift, totals);
     };
     if (to_.logits.data)

@@ -129,11 +129,24 @@ GRPO_FAST_INLINE Doubles widen(Floats x) {
   return __builtin_convertvector(x, Doubles);
 }
 
-// Pairwise, in fixed order: the upper half of the lanes is added to the lower.
+template <int kCount>
+GRPO_FAST_INLINE double sum_of(const double* lanes) {
+  if constexpr (kCount == 1) {
+    return *lanes;
+  } else {
+    typedef double Half __attribute__((vector_size(kCount / 2 * 8)));
+    Half low, high;
+    std::memcpy(&low, lanes, sizeof(Half));
+    std::memcpy(&high, lanes + kCount / 2, sizeof(Half));
+    low += high;
+    return sum_of<kCount / 2>(reinterpret_cast<const double*>(&low));
+  }
+}
+
+// Pairwise, in fixed order: the upper half of the lanes is added to the lower. (By vectors of half
+// the width: a loop over lanes costs a fifth of a sweep without gradient.)
 GRPO_FAST_INLINE double sum_lanes(Doubles x) {
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
-  return x[0];
+  return sum_of<kLanes>(reinterpret_cast<const double*>(&x));
 }
 
 // ---- functions ----

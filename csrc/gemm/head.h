@@ -16,8 +16,8 @@ struct Head {
   const float* bias;  // (columns,), or null
   bool is_fp32, tiles;
 
-  // finish(block, logits, stride) for every block of `count` rows, those of hidden in `rows`; a
-  // block has `block_columns` columns.
+  // finish(block, logits, stride) for every block of `count` rows, those of hidden in `rows`, which
+  // ascend; a block has `block_columns` columns.
   void multiply(const int64_t* rows, int64_t count, int64_t block_columns,
                 const Finish& finish) const {
     if (is_fp32) return run<float, Vectors>(rows, count, block_columns, finish);
@@ -47,13 +47,15 @@ struct Head {
 
   template <class T, class Kernel>
   void run(const int64_t* rows, int64_t count, int64_t block_columns, const Finish& finish) const {
-    std::vector<T> chosen(count * depth);
-    for (int64_t i = 0; i < count; ++i) {
-      const T* row = static_cast<const T*>(hidden) + rows[i] * hidden_stride;
-      std::copy(row, row + depth, chosen.data() + i * depth);
-    }
+    const T* x = static_cast<const T*>(hidden);
+    const bool is_run = rows[count - 1] - rows[0] == count - 1;  // they are read where they are
+    std::vector<T> chosen(is_run ? 0 : count * depth);
+    for (int64_t i = 0; !is_run && i < count; ++i)
+      std::copy_n(x + rows[i] * hidden_stride, depth, chosen.data() + i * depth);
+    const Operand<T> a = is_run ? Operand<T>{x + rows[0] * hidden_stride, hidden_stride, false}
+                                : Operand<T>{chosen.data(), depth, false};
     const Operand<T> b{static_cast<const T*>(weight), weight_stride, false};
-    const Problem<T, T> p{count, columns, depth, {chosen.data(), depth, false}, b};
+    const Problem<T, T> p{count, columns, depth, a, b};
     const auto add_bias = [&](const Block& block, float* sums, int64_t stride) {
       for (int64_t row = 0; bias && row < block.rows; ++row)
         add_scaled(bias + block.column, 1.0f, block.columns, sums + row * stride);

@@ -108,7 +108,7 @@ class Sweep {
     const RowRule rule = chunk_.rule(row);
     const float shift = shifts_[row];
     Totals totals;
-    const auto add = [&](const auto& emit) {
+    const auto add = [&](const auto& emit) GRPO_FAST_BODY {
       add_run<kSoftcap, kEntropy>(run, rule, shift, totals, emit);
       return partial(shift, totals);
     };

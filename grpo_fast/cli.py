@@ -194,8 +194,7 @@ def _refuse(error: Exception, debug: bool | None, code: int, start: str = "") ->
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
     text = start + str(error)
     shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
-    hint = (
-        "  (--debug shows where)" if debug is False else ""
-    )  # None: a command without that option
+    # debug is None for a command without that option.
+    hint = "  (--debug shows where)" if debug is False else ""
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
     sys.exit(code)

@@ -210,9 +210,8 @@ class Result:
     metrics: dict[str, Tensor]
     logps: Tensor  # (B, L), zeros where packed had no row
     entropy: Tensor | None
-    grads: dict[
-        str, Tensor
-    ]  # "logps" | "logits" | "hidden", "weight", "bias", in the padded layout
+    # "logps" | "logits" | "hidden", "weight", "bias", in the padded layout.
+    grads: dict[str, Tensor]
     raw: Any  # the LossOutput itself
 
 

@@ -1,7 +1,6 @@
 """Kernel configurations worth a try: compiled without a GPU, kept where nothing spills.
 
-    python -m benchmarks.gpu.tune --compile sm_90     writes
-    benchmarks/results/candidates-sm_90.json
+    python -m benchmarks.gpu.tune --compile sm_90   writes benchmarks/results/candidates-sm_90.json
 
 tune.py times the survivors on a GPU.
 """
@@ -152,9 +151,8 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
             entry[field] = max(getattr(c, field) for c in costs)
         entry["matrix"] = min(c.matrix for c in costs)
         entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
-        if (
-            candidate.kind != "rows"
-        ):  # a loop that cannot be specialised is left as it was, silently
+        # A loop that cannot be specialised is left as it was, silently.
+        if candidate.kind != "rows":
             is_specialized = max(c.counts["USETMAXREG"] for c in costs) > 0
             entry["starts"] &= entry["matrix"] > 0
             entry["starts"] &= is_specialized == (candidate.loop == "specialize")

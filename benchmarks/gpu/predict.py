@@ -30,9 +30,8 @@ PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocess
 # on 4 schedulers of 1.755 GHz.
 EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
 WORKSPACE = 1 << 30  # grpo_fast/kernels/workspace.py
-STORED = (
-    2  # bytes per logit: exponentials in 16 bits, which the epilogue of the forward GEMM writes
-)
+# Bytes per logit: exponentials in 16 bits, which the epilogue of the forward GEMM writes.
+STORED = 2
 MIB = 2**20
 
 

@@ -1,8 +1,8 @@
 """Times kernel configurations on a GPU and prints lines for grpo_fast/kernels/gpu/configs.py.
 
-    python -m benchmarks.gpu.tune --compile sm_90     without a GPU: which candidates start
-    (minutes) python -m benchmarks.gpu.tune                     on the GPU: times those, by V, H and
-    dtype python -m benchmarks.gpu.tune --dry               what would be timed
+    python -m benchmarks.gpu.tune --compile sm_90   without a GPU: which candidates start (minutes)
+    python -m benchmarks.gpu.tune                   on the GPU: times those, by V, H and dtype
+    python -m benchmarks.gpu.tune --dry             what would be timed
 
 The package itself never tunes: timing inside a training run makes it irreproducible. What is
 printed here goes into the table by hand, with its time in the comment, in a commit of its own.

@@ -1,8 +1,8 @@
 """The regression gate of the CPU path: ratios to the limit against those stored for this CPU.
 
-    python -m benchmarks.kernels.gate               compares; exit code 1 when a ratio is more than
-    15% worse python -m benchmarks.kernels.gate --update      stores this run's ratios (commit the
-    file, on a quiet machine only)
+    python -m benchmarks.kernels.gate            compares; exit code 1 when a ratio is 15% worse
+    python -m benchmarks.kernels.gate --update   stores this run's ratios (on a quiet machine only;
+                                                 commit the file)
 
 A ratio is ours over the limit of the same process (three GEMMs, one GEMM, a copy), so most of what
 makes a machine slow hits both sides. Measured with 1 and 2 threads, with the AVX2 code

@@ -183,9 +183,8 @@ def time_model(case: Case, model: Heads, options: argparse.Namespace) -> list[di
 
 
 def model_step(trunk: Any, pack: PackedGroups, grad: Tensor) -> Step:
-    parameters = [
-        p for name, p in trunk.named_parameters() if "k_proj.bias" not in name
-    ]  # its gradient is exactly 0
+    # The gradient of k_proj.bias is exactly 0.
+    parameters = [p for name, p in trunk.named_parameters() if "k_proj.bias" not in name]
 
     def step() -> tuple[Tensor, ...]:
         hidden = trunk(**pack.model_inputs).last_hidden_state[0].index_select(0, pack.predicting)

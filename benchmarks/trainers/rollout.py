@@ -24,10 +24,8 @@ from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
 SYMBOLS = [str(digit) for digit in range(10)]
 PROMPT = " ".join(SYMBOLS)
-TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.15,
-}  # nats: another batch shape, another order of sums
+# Nats: another batch shape, another order of sums.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
 def build(vocab: int, device: str) -> Any:

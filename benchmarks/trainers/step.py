@@ -1,8 +1,8 @@
 """One GRPO step without its rollout: shared prompts against packed, padded and TRL's step.
 
-    python -m benchmarks.trainers.step                                             CPU: a tiny
-    model, k-shot GSM8K prompts python -m benchmarks.trainers.step --device cuda --model-config
-    qwen2.5-1.5b --prompt 8192 --completion 512 --group 16
+    python -m benchmarks.trainers.step      CPU: a tiny model, k-shot GSM8K prompts
+    python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
+        --prompt 8192 --completion 512 --group 16
 
 A step is old logps, forward, backward, AdamW. Every provider's loss, gradients and metrics are
 verified first (fp32: 1e-5 relative to the padded ones); then all are timed in one process, in

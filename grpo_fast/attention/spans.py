@@ -116,9 +116,8 @@ class Rows:
     count: int  # N
     length: int  # L
     run: slice | None  # the rows, where they are one run without padding: views instead of copies
-    gather: Tensor | None = (
-        None  # (N*L,) int64: row of each slot; a padding slot repeats the last row of its run
-    )
+    # (N*L,) int64: row of each slot; a padding slot repeats the last row of its run.
+    gather: Tensor | None = None
     slots: Tensor | None = None  # (rows,) int64: the slots that are not padding
     rows: Tensor | None = None  # (rows,) int64: the row of each of `slots`
 

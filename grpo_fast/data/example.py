@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-Prompt = (
-    str | list[dict[str, str]]
-)  # plain text, or chat messages for the tokenizer's chat template
+# Plain text, or chat messages for the tokenizer's chat template.
+Prompt = str | list[dict[str, str]]
 
 
 class Example(NamedTuple):

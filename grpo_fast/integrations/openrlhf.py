@@ -174,9 +174,8 @@ class PolicyLoss(nn.Module):
             )
         behaviour, weighted, vllm_kl, filtered = old_log_probs, advantages, None, None
         if corrected and self.by_sequence:
-            behaviour = (
-                rollout_log_probs  # the sequence's ratio is then taken to the rollout's policy
-            )
+            # The sequence's ratio is then taken to the rollout's policy.
+            behaviour = rollout_log_probs
         elif corrected:
             with torch.no_grad():
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)

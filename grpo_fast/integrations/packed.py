@@ -97,9 +97,8 @@ class Pack:
     prompt together.
     """
 
-    inputs: dict[
-        str, Any
-    ]  # keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout
+    # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
+    inputs: dict[str, Any]
     predicting: Tensor  # (R,) packed row whose hidden state predicts each scored token
     target_ids: Tensor  # (R,)
     cu_seqlens: Tensor  # (B+1,) int32: the scored tokens of each completion

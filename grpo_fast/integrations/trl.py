@@ -60,9 +60,8 @@ class FastGRPOTrainer(GRPOTrainer):
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._given: tuple[Tensor, Tensor] | None = (
-            None  # finished logps and entropies, for TRL's metrics
-        )
+        # Finished logps and entropies, for TRL's metrics.
+        self._given: tuple[Tensor, Tensor] | None = None
         self._probed = False
         self._group_window: int | None = None
         self.fast_path = {"forward": "packed", "loss": "single pass"}

@@ -32,9 +32,8 @@ OPTIONS = "bool[] wanted, str backend, str validate, Tensor? hidden_rows, float?
 # the gradients follow
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor units"
 ROWS = (
-    "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, float? "
-    "softcap, "
-    "float logit_scale, bool return_entropy, str backend"
+    "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, "
+    "float? softcap, float logit_scale, bool return_entropy, str backend"
 )
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD, D_HEAD = (

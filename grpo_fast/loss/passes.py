@@ -41,9 +41,8 @@ class LossResult(NamedTuple):
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) where nobody wants one
     filtered: Tensor | None = None  # (2,) what grad_filter left out (kernels/head/grad_filter.py)
-    units: Tensor | None = (
-        None  # (K,) fp32: what each gradient is to be multiplied by (kernels/head/half_range.py)
-    )
+    # (K,) fp32: what each gradient is to be multiplied by (kernels/head/half_range.py).
+    units: Tensor | None = None
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -141,9 +141,8 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     for key, label in COMPARED:
         if key in before and key in after:
             change = f"{_shown(before, key)} → {_shown(after, key)}"
-            if not (
-                parts and parts[-1].endswith(change)
-            ):  # where strict and lenient are one, say it once
+            # Where strict and lenient are one, say it once.
+            if not (parts and parts[-1].endswith(change)):
                 parts.append(f"{label} {change}")
     if parts and "eval_n" in after:
         parts[-1] += f" (n={after['eval_n']:.0f}, ± one standard error)"

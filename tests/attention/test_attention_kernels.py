@@ -93,9 +93,8 @@ def results(function, qkv, grad, layout, rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize(
-    "name", list(LAYOUTS)[:-1]
-)  # the definition goes row by row: not the longest
+# The definition goes row by row: not the longest.
+@pytest.mark.parametrize("name", list(LAYOUTS)[:-1])
 def test_explicit_merged_and_gathered_are_the_definition(name, rule):
     layout = layout_of(name)
     qkv, grad = inputs_of(layout)

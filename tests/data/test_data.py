@@ -189,9 +189,8 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     test = load_examples(data, split="test", seed=1)
     train = {seed: load_examples(data, split="train", seed=seed) for seed in (1, 2)}
     assert test == load_examples(data, split="test", seed=2) and len(test) == 12
-    assert not {e.prompt for e in test} & {
-        e.prompt for e in train[1]
-    }  # also where a prompt occurs twice in the file
+    # Also where a prompt occurs twice in the file.
+    assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load_examples(data, split="train", seed=1)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
     with pytest.raises(DatasetError, match="data.n_test: expected fewer than the 50 lines"):

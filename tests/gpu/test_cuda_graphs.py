@@ -55,9 +55,8 @@ def recorded(monkeypatch):
     monkeypatch.setattr(linear_triton, "tiles", lambda matrix, *shape: matrix)
     monkeypatch.setattr(linear_triton, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(scale_triton, "scale_", lambda gradient, factor: gradient)
-    monkeypatch.setattr(
-        torch, "is_autocast_enabled", lambda device_type: False
-    )  # which knows no meta
+    # torch.is_autocast_enabled knows no meta device.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")
 
     def set_capturing(on: bool) -> None:

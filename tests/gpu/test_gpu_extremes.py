@@ -18,9 +18,8 @@ pytestmark = [
 ]
 DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
 REPEATS = 1000
-LONG = (
-    131072  # tokens of one completion: beyond a grid dimension's 65535, and 32-bit products with V
-)
+# Tokens of one completion: beyond a grid dimension's 65535, and 32-bit products with V.
+LONG = 131072
 # Relative L2 of gradients: the numerical contract's bar for bf16 results; the losses' is relative
 # to a token's loss.
 BAR, LOSS_BAR = 3e-3, 2e-6

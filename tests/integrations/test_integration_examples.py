@@ -303,9 +303,8 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
     """
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
-    model.accepts_loss_kwargs = (
-        False  # as some models say of themselves; the loss is not theirs here
-    )
+    # As some models say of themselves; the loss is not theirs here.
+    model.accepts_loss_kwargs = False
     config = LossConfig(loss_type="dapo", compute_entropy=True)
     trainer = hf_trainer(
         model, arguments(tmp_path), train_dataset=data, eval_dataset=data[:2], loss_config=config

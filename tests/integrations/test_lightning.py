@@ -102,9 +102,8 @@ def check(module, make_optimizer, reference, batches, inner_iterations, step) ->
 
 
 def sgd(model) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        model.parameters(), lr=0.3
-    )  # linear in the gradient, so that weights can be compared
+    # Linear in the gradient, so that weights can be compared.
+    return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 @pytest.mark.parametrize("inner_iterations", [1, 3])

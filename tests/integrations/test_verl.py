@@ -117,9 +117,8 @@ def test_loss_gradient_and_metrics(name, mode):
 def test_on_policy_and_far_off_policy(name, step):
     """Ratio exactly 1, and log ratios beyond verl's clamp at 20."""
     if step == 40.0 and name == "geo_mean":
-        step = (
-            10.0  # its unclipped side underflows to ratio 0 in both, without a gradient to compare
-        )
+        # Its unclipped side underflows to ratio 0 in both, without a gradient to compare.
+        step = 10.0
     data = batch(step=step, seed=3)
     if name == "dro":
         data["log_prob"] = data["log_prob"].clamp(min=-30.0)

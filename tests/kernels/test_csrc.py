@@ -114,9 +114,8 @@ def check_gradient(gradient, logits, targets, rule, g, ge) -> None:
 def test_numerics_fp32(columns: int, rule_name: str) -> None:
     rows = 4 if columns > 10_000 else 33
     logits, targets = make_rows(rows, columns)
-    targets[:3] = torch.tensor([0, columns - 1, columns // 2])[
-        :3
-    ]  # in the first run, the tail, the middle
+    # In the first run, the tail, the middle.
+    targets[:3] = torch.tensor([0, columns - 1, columns // 2])[:3]
     rule = make_rule(rule_name, rows)
     lse, logps, entropy = rows_cpu.row_logps(logits, targets, rule, return_entropy=True)
     true_lse, true_logps, true_entropy = expected_statistics(logits, targets, rule)

@@ -262,9 +262,8 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(rule: LogitRule) 
             bad, weight, bias, ids, rule, out, return_entropy=True
         )
         others = torch.arange(T) != 3
-        expected = in_fp64(bad, weight, bias, ids, rule, torch.ones(T))[
-            0
-        ]  # a soft cap makes inf finite
+        # A soft cap makes inf finite.
+        expected = in_fp64(bad, weight, bias, ids, rule, torch.ones(T))[0]
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
         assert expected[3].isnan() or value == math.inf and rule.softcap is not None
         assert all(x[others].isfinite().all() for x in (*stats, *units))

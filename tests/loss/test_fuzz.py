@@ -173,9 +173,8 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     if call["totals"]:
         case = case.but(num_items=37, num_completions=11)
     if call["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
-        call["layout"] = (
-            "padded"  # packed with T = B: (T,) would be read as one advantage per completion
-        )
+        # Packed with T = B: (T,) would be read as one advantage per completion.
+        call["layout"] = "padded"
     view = VIEWS.get(call["view"], lambda x: x)
     if call["view"] and case.mask.numel():
         case = case.but(

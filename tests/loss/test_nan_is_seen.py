@@ -87,9 +87,8 @@ def test_where_a_filter_drops_the_row(loss_type, backend):
     cases += [
         make_case(33, **options_for(loss_type, entropy_coef=0.1, softcap=4.0, temperature=0.7))
     ]
-    far = [
-        case.but(sampling=case.sampling - 5) for case in cases if case.sampling is not None
-    ]  # ratios above the cap
+    # Ratios above the cap.
+    far = [case.but(sampling=case.sampling - 5) for case in cases if case.sampling is not None]
     for case in cases + far:
         for advantage in (-0.8, 0.0):
             values = case.advantages.clone()

@@ -42,10 +42,8 @@ def test_folder_and_gradients_are_as_they_were(tmp_path, monkeypatch):
         build_rewards([SimpleNamespace(name="wanderer:wanders", weight=1, options=options)])
         for options in ({}, {"timeout": 30})
     )
-    for completions in (
-        ["a"] * 2,
-        ["a", "fail"],
-    ):  # a relative path: the second call begins where the first did
+    # A relative path: the second call begins where the first did.
+    for completions in (["a"] * 2, ["a", "fail"]):
         here(["away"] * 2, completions, ["x"] * 2)
         assert os.getcwd() == str(tmp_path) and torch.is_grad_enabled()
     with torch.no_grad():

@@ -110,9 +110,8 @@ def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monk
     )
     assert refused(invoke(*words), "custom code")
     assert not (tmp_path / "marker").exists()
-    invoke(
-        *words, "--allow-code"
-    )  # this class is not known to packed attention; that it was imported is the point
+    # This class is not known to packed attention; that it was imported is the point.
+    invoke(*words, "--allow-code")
     assert (tmp_path / "marker").exists()
 
 

@@ -33,9 +33,8 @@ class PolicyTrainer(Trainer):
             )
         check_head(self.model)
         self.loss_config = loss_config
-        self.model_accepts_loss_kwargs = (
-            True  # the loss is normalised for the whole step: Trainer divides no more
-        )
+        # The loss is normalised for the whole step: Trainer divides no more.
+        self.model_accepts_loss_kwargs = True
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
 
     def compute_loss(

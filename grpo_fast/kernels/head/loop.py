@@ -78,12 +78,10 @@ class LinearHead:
         )
         self.chunk_rows = self._chunk_rows(wants_weight)
         self.chunk.most_rows = padded(min(self.chunk_rows, self.num_rows))
-        self.held: slice | None = (
-            None  # the chunk whose logits or exponentials are in the workspace, from `logps`
-        )
-        self.filtered: Tensor | None = (
-            None  # (2,) what the filter left out, from the last gradients
-        )
+        # The chunk whose logits or exponentials are in the workspace, from `logps`.
+        self.held: slice | None = None
+        # (2,) what the filter left out, from the last gradients.
+        self.filtered: Tensor | None = None
 
     def _chunk_rows(self, wants_weight: bool) -> int:
         """Rows per chunk: all where one chunk takes no more than several and their fp32 dW; else as

@@ -70,8 +70,7 @@ def weighted_product(
     `dtype` once.
 
     `matrix`: (padded C, V), in the 16 bits of `weight` (V, H), fp32 or POSITIVE16; rounded to those
-        16 bits where the
-    product takes such.
+    16 bits where the product takes such.
     """
     count = scales.shape[0]
     if own_product(weight):

@@ -168,9 +168,8 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
-    if (
-        model.tiled_mlp is not None
-    ):  # tiles are views of the norm's output, and are recomputed one by one
+    # Tiles are views of the norm's output, and are recomputed one by one.
+    if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:

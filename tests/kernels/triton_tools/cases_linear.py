@@ -239,9 +239,8 @@ def test_more_slices_than_a_block_of_the_join(monkeypatch, vocab):
         linear_triton, "linear_config", lambda *a, **k: LinearConfig(32, 32, 32, 4, 2, 32)
     )
     hidden, weight, bias, _ = make(40, 24, vocab * 32, torch.float32, 0.4)
-    weight[16 * vocab : 16 * vocab + 32] *= (
-        40  # the maximum rises from block to block of the join, and falls
-    )
+    # The maximum rises from block to block of the join, and falls.
+    weight[16 * vocab : 16 * vocab + 32] *= 40
     target, rule = torch.arange(40) * (vocab * 32 - 1) // 39, LogitRule(1.0, None, 0.8)
     _, expected = truth(hidden, weight, bias, target, rule)
     for columns in (32, 1 << 20):

@@ -19,9 +19,8 @@ from grpo_fast.kernels.head import loop as linear
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
 B, L, H, V = 5, 13, 12, 37
-LENGTHS = torch.tensor(
-    [13, 7, 0, 11, 12]
-)  # 43 tokens: two chunks of 32 rows when the workspace is small
+# 43 tokens: two chunks of 32 rows when the workspace is small.
+LENGTHS = torch.tensor([13, 7, 0, 11, 12])
 KEYS = ("hidden", "target_ids", "old_logps", "ref_logps", "temperature")
 
 

@@ -168,9 +168,8 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "loss dapo", loss(config)
     for dtype in (torch.float32, torch.bfloat16):
         yield f"scale {str(dtype)[6:]}", scaled(dtype)
-    if (
-        arch == "sm_90"
-    ):  # the leaves have no architecture of their own (and there are fewer estimators than losses)
+    # The leaves have no architecture of their own (and there are fewer estimators than losses).
+    if arch == "sm_90":
         token = {
             o.leaf: name
             for name, o in OBJECTIVES.items()

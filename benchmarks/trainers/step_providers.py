@@ -17,10 +17,10 @@ from torch import Tensor
 
 from grpo_fast import LossConfig, logits_grpo_loss
 from grpo_fast.rollout import Rollout
+from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.long_context import apply_options
-from grpo_fast.train.loop import accumulate
 from grpo_fast.train.metrics import LossMetrics
 from grpo_fast.train.policy import Policy
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from grpo_fast import LossConfig, group_advantages, linear_grpo_loss
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards
-from grpo_fast.rollout import NonFiniteLogits, Rollout, check_prompts, generate
-from grpo_fast.train.batch import MicroBatch, StepBatch
+from grpo_fast.rollout import NonFiniteLogits, check_prompts
+from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.batch import StepBatch
+from grpo_fast.train.collect import collect
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluate import EvalResult, build_evaluation
 from grpo_fast.train.loading import build_tokenizer, load_policy
@@ -27,7 +27,6 @@ from grpo_fast.train.metrics import (
     completion_metrics,
     finite,
     is_policy_alone,
-    policy_gradient,
     readable,
     reward_metrics,
     sampling_metrics,
@@ -144,18 +143,9 @@ class Trainer:
         """A batch of completions and the updates it is good for: metrics, readable completions."""
         self.steps = step
         config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
-        rollout = generate(
-            self.policy, [example.prompt for example in examples], config.rollout,
-            group_size=group_size, seed=(config.seed, step),
-        )  # fmt: skip
-        clock.lap("rollout")
-
-        repeated = [example for example in examples for _ in range(group_size)]
-        answers = [example.answer for example in repeated]
-        scores = self.rewards([example.prompt for example in repeated], rollout.texts, answers)
-        advantages = advantages_of(scores.total, rollout, config)
-        clock.lap("reward")
-
+        rollout, repeated, scores, advantages = collect(
+            self.policy, examples, self.rewards, config, step, clock
+        )
         batch = StepBatch(
             rollout, advantages, group_size=group_size, minibatches=config.minibatches,
             budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
@@ -185,7 +175,7 @@ class Trainer:
                 forwards=int(self.loss_config.uses_reference) + int(self.updates > 1),
             ),
         }  # fmt: skip
-        answers = answers[: config.log.completions]
+        answers = [example.answer for example in repeated[: config.log.completions]]
         return metrics, readable(rollout, scores.total, advantages, answers)
 
     def update(self, batch: StepBatch, validate: str) -> tuple[LossMetrics, list[float]]:
@@ -246,55 +236,3 @@ class Trainer:
             "peak_memory": self.peak_memory or None,
             "process_growth": host_peak() - memory_before,
         }
-
-
-def advantages_of(rewards: Tensor, rollout: Rollout, config: RunConfig) -> Tensor:
-    """(N·G,) advantages; `opo` weighs its baseline by the completions' lengths."""
-    options = dict(config.advantage_options)
-    if config.advantages == "opo":
-        options["lengths"] = torch.tensor(rollout.lengths)
-    size = config.rollout.group_size
-    return group_advantages(rewards, config.advantages, group_size=size, **options)
-
-
-def accumulate(
-    policy: Policy,
-    minibatch: list[MicroBatch],
-    config: LossConfig,
-    *,
-    correct_sampling: bool,
-    validate: str,
-) -> LossMetrics:
-    """Gradients of one optimizer step: the normalisers are the whole step's, so the losses add up.
-
-    Args:
-        correct_sampling: hand the sampler's logps to the loss.
-        validate: as in `linear_grpo_loss`.
-    """
-    items = max(1, sum(batch.active_tokens for batch in minibatch))
-    completions = sum(len(batch) for batch in minibatch)
-    # token_mean_local is local by definition: its micro-batches are averaged.
-    share = 1 / len(minibatch) if config.aggregation == "token_mean_local" else 1.0
-    seen = LossMetrics()
-    for batch in minibatch:
-        packed, head, mask = batch.packed, policy.head, batch.completion_mask
-        per_token: dict[str, Any] = dict(
-            completion_mask=mask, cu_seqlens=packed.cu_seqlens, old_logps=batch.old_logps,
-            ref_logps=batch.ref_logps, num_items_in_batch=items,
-            sampling_logps=batch.sampling_logps if correct_sampling else None,
-            num_completions_in_batch=completions,
-        )  # fmt: skip
-        output = linear_grpo_loss(
-            policy.hidden(packed), head.weight, packed.target_ids, batch.advantages,
-            config.replace(**head.rule), hidden_rows=packed.predicting, bias=head.bias,
-            validate=validate, **per_token,
-        )  # fmt: skip
-        (output.loss * share).backward()
-        metrics = {"loss": output.loss, **output.metrics}
-        if not is_policy_alone(config):
-            norm = policy_gradient(output, batch.advantages, config, per_token)
-            metrics["policy_logp_grad_norm"] = share * norm
-        seen.add(metrics, batch.active_tokens, share)
-        seen.logps.append((output.logps[mask], batch.sampling_logps[mask]))
-    seen.optimizer_steps = 1
-    return seen

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-LOOP, OPTIMIZER = (f"grpo_fast/train/{x}.py" for x in ("loop", "optimizer"))
+COLLECT, OPTIMIZER = (f"grpo_fast/train/{x}.py" for x in ("collect", "optimizer"))
 CALLING, CAUSAL_LM = "grpo_fast/rewards/calling.py", "grpo_fast/integrations/causal_lm.py"
 
 MUTANTS = [
-    Mutant("train-rollout-seed", LOOP,
-           "seed=(config.seed, step)", "seed=(config.seed, 0)",
+    Mutant("train-rollout-seed", COLLECT,
+           "seed = (config.seed, step)", "seed = (config.seed, 0)",
            "every step draws the first one's random numbers", "train"),
     Mutant("train-skips-forgotten", OPTIMIZER,
            "self.adam.step()\n            self._skipped_in_a_row = 0\n", "self.adam.step()\n",

@@ -12,11 +12,11 @@ from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import optimizer
+from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.loading import load_policy
 from grpo_fast.train.long_context import apply_options, freeze, tile_mlps
-from grpo_fast.train.loop import accumulate
 from grpo_fast.train.optimizer import Optimizer, build_adam
 from grpo_fast.train.policy import Policy, Reference
 from tests.tiny import tiny_folder, tiny_model

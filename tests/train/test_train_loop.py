@@ -14,7 +14,7 @@ import torch
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
-from grpo_fast.train import loop
+from grpo_fast.train import collect, loop
 from grpo_fast.train.metrics import LossMetrics, is_timing, policy_gradient, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
 from grpo_fast.train.settings import load_recipe
@@ -98,7 +98,7 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
         drawn.append((rollout.prompt_ids, rollout.completion_ids))
         return rollout
 
-    monkeypatch.setattr(loop, "generate", recorded)
+    monkeypatch.setattr(collect, "generate", recorded)
     monkeypatch.setattr(loop, "prompts_of", lambda examples, step, count: list(examples[:count]))
     sort(tmp_path / "a", "optim.lr=1e-30")
     prompts, completions = zip(*drawn, strict=True)

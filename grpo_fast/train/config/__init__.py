@@ -1,0 +1,36 @@
+"""The run configuration: one pydantic tree, read from a recipe and changed by `key=value`.
+
+Every default exists once: the loss's in `LossConfig`, from which `LossSettings` is made, the rest
+here. Nothing here loads a model, so a typo is refused at once.
+"""
+
+from grpo_fast.train.config.base import Positive, Section, UserPath, home_path
+from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
+from grpo_fast.train.config.model import (
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+    WarmStartConfig,
+)
+from grpo_fast.train.config.run import LogConfig, LossSettings, RunConfig
+
+__all__ = [
+    "DataConfig",
+    "EvalConfig",
+    "HeldOut",
+    "LogConfig",
+    "LoraConfig",
+    "LossSettings",
+    "ModelConfig",
+    "OptimConfig",
+    "Positive",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "UserPath",
+    "WarmStartConfig",
+    "home_path",
+]

@@ -1,0 +1,31 @@
+"""What every part of the configuration is made of: strict sections, paths, bounded numbers."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def home_path(path: str) -> str:
+    """`path` with its `~` written out. Raises ValueError where that stands for no home folder."""
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError("expected the home folder of a known user behind ~ (./~ is a file's name)")
+    return expanded
+
+
+UserPath = Annotated[str, AfterValidator(home_path)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of what is made in memory before a run begins
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: no unknown keys, finite numbers, checks on assignment too."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
+    )

@@ -1,0 +1,76 @@
+"""Prompts, rewards, sampling and evaluation: what a run asks, and how it is judged."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from grpo_fast.rollout import Sampling
+from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
+
+
+class DataConfig(Section):
+    """Where prompts come from: a generated task, a local file or folder, or a hub data set."""
+
+    task: Literal["sort", "arithmetic", "gsm8k", "jsonl"]
+    path: UserPath | None = None  # jsonl file, or a folder with train.jsonl and test.jsonl
+    name: str | None = None  # hub id, for example openai/gsm8k
+    prompt_template: str | None = None  # text with {question}, or a name of PROMPT_TEMPLATES
+    system_prompt: str | None = None
+    chat: bool = False  # send the prompt through the tokenizer's chat template
+    shots: Count = 0  # worked examples before the question, the same ones for all
+    shots_tokens: Positive | None = None  # instead: as many as fit, others for each question
+    n_train: Positive | None = None  # None: all
+    n_test: Size | None = None
+    digits: int = Field(5, ge=1, le=4096)  # generated tasks: length of a prompt
+    symbols: int = Field(10, ge=2, le=1 << 20)  # sort: how many different symbols
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if self.task in ("gsm8k", "jsonl") and (self.path is None) == (self.name is None):
+            raise ValueError(f"data: task {self.task} needs exactly one of path and name")
+        if self.shots_tokens is not None and (self.shots or self.task not in ("gsm8k", "jsonl")):
+            needed = "expected task gsm8k or jsonl and no data.shots beside it"
+            raise ValueError(f"data.shots_tokens: {needed}")
+        for name in ("path", "name", "prompt_template", "system_prompt", "chat", "shots"):
+            came = getattr(self, name)
+            if self.task in ("sort", "arithmetic") and came:
+                made = f"task {self.task} makes its own prompts"
+                raise ValueError(f"data.{name}: {made}, came {came!r}")
+        return self
+
+
+class RewardConfig(Section):
+    """One reward function and its weight in the sum."""
+
+    name: str  # a built-in one's, or package.module:function
+    weight: float = Field(1.0, ge=-1e30, le=1e30)  # sums are fp32
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class RolloutConfig(Section, Sampling):
+    """How completions are sampled in training."""
+
+    temperature: float = Field(1.0, gt=0)
+    group_size: Positive = 8  # G completions per prompt
+    prompts_per_step: Positive = 8
+    mask_truncated: bool = False  # a completion without an EOS does not count in the loss
+    correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
+
+
+class HeldOut(Section, Sampling):
+    """How held-out prompts are asked."""
+
+    n: Positive | None = None  # prompts; None: all
+    samples: Positive = 1  # per prompt
+    max_new_tokens: Size | None = None  # None: the rollout's
+
+
+class EvalConfig(HeldOut):
+    """Evaluation on held-out prompts: before the run, on the way and after it."""
+
+    every: Count = 0  # steps; 0: only before and after
+    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    batch_size: Positive = 256
+    k: list[Positive] = Field(default_factory=list)  # pass@k, maj@k; ≤ samples

@@ -1,0 +1,85 @@
+"""The policy and what its optimizer, reference and warm start are told."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft; the reference is then the model without its adapter."""
+
+    r: Positive = 16
+    alpha: Positive = 32
+    target_modules: str | list[str] = "all-linear"
+
+
+class ModelConfig(Section):
+    """The policy: loaded (`path`), or a random start (`config`)."""
+
+    path: UserPath | None = None  # hub id or local folder
+    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
+    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
+    vocab_size: Size = 2048  # of the "bpe" tokenizer
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
+    autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
+    attn: str = "auto"  # attention of the rollout; training always uses the packed attention
+    device: str = "auto"
+    lora: LoraConfig | None = None
+    gradient_checkpointing: bool = False  # recompute each layer in the backward pass
+    checkpoint_every: Positive = 1  # only every n-th layer; the others keep their activations
+    checkpoint_offload: bool = False  # what checkpointed layers keep lies in host memory
+    tiled_mlp: Positive | None = None  # MLPs run this many rows at a time, say 2048
+    frozen: list[str] = Field(default_factory=list)  # not trained: patterns as "*embed_tokens*"
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                "model: exactly one of path (hub id or folder) and config (random start) is needed"
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("model.config: model_type is missing, for example model_type: llama")
+        if self.config is not None and self.tokenizer is None:
+            needed = "a model made from a config needs tokenizer: bpe or symbols"
+            raise ValueError(f"model.tokenizer: {needed}")
+        checkpoints = self.checkpoint_offload or self.checkpoint_every != 1
+        if checkpoints and not self.gradient_checkpointing:
+            needed = "checkpoint_every and checkpoint_offload need it"
+            raise ValueError(f"model.gradient_checkpointing: {needed}, came false")
+        return self
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Count = 0  # steps
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)  # .inf: no clipping
+    states: Literal["full", "8bit", "offload"] = "full"  # moments: weights' dtype, 8 bits, on host
+
+
+class ReferenceConfig(Section):
+    """The model the KL term pulls towards."""
+
+    kind: Literal["none", "frozen", "synced"] = "none"
+    # synced: every `sync_every` steps reference = mixing·policy + (1 − mixing)·reference
+    sync_every: Positive = 64
+    mixing: float = Field(0.6, gt=0, le=1)
+
+
+class WarmStartConfig(Section):
+    """A short supervised start on the gold solutions, before the first rollout."""
+
+    steps: Positive = 200
+    batch_size: Positive = 32
+    lr: float = Field(1e-3, gt=0)
+    warmup: Count = 20

@@ -1,0 +1,113 @@
+"""`RunConfig`: everything a run depends on, and what must fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast, get_type_hints
+
+from pydantic import Field, create_model, model_validator
+
+from grpo_fast.objective.advantages import MODES, check_group_size, check_options
+from grpo_fast.objective.config import LossConfig, choice
+from grpo_fast.train.config.base import Count, Positive, Section, UserPath
+from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from grpo_fast.train.config.model import ModelConfig, OptimConfig, ReferenceConfig, WarmStartConfig
+
+
+def _loss_settings() -> type[Section]:
+    hints = get_type_hints(LossConfig)
+    hints["temperature"] = float  # a tensor, one value per token, makes no sense in a file
+    fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(LossConfig)}
+    return create_model("LossSettings", __base__=Section, **fields)
+
+
+# Every field and default of LossConfig; `LossConfig(**dict(settings))` checks the values.
+LossSettings = _loss_settings()
+
+
+class LogConfig(Section):
+    """What is written while the run goes on."""
+
+    completions_every: Count = 10  # steps between readable samples; 0: none
+    completions: Positive = 8  # how many in each
+    progress: bool = True  # live progress bar
+    save_model: bool = True
+
+
+class RunConfig(Section):
+    """Everything a run depends on; saved resolved as config.yaml beside its results."""
+
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
+    output_dir: UserPath = "runs/default"
+    model: ModelConfig
+    data: DataConfig
+    loss: LossSettings = Field(default_factory=LossSettings)  # type: ignore[valid-type]
+    advantages: str = "normalized"
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    rewards: list[RewardConfig] = Field(min_length=1)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    steps: Count = 100
+    inner_iterations: Positive = 1  # μ: passes over one batch of completions
+    minibatches: Positive = 1  # optimizer steps per pass
+    tokens_per_microbatch: Positive | None = None  # None: what the memory model finds room for
+    shared_prompt: bool = True  # the completions of a group share one copy of their prompt
+    max_approx_kl: float | None = Field(None, gt=0)  # ends the inner passes of a batch early
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    warm_start: WarmStartConfig | None = None
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        choice("advantages", self.advantages, MODES)
+        check_options(self.advantages, self.advantage_options)
+        check_group_size(self.advantages, self.rollout.group_size)
+        for name in ("softcap", "logit_scale"):
+            came = getattr(self.loss, name)
+            if came != getattr(LossConfig, name):
+                expected = "expected none, the model's own is used"
+                raise ValueError(f"loss.{name}: {expected}, came {came}")
+        self._check_sampling_correction()
+        if not any(reward.weight for reward in self.rewards):
+            raise ValueError("rewards: expected a weight that is not 0, came 0 for all")
+        if max(self.eval.k, default=1) > self.eval.samples:
+            expected = f"expected values up to eval.samples = {self.eval.samples}"
+            raise ValueError(f"eval.k: {expected}, came {self.eval.k}")
+        needs_reference = self.loss_config().uses_reference  # raises with the argument's name
+        if needs_reference and self.reference.kind == "none":
+            expected = "loss.beta is not 0, so it must be frozen or synced"
+            raise ValueError(f"reference.kind: {expected}, came none")
+        if self.reference.kind == "synced" and self.model.lora is not None:
+            expected = "with model.lora use frozen (the adapter switched off)"
+            raise ValueError(f"reference.kind: {expected}, came synced")
+        completions = self.rollout.prompts_per_step * self.rollout.group_size
+        if completions % self.minibatches:
+            needed = f"must divide the {completions} completions of a step"
+            raise ValueError(f"minibatches: {self.minibatches} {needed}")
+        return self
+
+    def _check_sampling_correction(self) -> None:
+        """Refuse a correction by logps that the loss is not given, and logps it does not read."""
+        given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
+        for name in ("sampling_correction", "sampling_ratio_cap"):
+            came, default = getattr(loss, name), getattr(LossConfig, name)
+            # A saved configuration holds every default: this one beside correct_sampling: false.
+            saved = came == default and "correct_sampling" in self.rollout.model_fields_set
+            if not given and name in loss.model_fields_set and came is not None and not saved:
+                needed = "rollout.correct_sampling: true"
+                raise ValueError(f"loss.{name}: expected {needed} beside it, came {came!r} alone")
+        if given and loss.sampling_correction is None and loss.off_policy_threshold is None:
+            raise ValueError(
+                "rollout.correct_sampling: expected loss.sampling_correction or "
+                "loss.off_policy_threshold beside it, came neither"
+            )
+
+    def loss_config(self) -> LossConfig:
+        """The loss's own frozen configuration, with the sampling temperature unless one was set."""
+        settings: dict[str, Any] = dict(self.loss)
+        if "temperature" not in self.loss.model_fields_set:  # type: ignore[attr-defined]
+            settings["temperature"] = self.rollout.temperature
+        if settings["max_completion_length"] is None:
+            settings["max_completion_length"] = self.rollout.max_new_tokens
+        return LossConfig(**settings)

@@ -157,6 +157,11 @@ def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
             keys.append(_key(color=INK if several else color, linestyle=dash, label=label))
     if len(keys) > 1:
         axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
+    finish_axes(axes, title)
+
+
+def finish_axes(axes: Axes, title: str) -> None:
+    """Title, grid and scales as all pictures of runs have them."""
     axes.set_title(title, fontsize=10, loc="left", color=INK)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

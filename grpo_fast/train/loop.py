@@ -35,6 +35,7 @@ from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
 from grpo_fast.train.policy import Policy, Reference
 from grpo_fast.train.report import RunReport, check_folder, kernels_line, memory_line
+from grpo_fast.train.variance import gradient_variance
 from grpo_fast.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class Trainer:
             budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
             mask_truncated=config.rollout.mask_truncated,
         )  # fmt: skip
+        noise = self.noise(batch) if config.log.grad_variance else {}
         seen, norms = self.update(batch, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
         self.reference.after_step(step)
         clock.lap("train")
@@ -164,6 +166,7 @@ class Trainer:
             **completion_metrics(rollout),
             **sampling_metrics(seen.logps),
             **seen.result(),
+            **noise,
             "grad_norm": grad_norm,
             **({"policy_grad_norm": grad_norm} if is_policy_alone(self.loss_config) else {}),
             "learning_rate": self.optimizer.learning_rate,
@@ -194,6 +197,14 @@ class Trainer:
             if limit is not None and seen.last("approx_kl") > limit:
                 break
         return seen, norms
+
+    def noise(self, batch: StepBatch) -> dict[str, float]:
+        """The variance of the policy gradient over the groups, before the first update."""
+        self.policy.model.train()
+        return gradient_variance(
+            self.policy, batch.rollout, batch.advantages, self.loss_config, shared=self.shared,
+            group_size=batch.group_size, mask_truncated=batch.mask_truncated,
+        )  # fmt: skip
 
     def gradients(self, batch: StepBatch, k: int, validate: str, keep_logps: bool) -> LossMetrics:
         """Minibatch k's gradients; out of memory: the same again in smaller micro-batches."""

@@ -209,6 +209,8 @@ def plain_json(value: Any) -> Any:
     """What JSON has a word for; numbers that are not finite are null."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_json(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Path):

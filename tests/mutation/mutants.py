@@ -37,6 +37,8 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "compare": ["tests/train/test_compare.py", "-k", "not command"],
+    "variance": ["tests/train/test_variance.py", "-k", "not baseline"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
@@ -101,9 +103,18 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
+    from tests.mutation import (
+        gradients,
+        heads,
+        kernels,
+        loss,
+        objectives,
+        products,
+        train,
+        train_compare,
+    )
 
-    files = (objectives, loss, train, heads, kernels, gradients, products)
+    files = (objectives, loss, train, train_compare, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

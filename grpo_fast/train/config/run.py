@@ -32,6 +32,7 @@ class LogConfig(Section):
     completions: Positive = 8  # how many in each
     progress: bool = True  # live progress bar
     save_model: bool = True
+    grad_variance: bool = False  # the gradient's variance over groups; as costly as an update
 
 
 class RunConfig(Section):

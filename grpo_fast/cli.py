@@ -135,7 +135,9 @@ def plot(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe (sort, lecture, …) or a YAML file.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe or a YAML file, or several: sort,ppo-sort.")
+    ],
     settings: Annotated[
         list[str] | None,
         _words("The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."),

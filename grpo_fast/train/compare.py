@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ def compare(
     """Run what is missing and write table, picture and numbers.
 
     Args:
-        recipe: a recipe's name or file.
+        recipe: a recipe's name or file, or several with commas between them.
         words: `key=a,b` are the keys of the grid, `key=a` is a change to every run.
         seeds: runs of each setting, with the seeds config.seed, config.seed + 1, …
         out: the folder; None: runs/compare-<recipe>.
@@ -82,7 +83,8 @@ def compare(
     """
     from grpo_fast.train.compare_plot import plot
 
-    folder = Path(out) if out is not None else Path("runs") / f"compare-{Path(recipe).stem}"
+    stems = "-".join(Path(name).stem for name in recipe.split(","))
+    folder = Path(out) if out is not None else Path("runs") / f"compare-{stems}"
     found = Comparison(recipe, plan_arms(recipe, words, seeds, folder))
     runs = [config for arm in found.arms for config in arm.runs]
     finished = {config.output_dir: is_finished(config) for config in runs}
@@ -118,17 +120,17 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
     common = [word for word, (_, values) in zip(words, parsed, strict=True) if len(values) == 1]
     if len({key for key, _ in parsed}) != len(parsed):
         raise ValueError(f"settings: expected each key once, got {' '.join(words)}")
-    count = seeds
-    for choices in axes.values():
-        count *= len(choices)
+    recipes = recipe.split(",")
+    count = seeds * math.prod(map(len, [recipes, *axes.values()]))
     if count > MOST_RUNS:
         raise ValueError(f"grid: expected at most {MOST_RUNS} runs, got {count}")
     arms = []
-    for chosen in itertools.product(*axes.values()):
-        setting = dict(zip(axes, chosen, strict=True))
-        name = arm_name(setting, recipe)
-        settings = [*common, *(f"{key}={value}" for key, value in setting.items())]
-        first = load_recipe(recipe, settings)
+    for chosen, *values in itertools.product(recipes, *axes.values()):
+        setting = dict(zip(axes, values, strict=True))
+        first = load_recipe(chosen, [*common, *(f"{key}={x}" for key, x in setting.items())])
+        if len(recipes) > 1:
+            setting = {"recipe": Path(chosen).stem, **setting}
+        name = arm_name(setting, chosen)
         runs = []
         for index in range(seeds):
             place = folder / name / f"seed-{first.seed + index}"

@@ -14,11 +14,17 @@ from grpo_fast.train import compare as module
 from grpo_fast.train import loop
 from grpo_fast.train.compare import compare, parse_word, plan_arms, table
 from grpo_fast.train.compare_plot import band, grouped
-from grpo_fast.train.settings import save_config
+from grpo_fast.train.settings import load_recipe, save_config
 from tests.train.test_train_loop import TINY_SORT
 
 MODES, STEPS = "advantages=centered,rloo", "steps=20"
 GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch, request):
+    if "numbers" not in request.node.name:
+        monkeypatch.setattr("grpo_fast.train.compare_plot.plot", lambda found, path: path)
 
 
 class FakeRun:
@@ -165,6 +171,17 @@ def test_refusals_come_before_the_first_run(tmp_path, words, seeds, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         compare("sort", words, seeds=seeds, out=tmp_path / "out", run=run, say=quiet)
     assert not run.ran and not (tmp_path / "out").exists()
+
+
+def test_several_recipes_side_by_side(tmp_path):
+    other = tmp_path / "other.yaml"
+    save_config(load_recipe("sort", ["optim.lr=0.5"]), other)
+    arms = plan_arms(f"sort,{other}", [MODES], 1, tmp_path)
+    assert [arm.name for arm in arms] == [
+        f"recipe={recipe},advantages={mode}"
+        for recipe in ("sort", "other") for mode in ("centered", "rloo")
+    ]  # fmt: skip
+    assert [arm.runs[0].optim.lr for arm in arms] == [1e-3, 1e-3, 0.5, 0.5]
 
 
 def test_names_of_folders_stay_inside(tmp_path):

@@ -30,7 +30,9 @@ def value_losses(
     error = values - returns
     nowhere = torch.zeros_like(error, dtype=torch.bool)
     if kind == "huber":
-        return torch.nn.functional.huber_loss(values, returns, reduction="none", delta=delta), nowhere
+        return torch.nn.functional.huber_loss(
+            values, returns, reduction="none", delta=delta
+        ), nowhere
     loss = error.square() / 2
     if kind == "plain":
         return loss, nowhere

@@ -74,7 +74,8 @@ class RunReport:
         line = {"step": int(step), **plain_json(values)}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
-        self._show(step, values)
+        if "update" not in values:  # one of several in a step
+            self._show(step, values)
 
     def note(self, text: str) -> None:
         """One line for the person watching, above the progress bar."""

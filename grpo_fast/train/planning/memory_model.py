@@ -195,5 +195,5 @@ def _head_sum(shape: Shape, model: ModelConfig, e: int) -> int:
 
 def predict_run(shape: Shape, config: RunConfig, device: str) -> Memory:
     """`predict` for a run's configuration."""
-    reference = config.reference.kind != "none" and config.loss_config().uses_reference
+    reference = config.reference.kind != "none"
     return predict(shape, config.model, config.optim, device=device, reference=reference)

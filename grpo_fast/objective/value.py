@@ -36,9 +36,10 @@ def value_losses(
     loss = error.square() / 2
     if kind == "plain":
         return loss, nowhere
-    near = old_values + (values - old_values).clamp(-epsilon, epsilon)
-    bounded = (near - returns).square() / 2
-    return torch.maximum(loss, bounded), (bounded > loss).detach()
+    moved = values - old_values
+    bounded = (old_values + moved.clamp(-epsilon, epsilon) - returns).square() / 2
+    clipped = (moved.abs() > epsilon) & (bounded > loss)
+    return torch.where(clipped, bounded, loss), clipped
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:  # (R,) each → 0-d

@@ -25,5 +25,5 @@ class KLWeight:
         if self.config.target is None or math.isnan(kl):
             return
         error = min(max(kl / self.config.target - 1, -MOST), MOST)
-        # A step of more completions than five horizons must not turn the sign.
-        self.value *= max(1 + error * completions / self.config.horizon, 0.0)
+        # Of a step beyond the horizon no more is counted: the weight would reach 0 and stay there.
+        self.value *= 1 + error * min(completions / self.config.horizon, 1.0)

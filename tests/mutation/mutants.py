@@ -38,6 +38,9 @@ SUITES: dict[str, list[str]] = {
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
+    "ppo_step": ["tests/train/test_ppo_step.py"],
+    "ppo_runs": ["tests/train/test_ppo_runs.py"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -101,9 +104,18 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
+    from tests.mutation import (
+        gradients,
+        heads,
+        kernels,
+        loss,
+        objectives,
+        products,
+        train,
+        train_ppo,
+    )
 
-    files = (objectives, loss, train, heads, kernels, gradients, products)
+    files = (objectives, loss, train, train_ppo, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -137,7 +137,10 @@ def test_the_kl_in_the_reward(estimator):
         make_batch(), policy, critic, reference=reference, reward_kl=RewardKL(0.3, estimator)
     )
     kls = [
-        [0.3 * KL_BY_HAND[estimator](r - o) for r, o in zip(ref.tolist(), old.tolist(), strict=True)]
+        [
+            0.3 * KL_BY_HAND[estimator](r - o)
+            for r, o in zip(ref.tolist(), old.tolist(), strict=True)
+        ]
         for ref, old in zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
     ]
     assert sum(abs(x) for row in kls for x in row) > 0.1
@@ -195,7 +198,6 @@ def weight_by_hand(aggregation, length, tokens, completions):
 
 @pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "token_mean_local"])
 def test_the_value_loss_has_the_policys_normalisers(aggregation):
-    policy = make_policy()
     scores = SCORES.clone()
     scores[2] = math.nan
     batch = make_batch(scores, budget=14)

@@ -17,6 +17,7 @@ from grpo_fast.train.loading import load_policy
 from grpo_fast.train.metrics import is_timing
 from grpo_fast.train.optimizer import Optimizer, schedule
 from grpo_fast.train.planning import budget
+from grpo_fast.train.planning.memory_model import Shape, predict_run
 from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder
 
@@ -339,6 +340,18 @@ def test_a_critics_values_are_fp32_under_autocast(tmp_path, monkeypatch):
     monkeypatch.setattr(Critic, "values", recorded)
     steps(tmp_path / "a", *PPO, "model.autocast=bfloat16", "steps=1")
     assert kinds == {torch.float32}
+
+
+def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
+    """A model of its own takes what the policy takes; so does a reference that is only watched."""
+    shape = Shape(2, 32, 64, 32, 16, 100, 10_000, False)
+
+    def fixed(*overrides):
+        return predict_run(shape, load_recipe("sort", [*overrides]), "cpu").fixed
+
+    assert fixed(*PPO) == fixed() == 10_000 * (4 + 4 + 8)
+    assert fixed(*PPO, "critic.kind=model") == 2 * fixed()
+    assert fixed("reference.kind=frozen") == fixed() + 10_000 * 4
 
 
 @pytest.mark.parametrize(

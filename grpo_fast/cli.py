@@ -64,14 +64,19 @@ def train(
     from grpo_fast.rewards import RewardError
     from grpo_fast.rollout import NonFiniteLogits
     from grpo_fast.train import loop
+    from grpo_fast.train.folder import free_folder, run_folder
     from grpo_fast.train.optimizer import NonFiniteGradient
-    from grpo_fast.train.report import run_folder
-    from grpo_fast.train.settings import load_recipe
+    from grpo_fast.train.settings import load_recipe, recipe_names
 
     with _told(debug, RewardError, NonFiniteGradient, NonFiniteLogits):
-        config = load_recipe(recipe, expand_data(settings or []))
+        words = expand_data(settings or [])
+        config = load_recipe(recipe, words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
+        elif recipe in recipe_names() and not any(w.startswith("output_dir=") for w in words):
+            taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
+            if config.output_dir != taken:
+                typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
         loop.train(config)
 
 

@@ -24,8 +24,10 @@ PANELS: dict[str, dict[str, str]] = {
     "Accuracy on held-out prompts": {
         "eval_accuracy_strict": "strict", "eval_accuracy_lenient": "lenient",
     },
-    "Completion length (tokens)": {"completions/mean_length": "mean"},
+    "Loss": {"loss": "loss"},
     "KL to the reference": {"kl": "kl"},
+    "Value error": {"value/error": "value error"},
+    "Completion length (tokens)": {"completions/mean_length": "mean"},
     "Entropy (nats)": {"entropy": "entropy"},
     "Clip fraction": {"clip_ratio/region_mean": "clipped"},
     "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
@@ -28,8 +28,10 @@ LossSettings = _loss_settings()
 class LogConfig(Section):
     """What is written while the run goes on."""
 
-    completions_every: Count = 10  # steps between readable samples; 0: none
-    completions: Positive = 8  # how many in each
+    completions_every: Count = 10  # steps between tables of completions; 0: none
+    completions: Positive = 8  # how many in each at least: groups are whole
+    page_megabytes: int = Field(8, ge=1, le=1024)  # completions.html; it holds fewer steps then
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     progress: bool = True  # live progress bar
     save_model: bool = True
 

@@ -64,7 +64,7 @@ Row = Mapping[str, Any]  # of `grpo_fast.train.samples.rows_of`
 class Part(NamedTuple):
     """A step as it stands in the page."""
 
-    index: int
+    place: int
     step: int
     about: str
     html: str
@@ -86,7 +86,7 @@ class CompletionsPage:
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
         """One more step; the latest one is always there."""
-        self.parts = [part for part in self.parts if part.index % self.every == 0]
+        self.parts = [part for part in self.parts if part.place % self.every == 0]
         rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
         mean = _number(math.fsum(rewards) / len(rewards)) if rewards else "unknown"
         about = f"Step {step} · {len(rows)} completions · mean reward {mean}"
@@ -95,7 +95,7 @@ class CompletionsPage:
         while len((page := self.html()).encode()) > self.most and len(self.parts) > 1:
             self.every *= 2
             *before, latest = self.parts
-            self.parts = [part for part in before if part.index % self.every == 0] + [latest]
+            self.parts = [part for part in before if part.place % self.every == 0] + [latest]
         unfinished = self.path.with_name(self.path.name + ".tmp")
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, self.path)
@@ -128,7 +128,8 @@ class CompletionsPage:
 def step_html(rows: Sequence[Row], most: int) -> str:
     """The groups of a step, of at most `most` bytes."""
     largest = max((abs(a) for row in rows for a in row["advantages"]), default=0.0)
-    pieces, left_out = [], 0
+    pieces: list[str] = []
+    left_out = 0
     for _, members in groupby(rows, key=lambda row: row["group"]):
         group = sorted(members, key=_worth, reverse=True)
         html = _group_head(group[0])

@@ -41,6 +41,7 @@ class EvalResult(NamedTuple):
 
     metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
     judged: list[Judged]
+    per_question: dict[str, list[float]]  # what the metrics are means of; NaN: does not count
 
 
 def evaluate(
@@ -66,7 +67,8 @@ def evaluate(
 
     Returns:
         eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each), eval_rewards/<fn>,
-        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples.
+        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples. A
+        question without an answer counts in the rewards alone.
 
     Raises:
         ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of
@@ -101,7 +103,7 @@ def evaluate(
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])
         metrics[f"eval_{name}"], metrics[f"eval_{name}_se"] = mean, error
-    return EvalResult(metrics, judged)
+    return EvalResult(metrics, judged, per_question)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -140,13 +142,15 @@ def _judge(example: Example, completions: list[str], scorer: Scorer) -> Judged:
         completions,
         [scorer.strict(text) for text in completions],
         [scorer.lenient(text) for text in completions],
-        scorer.gold(example.answer),
+        scorer.gold(example.answer) if example.answer else None,
     )
 
 
 def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]]:
-    """Name → one value per question."""
+    """Name → one value per question; none where no question has an answer, NaN for one without."""
     values: dict[str, list[float]] = {}
+    if all(j.gold is None for j in judged):
+        return values
     for suffix in ("strict", "lenient"):
         found = [(getattr(j, suffix), j.gold) for j in judged]
         right = [sum(a is not None and a == gold for a in answers) for answers, gold in found]
@@ -157,7 +161,11 @@ def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]
                 pass_at_k(len(a), c, size) for c, (a, _) in zip(right, found, strict=True)
             ]
             values[f"maj@{size}{ending}"] = [_majority_rate(a, gold, size) for a, gold in found]
-    return values
+    unknown = [j.gold is None for j in judged]
+    return {
+        name: [math.nan if u else v for u, v in zip(unknown, each, strict=True)]
+        for name, each in values.items()
+    }
 
 
 def _majority_rate(answers: list[Hashable | None], gold: Hashable | None, k: int) -> float:
@@ -194,7 +202,7 @@ def build_evaluation(
     counted, asked = token_counter(policy.tokenizer), config.eval
     examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
     examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
-    scorer = scorer_for(config.data.task, [e.answer for e in examples])
+    scorer = scorer_for(config.data.task, [e.answer for e in examples if e.answer])
     length = asked.max_new_tokens or config.rollout.max_new_tokens
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
     # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.

@@ -67,8 +67,7 @@ def evaluate(
 
     Returns:
         eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each), eval_rewards/<fn>,
-        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples. A
-        question without an answer counts in the rewards alone.
+        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples.
 
     Raises:
         ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of
@@ -142,15 +141,13 @@ def _judge(example: Example, completions: list[str], scorer: Scorer) -> Judged:
         completions,
         [scorer.strict(text) for text in completions],
         [scorer.lenient(text) for text in completions],
-        scorer.gold(example.answer) if example.answer else None,
+        scorer.gold(example.answer),
     )
 
 
 def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]]:
-    """Name → one value per question; none where no question has an answer, NaN for one without."""
+    """Name → one value per question."""
     values: dict[str, list[float]] = {}
-    if all(j.gold is None for j in judged):
-        return values
     for suffix in ("strict", "lenient"):
         found = [(getattr(j, suffix), j.gold) for j in judged]
         right = [sum(a is not None and a == gold for a in answers) for answers, gold in found]
@@ -161,11 +158,7 @@ def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]
                 pass_at_k(len(a), c, size) for c, (a, _) in zip(right, found, strict=True)
             ]
             values[f"maj@{size}{ending}"] = [_majority_rate(a, gold, size) for a, gold in found]
-    unknown = [j.gold is None for j in judged]
-    return {
-        name: [math.nan if u else v for u, v in zip(unknown, each, strict=True)]
-        for name, each in values.items()
-    }
+    return values
 
 
 def _majority_rate(answers: list[Hashable | None], gold: Hashable | None, k: int) -> float:
@@ -202,7 +195,7 @@ def build_evaluation(
     counted, asked = token_counter(policy.tokenizer), config.eval
     examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
     examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
-    scorer = scorer_for(config.data.task, [e.answer for e in examples if e.answer])
+    scorer = scorer_for(config.data.task, [e.answer for e in examples])
     length = asked.max_new_tokens or config.rollout.max_new_tokens
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
     # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.

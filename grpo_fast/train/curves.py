@@ -114,7 +114,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     ]
     if not titles:
         raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
-    columns = min(4, len(titles)) if len(titles) != 5 else 3
+    columns = 3 if len(titles) in (5, 6, 9) else min(4, len(titles))
     lines = math.ceil(len(titles) / columns)
     height = 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
     figure = Figure(figsize=(3.6 * columns, height), layout="constrained")

@@ -38,6 +38,12 @@ SUITES: dict[str, list[str]] = {
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "completions": ["tests/train/test_completions.py", "-k", "not browser"],
+    "trackers": ["tests/train/test_trackers.py"],
+    "paired": ["tests/train/test_paired.py"],
+    "eval": ["tests/train/test_eval_command.py"],
+    "evaluate": ["tests/train/test_evaluate.py"],
+    "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -101,9 +107,18 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
+    from tests.mutation import (
+        gradients,
+        heads,
+        kernels,
+        loss,
+        objectives,
+        products,
+        train,
+        train_seeing,
+    )
 
-    files = (objectives, loss, train, heads, kernels, gradients, products)
+    files = (objectives, loss, train, train_seeing, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

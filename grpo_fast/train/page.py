@@ -127,7 +127,8 @@ class CompletionsPage:
 
 def step_html(rows: Sequence[Row], most: int) -> str:
     """The groups of a step, of at most `most` bytes."""
-    largest = max((abs(a) for row in rows for a in row["advantages"]), default=0.0)
+    advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
+    largest = max(advantages, default=0.0)
     pieces: list[str] = []
     left_out = 0
     for _, members in groupby(rows, key=lambda row: row["group"]):
@@ -186,7 +187,8 @@ def token_html(text: str, logp: float, advantage: float, largest: float) -> str:
     if not text:  # the beginning of a character that a later token ends
         return ""
     surprise = int(min(LOGP_LEVELS, max(0.0, -logp) / LOGP_STEP))
-    level = math.ceil(ADVANTAGE_LEVELS * abs(advantage) / largest) if largest > 0 else 0
+    has_shade = largest > 0 and math.isfinite(advantage)
+    level = math.ceil(ADVANTAGE_LEVELS * abs(advantage) / largest) if has_shade else 0
     sign = "u" if advantage > 0 else "d"
     classes = [f"p{surprise}"] * (surprise > 0) + [f"{sign}{level}"] * (level > 0)
     shade = f' class="{" ".join(classes)}"' if classes else ""

@@ -37,7 +37,7 @@ MUTANTS = [
            "> self.most and len(self.parts) > 1", "> 2 * self.most and len(self.parts) > 1",
            "the page is twice as large as it may be", "completions"),
     Mutant("seeing-page-largest", PAGE,
-           "max((abs(a) for row", "max((a for row",
+           "[abs(a) for row", "[a for row",
            "advantages that are all below 0 have no shade", "completions"),
     Mutant("seeing-page-sign", PAGE,
            '"u" if advantage > 0', '"u" if advantage < 0',

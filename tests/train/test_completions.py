@@ -220,6 +220,8 @@ def test_shades():
     assert classes(0.0, 1.0) == ["u4"] and classes(0.0, 0.2) == ["u1"]
     assert classes(0.0, -2.0, 4.0) == ["d2"] and classes(-1.2, -4.0, 4.0) == ["p2 d4"]
     both = step_html([row(advantages=[-2.0, -1.0])], 10**6)
+    odd = step_html([row(advantages=[math.nan, math.inf]), row(advantages=[0.0, 2.0])], 10**6)
+    assert odd.count("u4") == 1 and "d4" not in odd
     assert '"d4"' in both and '"p4 d2"' in both  # the step's largest may be below 0
     for name in ("p1", "p8", "u1", "u4", "d1", "d4"):
         assert f"main .{name}{{" in page.STYLE

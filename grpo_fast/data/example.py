@@ -16,6 +16,14 @@ class Example(NamedTuple):
     solution: str | None  # gold text, for a warm start
 
 
+def words_of(example: Example) -> set[str]:
+    """What stands between blanks in the texts of an example."""
+    prompt = example.prompt
+    asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    texts = [*asked, example.answer, example.solution]
+    return {word for text in texts if text for word in text.split()}
+
+
 class DatasetError(ValueError):
     """A data source that cannot be used; the message names the file and line, or the argument."""
 

@@ -41,6 +41,7 @@ class EvalResult(NamedTuple):
 
     metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
     judged: list[Judged]
+    per_question: dict[str, list[float]]  # what the metrics are means of; NaN: does not count
 
 
 def evaluate(
@@ -101,7 +102,7 @@ def evaluate(
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])
         metrics[f"eval_{name}"], metrics[f"eval_{name}_se"] = mean, error
-    return EvalResult(metrics, judged)
+    return EvalResult(metrics, judged, per_question)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

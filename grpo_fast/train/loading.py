@@ -147,7 +147,8 @@ def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
 def build_tokenizer(config: RunConfig, questions: Sequence[Example]) -> Any:
     """The tokenizer made from the training questions, or None where the model brings its own."""
     if config.model.tokenizer == "symbols":
-        return build_symbol_tokenizer(task_symbols(config.data))
+        plain = config.data.model_copy(update={"shots_tokens": None})
+        return build_symbol_tokenizer(task_symbols(plain))
     if config.model.tokenizer is None:
         return None
     texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(questions, BPE_TEXTS)]

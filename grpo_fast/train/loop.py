@@ -16,15 +16,16 @@ import torch
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
-from grpo_fast.rewards import RewardSet, build_rewards
+from grpo_fast.rewards import RewardSet, build_rewards, scorer_for
 from grpo_fast.rollout import NonFiniteLogits, check_prompts
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
-from grpo_fast.train.collect import collect
+from grpo_fast.train.collect import Collected, collect
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic, load_critic, value_metrics
 from grpo_fast.train.evaluate import EvalResult, build_evaluation
 from grpo_fast.train.fixed import RewardKL, add_fixed
+from grpo_fast.train.folder import check_folder
 from grpo_fast.train.kl_weight import KLWeight
 from grpo_fast.train.loading import build_tokenizer, load_policy
 from grpo_fast.train.metrics import (
@@ -34,14 +35,15 @@ from grpo_fast.train.metrics import (
     completion_metrics,
     finite,
     is_policy_alone,
-    readable,
     reward_metrics,
     sampling_metrics,
 )
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
 from grpo_fast.train.policy import Policy, Reference
-from grpo_fast.train.report import RunReport, check_folder, kernels_line, memory_line
+from grpo_fast.train.report import RunReport, kernels_line, memory_line
+from grpo_fast.train.samples import rows_of
+from grpo_fast.train.trackers import check_trackers
 from grpo_fast.train.updates import Updates
 from grpo_fast.train.warm_start import warm_start
 
@@ -68,6 +70,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
     check_folder(config.output_dir)
+    check_trackers(config.log.trackers)
     rewards = build_rewards(config.rewards)
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
@@ -117,15 +120,15 @@ def run_steps(
         report.note(LOSS_IS_ZERO)
     for step in range(1, config.steps + 1):
         prompts = prompts_of(examples, step, config.rollout.prompts_per_step)
-        metrics, completions = trainer.step(step, prompts)
+        metrics, collected = trainer.step(step, prompts)
         if step == config.steps or (config.eval.every and step % config.eval.every == 0):
             metrics |= (after := evaluate().metrics)
         for row in trainer.update_rows:
             report.log(step, row)
         report.log(step, finite(metrics))
         every = config.log.completions_every
-        if every and (step == 1 or step % every == 0):
-            report.completions(step, completions)
+        if every and (step in (1, config.steps) or step % every == 0):
+            report.completions(step, trainer.rows(collected))
     return after
 
 
@@ -160,15 +163,14 @@ class Trainer:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.steps = self.num_tokens = self.peak_memory = 0
 
-    def step(self, step: int, examples: list[Example]) -> tuple[dict[str, float], list[dict]]:
-        """A batch of completions and the updates it is good for: metrics, readable completions."""
+    def step(self, step: int, examples: list[Example]) -> tuple[dict[str, float], Collected]:
+        """A batch of completions and the updates it is good for: metrics, and the completions."""
         self.steps = step
         config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
-        rollout, repeated, scores, advantages = collect(
-            self.policy, examples, self.rewards, config, step, clock
-        )
+        collected = collect(self.policy, examples, self.rewards, config, step, clock)
+        rollout, scores = collected.rollout, collected.scores
         batch = StepBatch(
-            rollout, advantages, group_size=group_size, minibatches=config.minibatches,
+            rollout, collected.advantages, group_size=group_size, minibatches=config.minibatches,
             budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
             mask_truncated=config.rollout.mask_truncated,
         )  # fmt: skip
@@ -193,8 +195,16 @@ class Trainer:
             ),
         }  # fmt: skip
         self.adapt_beta(metrics.get("kl", math.nan), len(rollout.lengths))
-        answers = [example.answer for example in repeated[: config.log.completions]]
-        return metrics, readable(rollout, scores.total, batch.mean_advantages(), answers)
+        return metrics, collected._replace(advantages=batch.mean_advantages())
+
+    def rows(self, collected: Collected) -> list[dict[str, Any]]:
+        """A step's completions for its table and for the page."""
+        answers = [e.answer for e in collected.examples if e.answer]
+        scorer = scorer_for(self.config.data.task, answers)
+        return rows_of(
+            collected, self.policy.tokenizer, scorer, count=self.config.log.completions,
+            group_size=self.config.rollout.group_size,
+        )  # fmt: skip
 
     def adapt_beta(self, kl: float, completions: int) -> None:
         """Lead the KL's weight towards the KL that is wanted, where one is."""

@@ -154,18 +154,6 @@ def policy_gradient(
     return torch.autograd.grad(loss, logps)[0].norm()
 
 
-def readable(
-    rollout: Rollout, rewards: Tensor, advantages: Tensor, answers: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The first completions of a step, one for each of `answers`, for people to read."""
-    return [
-        {"prompt": rollout.prompts[i], "completion": rollout.texts[i], "answer": answers[i],
-         "reward": float(rewards[i]), "advantage": float(advantages[i]),
-         "truncated": rollout.truncated[i]}
-        for i in range(len(answers))
-    ]  # fmt: skip
-
-
 class Clock:
     """Seconds and device memory of the parts of a step: `lap(name)` after each of them."""
 

@@ -41,6 +41,12 @@ SUITES: dict[str, list[str]] = {
     "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
     "ppo_step": ["tests/train/test_ppo_step.py"],
     "ppo_runs": ["tests/train/test_ppo_runs.py"],
+    "completions": ["tests/train/test_completions.py", "-k", "not browser"],
+    "trackers": ["tests/train/test_trackers.py"],
+    "paired": ["tests/train/test_paired.py"],
+    "eval": ["tests/train/test_eval_command.py"],
+    "evaluate": ["tests/train/test_evaluate.py"],
+    "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -113,9 +119,11 @@ def all_mutants() -> list[Mutant]:
         products,
         train,
         train_ppo,
+        train_seeing,
     )
 
-    files = (objectives, loss, train, train_ppo, heads, kernels, gradients, products)
+    trainer = (train, train_ppo, train_seeing)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -38,9 +38,11 @@ LossSettings = _loss_settings()
 class LogConfig(Section):
     """What is written while the run goes on."""
 
-    completions_every: Count = 10  # steps between readable samples; 0: none
-    completions: Positive = 8  # how many in each
+    completions_every: Count = 10  # steps between tables of completions; 0: none
+    completions: Positive = 8  # how many in each at least: groups are whole
+    page_megabytes: int = Field(8, ge=1, le=1024)  # completions.html; it holds fewer steps then
     every_update: bool = False  # a row of metrics for every optimizer update, beside a step's
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     progress: bool = True  # live progress bar
     save_model: bool = True
 

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from grpo_fast.data import Example, is_local, load_examples, read_examples
 from grpo_fast.data.tokenizer import token_counter
-from grpo_fast.rewards import build_rewards, scorer_for
+from grpo_fast.rewards import build_rewards, check_examples, scorer_for
 from grpo_fast.train import loading
 from grpo_fast.train.config import (
     DataConfig,
@@ -104,7 +104,8 @@ def run_eval(
     examples = _examples(data, settings, source)
     names = [RewardConfig(name=name) for name in DEFAULT_REWARDS[data.task]]
     rewards = build_rewards(run.rewards if run else names)
-    scorer = scorer_for(data.task, [example.answer for example in examples])
+    check_examples(rewards, examples, "test")
+    scorer = scorer_for(data.task, [e.answer for e in examples if e.answer is not None])
     length = settings.max_new_tokens or (run.rollout.max_new_tokens if run else 256)
     sampling = settings.model_copy(update={"max_new_tokens": length})
     generate = policy_generate(loading.load_policy(source), sampling)

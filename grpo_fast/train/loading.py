@@ -150,7 +150,8 @@ def build_tokenizer(config: RunConfig, questions: Sequence[Example]) -> Any:
         return build_symbol_tokenizer(task_symbols(config.data))
     if config.model.tokenizer is None:
         return None
-    texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(questions, BPE_TEXTS)]
+    chosen = itertools.islice(questions, BPE_TEXTS)
+    texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
     return build_bpe_tokenizer(texts, config.model.vocab_size)
 
 

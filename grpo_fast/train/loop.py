@@ -12,7 +12,7 @@ import torch
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
-from grpo_fast.rewards import RewardSet, build_rewards
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rollout import NonFiniteLogits, check_prompts
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
@@ -60,7 +60,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
     check_folder(config.output_dir)
-    rewards = build_rewards(config.rewards)
+    rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
     policy = load_policy(config.model, build_tokenizer(config, questions))
@@ -69,6 +69,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     # Of examples that are made when asked for, all alike, the first is checked.
     listed = examples if isinstance(examples, list) else examples[:1]
     check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
+    check_examples(rewards, listed, "training")
     evaluate = build_evaluation(config, policy, rewards)
     kernels = {
         "backend": route.head_route("auto", policy.head.weight).backend,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -376,8 +377,8 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
 
 def test_reward_metrics_leave_failed_samples_out():
     total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
-    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": 1}), 2)
-    assert metrics["rewards/f/failed"] == 1
+    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": Counter(timeout=1)}), 2)
+    assert metrics["rewards/f/failed"] == metrics["rewards/f/failed/timeout"] == 1
     assert metrics["reward"] == pytest.approx(2.6) and metrics[
         "frac_reward_zero_std"
     ] == pytest.approx(2 / 3)

@@ -43,7 +43,9 @@ class Form(NamedTuple):
         worked = example.solution or example.answer
         if worked is None:
             asked = str(example.prompt)[:60]
-            raise DatasetError(f"data.shots: expected an answer to every shot, got none to {asked!r}")
+            raise DatasetError(
+                f"data.shots: expected an answer to every shot, got none to {asked!r}"
+            )
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def dress(self, example: Example, prefix: str = "") -> Example:

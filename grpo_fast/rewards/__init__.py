@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_fast.rewards import rules, shaping, workers
-from grpo_fast.rewards.calling import (
-    RewardFailure,
-    RewardFunction,
-    import_function,
-    parameters_of,
-)
+from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function, parameters_of
 from grpo_fast.rewards.columns import SAMPLED, check_examples, score
 from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_model import RewardModel
@@ -127,8 +122,10 @@ def _worker_path(name: str, in_process: bool) -> str | None:
 def _checked_needs(name: str, function: RewardFunction, options: dict[str, Any]) -> list[str]:
     """The columns that the function cannot do without; ValueError for options that it lacks."""
     try:
-        isolated = isinstance(function, IsolatedReward)
-        takes, needs = function.parameters if isolated else parameters_of(function)
+        if isinstance(function, IsolatedReward):
+            takes, needs = function.parameters
+        else:
+            takes, needs = parameters_of(function)
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
         raise ValueError(f"rewards: {name} cannot be used: {error}{extra}") from None

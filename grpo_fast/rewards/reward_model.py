@@ -119,7 +119,9 @@ def _load(path: str) -> tuple[Any, Any]:
         )
     except Exception as error:  # every reader and every architecture has its own classes
         expected = "a folder or hub id of a sequence classification model with its tokenizer"
-        raise ValueError(f"rewards.path: expected {expected}, got {path!r}: {reason(error)}") from None
+        raise ValueError(
+            f"rewards.path: expected {expected}, got {path!r}: {reason(error)}"
+        ) from None
     if found["missing_keys"]:  # a causal LM, for one: its score would be random
         missing = sorted(found["missing_keys"])[0]
         raise ValueError(f"rewards.path: expected all weights in {path}, got none for {missing}")

@@ -24,16 +24,15 @@ from grpo_fast.train.metrics import (
     Clock,
     LossMetrics,
     Work,
-    completion_metrics,
     finite,
     is_policy_alone,
     readable,
-    reward_metrics,
     sampling_metrics,
 )
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
 from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.prompts import PromptQueue, log_prompts
 from grpo_fast.train.report import RunReport, check_folder, kernels_line, memory_line
 from grpo_fast.train.warm_start import warm_start
 
@@ -63,13 +62,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
+    # Of examples that are made when asked for, all alike, the first is checked.
+    known = questions if isinstance(questions, list) else questions[:1]
+    check_examples(rewards, known, "training")
     policy = load_policy(config.model, build_tokenizer(config, questions))
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
-    # Of examples that are made when asked for, all alike, the first is checked.
     listed = examples if isinstance(examples, list) else examples[:1]
     check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
-    check_examples(rewards, listed, "training")
     evaluate = build_evaluation(config, policy, rewards)
     kernels = {
         "backend": route.head_route("auto", policy.head.weight).backend,
@@ -106,9 +106,10 @@ def run_steps(
     config, after = trainer.config, None
     if trainer.updates == 1 and is_policy_alone(trainer.loss_config):
         report.note(LOSS_IS_ZERO)
+    queue = PromptQueue(examples)
     for step in range(1, config.steps + 1):
-        prompts = prompts_of(examples, step, config.rollout.prompts_per_step)
-        metrics, completions = trainer.step(step, prompts)
+        metrics, completions, prompts = trainer.step(step, queue)
+        log_prompts(report.folder, prompts)
         if step == config.steps or (config.eval.every and step % config.eval.every == 0):
             metrics |= (after := evaluate().metrics)
         report.log(step, finite(metrics))
@@ -116,12 +117,6 @@ def run_steps(
         if every and (step == 1 or step % every == 0):
             report.completions(step, completions)
     return after
-
-
-def prompts_of(examples: Sequence[Example], step: int, count: int) -> list[Example]:
-    """The prompts of a step (from 1): the training set in its order, round and round."""
-    first = (step - 1) * count
-    return [examples[i % len(examples)] for i in range(first, first + count)]
 
 
 class Trainer:
@@ -140,15 +135,18 @@ class Trainer:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.steps = self.num_tokens = self.peak_memory = 0
 
-    def step(self, step: int, examples: list[Example]) -> tuple[dict[str, float], list[dict]]:
-        """A batch of completions and the updates it is good for: metrics, readable completions."""
+    def step(
+        self, step: int, queue: PromptQueue
+    ) -> tuple[dict[str, float], list[dict], list[dict]]:
+        """A batch of completions and the updates it is good for.
+
+        Returns metrics, readable completions, and how hard each prompt was.
+        """
         self.steps = step
         config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
-        rollout, repeated, scores, advantages = collect(
-            self.policy, examples, self.rewards, config, step, clock
-        )
+        found = collect(self.policy, queue, self.rewards, config, step, clock)
         batch = StepBatch(
-            rollout, advantages, group_size=group_size, minibatches=config.minibatches,
+            found.rollout, found.advantages, group_size=group_size, minibatches=config.minibatches,
             budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
             mask_truncated=config.rollout.mask_truncated,
         )  # fmt: skip
@@ -159,10 +157,9 @@ class Trainer:
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         grad_norm, passes = sum(norms) / len(norms), len(norms) / config.minibatches
-        generated = sum(rollout.lengths)
+        generated = sum(found.rollout.lengths)
         metrics = {
-            **reward_metrics(scores, group_size),
-            **completion_metrics(rollout),
+            **found.metrics,
             **sampling_metrics(seen.logps),
             **seen.result(),
             "grad_norm": grad_norm,
@@ -170,14 +167,15 @@ class Trainer:
             "learning_rate": self.optimizer.learning_rate,
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
-            **clock.metrics(generated, batch.trunk_tokens * len(norms) // config.minibatches),
+            **clock.metrics(found.generated, batch.trunk_tokens * len(norms) // config.minibatches),
             **self.work.metrics(
                 batch.trunk_tokens, generated, updates=passes, seconds=clock.seconds["train"],
                 forwards=int(self.loss_config.uses_reference) + int(self.updates > 1),
             ),
         }  # fmt: skip
-        answers = [example.answer for example in repeated[: config.log.completions]]
-        return metrics, readable(rollout, scores.total, advantages, answers)
+        answers = [example.answer for example in found.examples[: config.log.completions]]
+        rows = readable(found.rollout, found.scores.total, found.advantages, answers)
+        return metrics, rows, found.prompts
 
     def update(self, batch: StepBatch, validate: str) -> tuple[LossMetrics, list[float]]:
         """μ passes over the batch, one optimizer step per minibatch.

@@ -15,7 +15,7 @@ import torch
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
-from grpo_fast.train import collect, loop
+from grpo_fast.train import collect, loop, prompts
 from grpo_fast.train.metrics import LossMetrics, is_timing, policy_gradient, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
 from grpo_fast.train.settings import load_recipe
@@ -100,10 +100,12 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
         return rollout
 
     monkeypatch.setattr(collect, "generate", recorded)
-    monkeypatch.setattr(loop, "prompts_of", lambda examples, step, count: list(examples[:count]))
+    take = prompts.PromptQueue.take
+    monkeypatch.setattr(prompts.PromptQueue, "take", lambda queue, count: take(
+        prompts.PromptQueue(queue.examples), count))  # fmt: skip
     sort(tmp_path / "a", "optim.lr=1e-30")
-    prompts, completions = zip(*drawn, strict=True)
-    assert len(drawn) == 3 and all(step == prompts[0] for step in prompts)
+    asked, completions = zip(*drawn, strict=True)
+    assert len(drawn) == 3 and all(step == asked[0] for step in asked)
     assert all(a != b for a, b in itertools.combinations(completions, 2))
 
 

@@ -18,6 +18,7 @@ import torch
 from grpo_fast.data import Example, reason, task_symbols
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
+from grpo_fast.train.config.reward_model import RewardModelConfig, ScorerConfig
 from grpo_fast.train.long_context import apply_options
 from grpo_fast.train.policy import Policy, without_bars
 
@@ -48,6 +49,28 @@ def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
     _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
     log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
     return policy
+
+
+def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
+    """A sequence classification model with one output, and its tokenizer, as `load_policy`.
+
+    The output of a model that has none, as a causal LM, begins at random.
+    """
+    if config.config is not None:
+        kind = "AutoModelForSequenceClassification"
+        return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    check_files(config.path)
+    try:
+        with without_bars(), _without_report():
+            tokenizer = AutoTokenizer.from_pretrained(config.path)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                config.path, num_labels=1, dtype=torch.float32
+            )
+    except Exception as error:  # every reader and every architecture has its own classes
+        _refuse(config.path, error, "a model's folder or hub id with a tokenizer")
+    return model, tokenizer
 
 
 def _load_model(config: ModelConfig) -> Any:
@@ -144,7 +167,7 @@ def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
         )
 
 
-def build_tokenizer(config: RunConfig, questions: Sequence[Example]) -> Any:
+def build_tokenizer(config: RunConfig | RewardModelConfig, questions: Sequence[Example]) -> Any:
     """The tokenizer made from the training questions, or None where the model brings its own."""
     if config.model.tokenizer == "symbols":
         return build_symbol_tokenizer(task_symbols(config.data))
@@ -155,19 +178,24 @@ def build_tokenizer(config: RunConfig, questions: Sequence[Example]) -> Any:
     return build_bpe_tokenizer(texts, config.model.vocab_size)
 
 
-def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
+def _from_config(
+    fields: dict[str, Any], tokenizer: Any, kind: str = "AutoModelForCausalLM", **more: Any
+) -> Any:
     """A random model from the fields of a transformers config, for `tokenizer`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
-    given = {"vocab_size": len(tokenizer), **special, **fields}
+    given = {"vocab_size": len(tokenizer), **special, **more, **fields}
     try:
         check_fields(fields)
         # A config takes any keyword, so compare with one made of defaults.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
-        model = None if unknown else AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+        model = None
+        if not unknown:
+            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**given))
     except Exception as error:  # every architecture has its own words and classes for a misfit
         refuses = f"{fields['model_type']} refuses it"
         raise ValueError(f"model.config: {refuses}: {reason(error)}") from error

@@ -42,7 +42,8 @@ def math_close(
 def _equal(
     text: str, gold: str, where: dict[str, Any], seconds: int, how: dict[str, Any]
 ) -> float | None:
-    expected = parse(gold) or parse(f"${gold}$")
+    is_marked = "$" in gold or "\\boxed" in gold
+    expected = (not is_marked and parse(f"${gold}$")) or parse(gold)
     if not expected:
         raise ValueError(f"answers: expected a mathematical expression, got {gold[:60]!r}")
     try:

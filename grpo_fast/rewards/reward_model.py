@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
+from grpo_fast.data.model_files import check_fields, check_files
 
 
 class RewardModel:
@@ -110,12 +111,14 @@ def positions(model: Any) -> float:
 
 
 def _load(path: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        check_files(path)
+        check_fields(PreTrainedConfig.get_config_dict(path)[0])
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = AutoModelForSequenceClassification.from_pretrained(
-            path, output_loading_info=True, dtype=torch.float32
+            path, output_loading_info=True, dtype=torch.float32, trust_remote_code=False
         )
     except Exception as error:  # every reader and every architecture has its own classes
         expected = "a folder or hub id of a sequence classification model with its tokenizer"

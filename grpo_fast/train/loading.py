@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from grpo_fast.data import Example, reason, task_symbols
+from grpo_fast.data.model_files import check_fields, check_files
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
 from grpo_fast.train.config.reward_model import RewardModelConfig, ScorerConfig
@@ -25,8 +26,6 @@ from grpo_fast.train.policy import Policy, without_bars
 log = logging.getLogger(__name__)
 
 BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
-MOST_LAYERS = 10_000
 
 
 def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
@@ -59,15 +58,15 @@ def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
     if config.config is not None:
         kind = "AutoModelForSequenceClassification"
         return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
     check_files(config.path)
+    given: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
     try:
         with without_bars(), _without_report():
-            tokenizer = AutoTokenizer.from_pretrained(config.path)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                config.path, num_labels=1, dtype=torch.float32
-            )
+            check_fields(PreTrainedConfig.get_config_dict(config.path)[0])
+            tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(config.path, **given)
     except Exception as error:  # every reader and every architecture has its own classes
         _refuse(config.path, error, "a model's folder or hub id with a tokenizer")
     return model, tokenizer
@@ -96,26 +95,6 @@ def _load_model(config: ModelConfig) -> Any:
         _refuse(config.path, error, "a model's folder or hub id")
     _check_keys(config.path, found)
     return model
-
-
-def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
-    """Raise a ValueError for what a model's config.json must not ask for, in its parts neither:
-    layers that are never built to the end, and, unless code is allowed, a kernel from the hub.
-    """
-    for name, value in fields.items():
-        if name in LAYERS and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
-            raise ValueError(f"{name}: expected 0 to {MOST_LAYERS} layers, got {value}")
-        if "_implementation" in name and "/" in str(value) and not allow_code:
-            raise ValueError(f"{name}: expected one of transformers' own, got {value!r}")
-        if isinstance(value, dict):
-            check_fields(value, allow_code)
-
-
-def check_files(path: str | None) -> None:
-    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
-    for file in Path(str(path)).glob("*"):
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")
 
 
 def _check_keys(path: str | None, found: dict[str, Any]) -> None:

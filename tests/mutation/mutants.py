@@ -53,6 +53,10 @@ SUITES: dict[str, list[str]] = {
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
     "rewards": ["tests/rewards/test_rewards_hostile.py", "-k", "changes_its_lists"],
+    "workers": ["tests/rewards/test_reward_workers.py", "-k", "not mathematics"],
+    "shaping": ["tests/rewards/test_reward_shaping.py"],
+    "scorer": ["tests/train/test_reward_model.py", "-k", "not to_a_policy"],
+    "dynamic": ["tests/train/test_dynamic_sampling.py", "-k", "not repeats_itself"],
     "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
@@ -101,9 +105,18 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
+    from tests.mutation import (
+        gradients,
+        heads,
+        kernels,
+        loss,
+        objectives,
+        products,
+        train,
+        train_rewards,
+    )
 
-    files = (objectives, loss, train, heads, kernels, gradients, products)
+    files = (objectives, loss, train, train_rewards, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,6 @@ from tests.command_line import invoke, refused, write_recipe
 
 ESCAPE = "\x1b"
 GPT2 = "{model_type: gpt2, n_positions: 16, n_embd: 32, n_layer: 1, n_head: 2}"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    """A copy of a finished run that may be changed."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def change_json(path: Path, **fields) -> None:

@@ -12,6 +12,7 @@ from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Rollout, generate
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.run import GAE
 from grpo_fast.train.metrics import Clock
 from grpo_fast.train.policy import Policy
 
@@ -48,7 +49,12 @@ def collect(
 
 
 def advantages_of(rewards: Tensor, rollout: Rollout, config: RunConfig) -> Tensor:
-    """(N·G,) advantages; `opo` weighs its baseline by the completions' lengths."""
+    """(N·G,) advantages; `opo` weighs its baseline by the completions' lengths.
+
+    With a critic they come later, token by token: until then the rewards stand in their place.
+    """
+    if config.advantages == GAE:
+        return rewards.float()
     options = dict(config.advantage_options)
     if config.advantages == "opo":
         options["lengths"] = torch.tensor(rollout.lengths)

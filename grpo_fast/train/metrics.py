@@ -26,7 +26,7 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 )
 
 SUMS = {"active_tokens", "skipped_rows", "kl_guarded"}  # counts
-PARTIAL = {"loss", "policy_loss"}  # already weighted by the step's normalisers: the pieces add up
+PARTIAL = {"loss", "policy_loss", "value/loss"}  # weighted by the step's normalisers: they add up
 NORMS = {"policy_logp_grad_norm"}  # of the pieces of one vector: their squares add up
 
 
@@ -34,7 +34,7 @@ class LossMetrics:
     """Merges what the loss returned for the micro-batches of optimizer steps; one sync, at the end.
 
     Means weigh each micro-batch by its tokens, minima and maxima are over all of it, counts add up;
-    `loss` and `policy_loss` add up inside an optimizer step and are averaged over optimizer steps
+    `loss` and its parts add up inside an optimizer step and are averaged over optimizer steps
     (norms: in the square mean).
     """
 
@@ -57,9 +57,9 @@ class LossMetrics:
         if with_logps:
             self.logps += other.logps
 
-    def last(self, name: str) -> float:
-        """A metric of the latest micro-batch (one sync)."""
-        return float(self.parts[-1][0][name])
+    def mean(self, name: str) -> float:
+        """One metric, merged (one sync)."""
+        return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
         if not self.parts:
@@ -133,9 +133,9 @@ def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]
     }
 
 
-def is_policy_alone(config: LossConfig) -> bool:
-    """Whether the policy term is the whole loss: no KL term, no entropy bonus."""
-    return not config.uses_reference and config.entropy_coef == 0
+def is_policy_alone(config: LossConfig, shared_critic: bool = False) -> bool:
+    """Whether the policy term is the whole loss: no KL term, entropy bonus or value loss."""
+    return not config.uses_reference and config.entropy_coef == 0 and not shared_critic
 
 
 def policy_gradient(

@@ -75,7 +75,8 @@ class RunReport:
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
-        self._show(step, values)
+        if "update" not in values:  # one of several in a step
+            self._show(step, values)
 
     def note(self, text: str) -> None:
         """One line for the person watching, above the progress bar."""

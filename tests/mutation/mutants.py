@@ -38,6 +38,9 @@ SUITES: dict[str, list[str]] = {
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
+    "ppo_step": ["tests/train/test_ppo_step.py"],
+    "ppo_runs": ["tests/train/test_ppo_runs.py"],
     "completions": ["tests/train/test_completions.py", "-k", "not browser"],
     "trackers": ["tests/train/test_trackers.py"],
     "paired": ["tests/train/test_paired.py"],
@@ -115,10 +118,12 @@ def all_mutants() -> list[Mutant]:
         objectives,
         products,
         train,
+        train_ppo,
         train_seeing,
     )
 
-    files = (objectives, loss, train, train_seeing, heads, kernels, gradients, products)
+    trainer = (train, train_ppo, train_seeing)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

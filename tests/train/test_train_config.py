@@ -28,6 +28,7 @@ def refused(changes=None, **sections):
 def test_every_shipped_recipe_is_valid():
     assert set(recipe_names()) == {
         "sort",
+        "ppo-sort",
         "gsm8k-tiny",
         "gsm8k-smollm2-1.7b",
         "gsm8k-qwen2.5-0.5b",

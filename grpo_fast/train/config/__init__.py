@@ -7,6 +7,8 @@ here. Nothing here loads a model, so a typo is refused at once.
 from grpo_fast.train.config.base import Positive, Section, UserPath, home_path
 from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
+    CriticConfig,
+    KLConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -16,9 +18,11 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import LogConfig, LossSettings, RunConfig
 
 __all__ = [
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
     "HeldOut",
+    "KLConfig",
     "LogConfig",
     "LoraConfig",
     "LossSettings",

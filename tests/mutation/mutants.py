@@ -40,6 +40,15 @@ SUITES: dict[str, list[str]] = {
     "compare": ["tests/train/test_compare.py", "-k", "not command"],
     "variance": ["tests/train/test_variance.py", "-k", "not baseline"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
+    "ppo_step": ["tests/train/test_ppo_step.py"],
+    "ppo_runs": ["tests/train/test_ppo_runs.py"],
+    "completions": ["tests/train/test_completions.py", "-k", "not browser"],
+    "trackers": ["tests/train/test_trackers.py"],
+    "paired": ["tests/train/test_paired.py"],
+    "eval": ["tests/train/test_eval_command.py"],
+    "evaluate": ["tests/train/test_evaluate.py"],
+    "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -55,6 +64,10 @@ SUITES: dict[str, list[str]] = {
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
     "rewards": ["tests/rewards/test_rewards_hostile.py", "-k", "changes_its_lists"],
+    "workers": ["tests/rewards/test_reward_workers.py", "-k", "not mathematics"],
+    "shaping": ["tests/rewards/test_reward_shaping.py"],
+    "scorer": ["tests/train/test_reward_model.py", "-k", "not to_a_policy"],
+    "dynamic": ["tests/train/test_dynamic_sampling.py", "-k", "not repeats_itself"],
     "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
@@ -112,9 +125,13 @@ def all_mutants() -> list[Mutant]:
         products,
         train,
         train_compare,
+        train_ppo,
+        train_rewards,
+        train_seeing,
     )
 
-    files = (objectives, loss, train, train_compare, heads, kernels, gradients, products)
+    trainer = (train, train_compare, train_ppo, train_rewards, train_seeing)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -29,6 +29,7 @@ def test_every_shipped_recipe_is_valid():
     assert set(recipe_names()) == {
         "sort",
         "variance",
+        "ppo-sort",
         "gsm8k-tiny",
         "gsm8k-smollm2-1.7b",
         "gsm8k-qwen2.5-0.5b",

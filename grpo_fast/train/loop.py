@@ -195,7 +195,7 @@ class Trainer:
             ),
         }  # fmt: skip
         self.adapt_beta(metrics.get("kl", math.nan), len(rollout.lengths))
-        return metrics, collected._replace(advantages=batch.mean_advantages())
+        return metrics, collected._replace(advantages=batch.used_advantages())
 
     def rows(self, collected: Collected) -> list[dict[str, Any]]:
         """A step's completions for its table and for the page."""

@@ -1,4 +1,4 @@
-"""The command line: `grpo-fast train`, `eval`, `plan`, `plot`, `bench`.
+"""The command line: `grpo-fast train`, `reward-model`, `eval`, `plan`, `plot`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -78,6 +78,24 @@ def train(
             if config.output_dir != taken:
                 typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
         loop.train(config)
+
+
+@app.command(name="reward-model")
+def reward_model(
+    recipe: Annotated[str, typer.Argument(help="reward-model-sort, or a YAML file.")],
+    settings: Annotated[
+        list[str] | None, _words("Changes to the recipe: steps=500 optim.lr=1e-4 data=pairs.jsonl")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model that scores completions, on pairs of a better and a worse one."""
+    from grpo_fast.train.config.reward_model import RewardModelConfig
+    from grpo_fast.train.reward_model import accuracy_line, train_reward_model
+    from grpo_fast.train.settings import load_settings
+
+    with _told(debug):
+        config = load_settings(RewardModelConfig, recipe, expand_data(settings or []))
+        typer.echo(accuracy_line(train_reward_model(config)))
 
 
 @app.command(name="eval")

@@ -165,23 +165,32 @@ def parse_row(row: Row, *, gsm8k: bool) -> Example:
         found = ", ".join(map(repr, fields)) or "none"
         raise DatasetError(f"{row.where}: expected a field 'prompt' or 'question', found {found}")
     prompt = _checked_prompt(fields[name], f"{row.where}: field {name!r}")
-    answer, solution = fields.get("answer"), fields.get("solution")
+    answer, solution = _answer(row, needed=gsm8k), fields.get("solution")
+    if solution is not None and not isinstance(solution, str):
+        came = type(solution).__name__
+        raise DatasetError(f"{row.where}: expected a text in field 'solution', got {came}")
+    _check_unicode(row.where, prompt, answer, solution)
+    others = {key: value for key, value in fields.items() if key not in (name, "answer")}
+    if answer is not None and (gsm8k or "####" in answer):
+        try:
+            gold = gold_answer(answer)
+        except ValueError as error:
+            raise DatasetError(f"{row.where}: {error}") from None
+        return Example(prompt, gold, solution or strip_calculator(answer), others)
+    return Example(prompt, answer, solution, others)
+
+
+def _answer(row: Row, *, needed: bool) -> str | None:
+    """The field `answer`; None without one (or with null), unless it is needed."""
+    answer = row.fields.get("answer")
+    if answer is None and not needed:
+        return None
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
         expected = "expected a non-empty text in field 'answer'"
         raise DatasetError(f"{row.where}: {expected}, got {answer!r}")
-    if solution is not None and not isinstance(solution, str):
-        came = type(solution).__name__
-        raise DatasetError(f"{row.where}: expected a text in field 'solution', got {came}")
-    _check_unicode(row.where, prompt, answer, solution)
-    if gsm8k or "####" in answer:
-        try:
-            gold = gold_answer(answer)
-        except ValueError as error:
-            raise DatasetError(f"{row.where}: {error}") from None
-        return Example(prompt, gold, solution or strip_calculator(answer))
-    return Example(prompt, answer, solution)
+    return answer
 
 
 def gold_answer(solution: str) -> str:

@@ -30,9 +30,8 @@ def value_losses(
     error = values - returns
     nowhere = torch.zeros_like(error, dtype=torch.bool)
     if kind == "huber":
-        return torch.nn.functional.huber_loss(
-            values, returns, reduction="none", delta=delta
-        ), nowhere
+        huber = torch.nn.functional.huber_loss
+        return huber(values, returns, reduction="none", delta=delta), nowhere
     loss = error.square() / 2
     if kind == "plain":
         return loss, nowhere

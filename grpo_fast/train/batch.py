@@ -169,7 +169,7 @@ class StepBatch:
             setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
 
     def used_advantages(self) -> Tensor:
-        """What the loss was given: (N·G,) of the completions, or (R,) of their tokens in order."""
+        """(N·G,) of the completions, or (R,) of their tokens, completion by completion."""
         if not self.has("token_advantages"):
             return self.advantages
         return torch.cat(self.of_each("token_advantages"))

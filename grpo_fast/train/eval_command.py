@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_fast.data import Example, load_examples, read_examples
 from grpo_fast.data.tokenizer import token_counter
-from grpo_fast.rewards import build_rewards, scorer_for
+from grpo_fast.rewards import build_rewards, check_examples, scorer_for
 from grpo_fast.train import loading
 from grpo_fast.train.config import DataConfig, ModelConfig
 from grpo_fast.train.eval_settings import (
@@ -84,7 +84,9 @@ def _asked(
         raise ValueError(f"task: expected two runs of one task, got {listed}")
     configs = [source.model_config_for(asked, allow_code) for source in sources]
     examples = _examples(data, asked, configs[0])
-    ask = _questionnaire(examples, data, asked, build_rewards(rewards_of(data, recipe)))
+    rewards = build_rewards(rewards_of(data, recipe))
+    check_examples(rewards, examples, "test")
+    ask = _questionnaire(examples, data, asked, rewards)
     passes: dict[str, list[EvalResult]] = {}
     for config in configs:
         for mode, result in ask(loading.load_policy(config)).items():

@@ -111,9 +111,8 @@ def estimate_advantages(
     values, lengths = batch.of_each("old_values"), [len(x) for x in rewards]
     table, valued = (pad_sequence(x, batch_first=True).cpu() for x in (rewards, values))
     counts = pad_sequence(batch.of_each("completion_mask"), batch_first=True).cpu()
-    advantages = gae(
-        table, valued, config.gamma, config.lam, mask=counts, following=following
-    )  # fmt: skip
+    decay = config.gamma, config.lam
+    advantages = gae(table, valued, *decay, mask=counts, following=following)
     returns = advantages + torch.where(counts, valued, 0.0)
     if config.whiten and counts.any():
         advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()

@@ -16,7 +16,7 @@ import torch
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
-from grpo_fast.rewards import RewardSet, build_rewards, scorer_for
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples, scorer_for
 from grpo_fast.rollout import NonFiniteLogits, check_prompts
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
@@ -32,15 +32,14 @@ from grpo_fast.train.metrics import (
     Clock,
     LossMetrics,
     Work,
-    completion_metrics,
     finite,
     is_policy_alone,
-    reward_metrics,
     sampling_metrics,
 )
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
 from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.prompts import PromptQueue, log_prompts
 from grpo_fast.train.report import RunReport, kernels_line, memory_line
 from grpo_fast.train.samples import rows_of
 from grpo_fast.train.trackers import check_trackers
@@ -71,13 +70,15 @@ def train(config: RunConfig) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     check_folder(config.output_dir)
     check_trackers(config.log.trackers)
-    rewards = build_rewards(config.rewards)
+    rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
+    # Of examples that are made when asked for, all alike, the first is checked.
+    known = questions if isinstance(questions, list) else questions[:1]
+    check_examples(rewards, known, "training")
     policy = load_policy(config.model, build_tokenizer(config, questions))
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
-    # Of examples that are made when asked for, all alike, the first is checked.
     listed = examples if isinstance(examples, list) else examples[:1]
     check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
     evaluate = build_evaluation(config, policy, rewards)
@@ -118,9 +119,10 @@ def run_steps(
     config, after = trainer.config, None
     if trainer.updates == 1 and is_policy_alone(trainer.loss_config) and trainer.critic is None:
         report.note(LOSS_IS_ZERO)
+    queue = PromptQueue(examples)
     for step in range(1, config.steps + 1):
-        prompts = prompts_of(examples, step, config.rollout.prompts_per_step)
-        metrics, collected = trainer.step(step, prompts)
+        metrics, collected = trainer.step(step, queue)
+        log_prompts(report.folder, collected.prompts)
         if step == config.steps or (config.eval.every and step % config.eval.every == 0):
             metrics |= (after := evaluate().metrics)
         for row in trainer.update_rows:
@@ -130,12 +132,6 @@ def run_steps(
         if every and (step in (1, config.steps) or step % every == 0):
             report.completions(step, trainer.rows(collected))
     return after
-
-
-def prompts_of(examples: Sequence[Example], step: int, count: int) -> list[Example]:
-    """The prompts of a step (from 1): the training set in its order, round and round."""
-    first = (step - 1) * count
-    return [examples[i % len(examples)] for i in range(first, first + count)]
 
 
 class Trainer:
@@ -163,12 +159,12 @@ class Trainer:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.steps = self.num_tokens = self.peak_memory = 0
 
-    def step(self, step: int, examples: list[Example]) -> tuple[dict[str, float], Collected]:
+    def step(self, step: int, queue: PromptQueue) -> tuple[dict[str, float], Collected]:
         """A batch of completions and the updates it is good for: metrics, and the completions."""
         self.steps = step
         config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
-        collected = collect(self.policy, examples, self.rewards, config, step, clock)
-        rollout, scores = collected.rollout, collected.scores
+        collected = collect(self.policy, queue, self.rewards, config, step, clock)
+        rollout = collected.rollout
         batch = StepBatch(
             rollout, collected.advantages, group_size=group_size, minibatches=config.minibatches,
             budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
@@ -182,13 +178,12 @@ class Trainer:
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(rollout.lengths), done.merged()
         metrics = {
-            **reward_metrics(scores, group_size),
-            **completion_metrics(rollout),
+            **collected.metrics,
             **sampling_metrics(seen.logps),
             **self.learning_metrics(done, seen, batch),
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
-            **clock.metrics(generated, int(batch.trunk_tokens * done.passes)),
+            **clock.metrics(collected.generated, int(batch.trunk_tokens * done.passes)),
             **self.work.metrics(
                 batch.trunk_tokens, generated, updates=done.passes, seconds=clock.seconds["train"],
                 forwards=self.reads_reference + (self.updates > 1 or self.critic is not None),

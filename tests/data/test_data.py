@@ -89,7 +89,8 @@ def test_gold_answer():
         ("{not json", "not a JSON object"),
         ("[1, 2]", "expected a JSON object, got list"),
         ({"text": "x"}, "expected a field 'prompt' or 'question', found 'text'"),
-        ({"prompt": "x"}, "field 'answer', got None"),
+        ({"prompt": "x", "answer": " "}, "field 'answer', got ' '"),
+        ({"prompt": "x", "answer": []}, "field 'answer', got []"),
         ({"prompt": "", "answer": "1"}, "expected a non-empty text"),
         ({"prompt": 3, "answer": "1"}, "text or a list of chat messages, got int"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
@@ -197,8 +198,8 @@ def test_fields_and_templates(tmp_path):
         {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
     )
     first, second, third = read_examples(path, prompt_template="[{question}] {y}")
-    assert first == ("[p {x}] {y}", "5", "s")
-    assert second == ("[q] {y}", "7", "thus\n#### 7")
+    assert first == ("[p {x}] {y}", "5", "s", {"solution": "s"})
+    assert second == ("[q] {y}", "7", "thus\n#### 7", {})
     assert third.prompt == [{"role": "user", "content": "hi"}]
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
     assert read_examples(path, prompt_template="plain")[1].prompt == plain
@@ -296,7 +297,7 @@ def test_sort_answers_and_held_out_prompts(digits, symbols):
     assert len(set(prompts)) == 100
     assert not set(prompts) & {e.prompt for e in train}
     known = set(task_symbols(data))
-    for prompt, answer, solution in [*test, *train[:200]]:
+    for prompt, answer, solution, _ in [*test, *train[:200]]:
         numbers = prompt.removesuffix(" =").split()
         assert len(numbers) == digits and set(numbers) <= known
         assert answer == solution == " ".join(sorted(numbers, key=int))
@@ -312,7 +313,7 @@ def test_generated_examples_depend_on_seed_and_index_alone():
 
 
 def test_arithmetic():
-    for prompt, answer, _ in ArithmeticTask(split="train", seed=0, digits=3)[:300]:
+    for prompt, answer, *_ in ArithmeticTask(split="train", seed=0, digits=3)[:300]:
         left, right = prompt.replace(" ", "").removesuffix("=").split("+")
         assert int(left) + int(right) == int(answer.replace(" ", ""))
     assert set(task_symbols(source(task="arithmetic"))) == {*"0123456789+="}

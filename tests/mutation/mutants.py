@@ -62,6 +62,10 @@ SUITES: dict[str, list[str]] = {
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
     "rewards": ["tests/rewards/test_rewards_hostile.py", "-k", "changes_its_lists"],
+    "workers": ["tests/rewards/test_reward_workers.py", "-k", "not mathematics"],
+    "shaping": ["tests/rewards/test_reward_shaping.py"],
+    "scorer": ["tests/train/test_reward_model.py", "-k", "not to_a_policy"],
+    "dynamic": ["tests/train/test_dynamic_sampling.py", "-k", "not repeats_itself"],
     "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
@@ -119,10 +123,11 @@ def all_mutants() -> list[Mutant]:
         products,
         train,
         train_ppo,
+        train_rewards,
         train_seeing,
     )
 
-    trainer = (train, train_ppo, train_seeing)
+    trainer = (train, train_ppo, train_rewards, train_seeing)
     files = (objectives, loss, *trainer, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -87,8 +88,8 @@ def collected(advantages, *, extra=()):
     answers = ["1", "1", "1 2", "1 2"]
     examples = [Example(p, a, None) for p, a in zip(rollout.prompts, answers, strict=True)]
     total = torch.tensor([1.0, 0.5, math.nan, 1.0])
-    scores = RewardResult(total, {"f": total / 2}, {"f": 1})
-    return tokenizer, Collected(rollout, examples, scores, torch.tensor(advantages))
+    scores = RewardResult(total, {"f": total / 2}, {"f": Counter(nan=1)})
+    return tokenizer, Collected(rollout, examples, scores, torch.tensor(advantages), {}, 8, [])
 
 
 def test_rows_hold_what_a_completion_was_given():
@@ -127,7 +128,8 @@ def test_strict_and_lenient_answers_are_told_apart():
     rollout = Rollout(["q"] * 3, [[5]] * 3, ids, [torch.zeros(len(i)) for i in ids], texts,
                       [False] * 3)  # fmt: skip
     scores = RewardResult(torch.zeros(3), {}, {})
-    step = Collected(rollout, [Example("q", "1080", None)] * 3, scores, torch.zeros(3))
+    examples = [Example("q", "1080", None)] * 3
+    step = Collected(rollout, examples, scores, torch.zeros(3), {}, 9, [])
     rows = rows_of(step, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]

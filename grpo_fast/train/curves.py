@@ -68,9 +68,11 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, where it was logged and an axis can have it."""
+    """(step, value) of one metric, where it was logged for a step and an axis can have it."""
     found = []
     for index, row in enumerate(rows):
+        if "update" in row:  # one of several in a step, which has a row of its own
+            continue
         value, step = row.get(metric), row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
         if numbers and abs(value) < LARGEST and abs(step) < LARGEST:

@@ -74,8 +74,8 @@ class RunReport:
         line = {"step": int(step), **plain_json(values)}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
-        self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
-        if "update" not in values:  # one of several in a step
+        if "update" not in values:  # else one of several in a step
+            self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
             self._show(step, values)
 
     def note(self, text: str) -> None:

@@ -253,7 +253,6 @@ class Trainer:
             group_size=batch.group_size, mask_truncated=batch.mask_truncated,
         )  # fmt: skip
 
-    def gradients(self, batch: StepBatch, k: int, validate: str, keep_logps: bool) -> LossMetrics:
     def is_too_far(self, done: Updates) -> bool:
         """Whether the latest pass saw a policy too far from the old one, or from the reference."""
         limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}

@@ -40,7 +40,13 @@ SUITES: dict[str, list[str]] = {
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
     "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
     "ppo_step": ["tests/train/test_ppo_step.py"],
-    "ppo_runs": ["tests/train/test_ppo_runs.py"],
+    "ppo_critic": ["tests/train/test_ppo_runs.py", "-k", "critic_path or own_rate"],
+    "ppo_passes": [
+        "tests/train/test_ppo_runs.py",
+        "-k",
+        "keeps_the_values or shuffled or early_stop or rate_that",
+    ],
+    "ppo_kl": ["tests/train/test_ppo_runs.py", "-k", "beta or adapted or fifth"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",

@@ -18,7 +18,7 @@ MUTANTS = [
            "2 * reach, decay * decay", "2 * reach, decay",
            "terms far ahead decay as if they were near", "ppo_math"),
     Mutant("ppo-gae-padding", ADVANTAGES,
-           "torch.where(active, r + gamma", "torch.where(active | True, r + gamma",
+           "r, v = (torch.where(active, x.double(), 0.0) for", "r, v = (x.double() for",
            "what stands in the padding reaches the last tokens", "ppo_math"),
     Mutant("ppo-white-over-all", ADVANTAGES,
            "    counted = a[known]\n", "    counted = a.nan_to_num(nan=0.0).reshape(-1)\n",

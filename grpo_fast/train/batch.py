@@ -168,11 +168,11 @@ class StepBatch:
         for batch in self.micro_batches:
             setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
 
-    def mean_advantages(self) -> Tensor:
-        """(N·G,) the mean advantage of each completion's tokens."""
+    def used_advantages(self) -> Tensor:
+        """(N·G,) of the completions, or (R,) of their tokens, completion by completion."""
         if not self.has("token_advantages"):
             return self.advantages
-        return torch.stack([values.mean() for values in self.of_each("token_advantages")])
+        return torch.cat(self.of_each("token_advantages"))
 
     def _pack_part(self, part: Sequence[int], budget: int) -> list[MicroBatch]:
         groups = [list(members) for _, members in groupby(part, key=lambda i: i // self.group_size)]

@@ -16,32 +16,33 @@ import torch
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
-from grpo_fast.rewards import RewardSet, build_rewards
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples, scorer_for
 from grpo_fast.rollout import NonFiniteLogits, check_prompts
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
-from grpo_fast.train.collect import collect
+from grpo_fast.train.collect import Collected, collect
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic, load_critic, value_metrics
 from grpo_fast.train.evaluate import EvalResult, build_evaluation
 from grpo_fast.train.fixed import RewardKL, add_fixed
+from grpo_fast.train.folder import check_folder
 from grpo_fast.train.kl_weight import KLWeight
 from grpo_fast.train.loading import build_tokenizer, load_policy
 from grpo_fast.train.metrics import (
     Clock,
     LossMetrics,
     Work,
-    completion_metrics,
     finite,
     is_policy_alone,
-    readable,
-    reward_metrics,
     sampling_metrics,
 )
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
 from grpo_fast.train.policy import Policy, Reference
-from grpo_fast.train.report import RunReport, check_folder, kernels_line, memory_line
+from grpo_fast.train.prompts import PromptQueue, log_prompts
+from grpo_fast.train.report import RunReport, kernels_line, memory_line
+from grpo_fast.train.samples import rows_of
+from grpo_fast.train.trackers import check_trackers
 from grpo_fast.train.updates import Updates
 from grpo_fast.train.warm_start import warm_start
 
@@ -68,13 +69,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
     check_folder(config.output_dir)
-    rewards = build_rewards(config.rewards)
+    check_trackers(config.log.trackers)
+    rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
+    # Of examples that are made when asked for, all alike, the first is checked.
+    known = questions if isinstance(questions, list) else questions[:1]
+    check_examples(rewards, known, "training")
     policy = load_policy(config.model, build_tokenizer(config, questions))
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
-    # Of examples that are made when asked for, all alike, the first is checked.
     listed = examples if isinstance(examples, list) else examples[:1]
     check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
     evaluate = build_evaluation(config, policy, rewards)
@@ -115,24 +119,19 @@ def run_steps(
     config, after = trainer.config, None
     if trainer.updates == 1 and is_policy_alone(trainer.loss_config) and trainer.critic is None:
         report.note(LOSS_IS_ZERO)
+    queue = PromptQueue(examples)
     for step in range(1, config.steps + 1):
-        prompts = prompts_of(examples, step, config.rollout.prompts_per_step)
-        metrics, completions = trainer.step(step, prompts)
+        metrics, collected = trainer.step(step, queue)
+        log_prompts(report.folder, collected.prompts)
         if step == config.steps or (config.eval.every and step % config.eval.every == 0):
             metrics |= (after := evaluate().metrics)
         for row in trainer.update_rows:
             report.log(step, row)
         report.log(step, finite(metrics))
         every = config.log.completions_every
-        if every and (step == 1 or step % every == 0):
-            report.completions(step, completions)
+        if every and (step in (1, config.steps) or step % every == 0):
+            report.completions(step, trainer.rows(collected))
     return after
-
-
-def prompts_of(examples: Sequence[Example], step: int, count: int) -> list[Example]:
-    """The prompts of a step (from 1): the training set in its order, round and round."""
-    first = (step - 1) * count
-    return [examples[i % len(examples)] for i in range(first, first + count)]
 
 
 class Trainer:
@@ -160,15 +159,14 @@ class Trainer:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.steps = self.num_tokens = self.peak_memory = 0
 
-    def step(self, step: int, examples: list[Example]) -> tuple[dict[str, float], list[dict]]:
-        """A batch of completions and the updates it is good for: metrics, readable completions."""
+    def step(self, step: int, queue: PromptQueue) -> tuple[dict[str, float], Collected]:
+        """A batch of completions and the updates it is good for: metrics, and the completions."""
         self.steps = step
         config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
-        rollout, repeated, scores, advantages = collect(
-            self.policy, examples, self.rewards, config, step, clock
-        )
+        collected = collect(self.policy, queue, self.rewards, config, step, clock)
+        rollout = collected.rollout
         batch = StepBatch(
-            rollout, advantages, group_size=group_size, minibatches=config.minibatches,
+            rollout, collected.advantages, group_size=group_size, minibatches=config.minibatches,
             budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
             mask_truncated=config.rollout.mask_truncated,
         )  # fmt: skip
@@ -180,21 +178,28 @@ class Trainer:
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(rollout.lengths), done.merged()
         metrics = {
-            **reward_metrics(scores, group_size),
-            **completion_metrics(rollout),
+            **collected.metrics,
             **sampling_metrics(seen.logps),
             **self.learning_metrics(done, seen, batch),
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
-            **clock.metrics(generated, int(batch.trunk_tokens * done.passes)),
+            **clock.metrics(collected.generated, int(batch.trunk_tokens * done.passes)),
             **self.work.metrics(
                 batch.trunk_tokens, generated, updates=done.passes, seconds=clock.seconds["train"],
                 forwards=self.reads_reference + (self.updates > 1 or self.critic is not None),
             ),
         }  # fmt: skip
         self.adapt_beta(metrics.get("kl", math.nan), len(rollout.lengths))
-        answers = [example.answer for example in repeated[: config.log.completions]]
-        return metrics, readable(rollout, scores.total, batch.mean_advantages(), answers)
+        return metrics, collected._replace(advantages=batch.used_advantages())
+
+    def rows(self, collected: Collected) -> list[dict[str, Any]]:
+        """A step's completions for its table and for the page."""
+        answers = [e.answer for e in collected.examples if e.answer]
+        scorer = scorer_for(self.config.data.task, answers)
+        return rows_of(
+            collected, self.policy.tokenizer, scorer, count=self.config.log.completions,
+            group_size=self.config.rollout.group_size,
+        )  # fmt: skip
 
     def adapt_beta(self, kl: float, completions: int) -> None:
         """Lead the KL's weight towards the KL that is wanted, where one is."""

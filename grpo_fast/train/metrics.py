@@ -86,7 +86,8 @@ class LossMetrics:
 def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
     """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's.
 
-    NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none.
+    NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none, and
+    `rewards/<fn>/failed/<why>` those of a reason that occurred.
     """
     spread = torch.stack([_std(group) for group in scores.total.double().view(-1, group_size)])
     metrics = {
@@ -100,6 +101,8 @@ def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
             f"rewards/{name}/std": float(_std(values.double())),
             f"rewards/{name}/failed": float(scores.failures[name]),
         }
+        for why, count in scores.reasons[name].items():
+            metrics[f"rewards/{name}/failed/{why}"] = float(count)
     return metrics
 
 
@@ -154,20 +157,11 @@ def policy_gradient(
     return torch.autograd.grad(loss, logps)[0].norm()
 
 
-def readable(
-    rollout: Rollout, rewards: Tensor, advantages: Tensor, answers: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The first completions of a step, one for each of `answers`, for people to read."""
-    return [
-        {"prompt": rollout.prompts[i], "completion": rollout.texts[i], "answer": answers[i],
-         "reward": float(rewards[i]), "advantage": float(advantages[i]),
-         "truncated": rollout.truncated[i]}
-        for i in range(len(answers))
-    ]  # fmt: skip
-
-
 class Clock:
-    """Seconds and device memory of the parts of a step: `lap(name)` after each of them."""
+    """Seconds and device memory of the parts of a step: `lap(name)` after each of them.
+
+    A part that comes again adds to its seconds.
+    """
 
     def __init__(self) -> None:
         self.start = self.last = time.perf_counter()
@@ -177,10 +171,12 @@ class Clock:
     def lap(self, name: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            self.peaks[name] = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated()
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
             torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
-        self.seconds[name], self.last = now - self.last, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now
 
     def metrics(self, generated: int, trained: int) -> dict[str, float]:
         """step_time and perf/…, for so many tokens sampled and so many sent through the trunk."""

@@ -47,6 +47,12 @@ SUITES: dict[str, list[str]] = {
         "keeps_the_values or shuffled or early_stop or rate_that",
     ],
     "ppo_kl": ["tests/train/test_ppo_runs.py", "-k", "beta or adapted or fifth"],
+    "completions": ["tests/train/test_completions.py", "-k", "not browser"],
+    "trackers": ["tests/train/test_trackers.py"],
+    "paired": ["tests/train/test_paired.py"],
+    "eval": ["tests/train/test_eval_command.py"],
+    "evaluate": ["tests/train/test_evaluate.py"],
+    "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -62,6 +68,10 @@ SUITES: dict[str, list[str]] = {
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
     "rewards": ["tests/rewards/test_rewards_hostile.py", "-k", "changes_its_lists"],
+    "workers": ["tests/rewards/test_reward_workers.py", "-k", "not mathematics"],
+    "shaping": ["tests/rewards/test_reward_shaping.py"],
+    "scorer": ["tests/train/test_reward_model.py", "-k", "not to_a_policy"],
+    "dynamic": ["tests/train/test_dynamic_sampling.py", "-k", "not repeats_itself"],
     "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
@@ -119,9 +129,12 @@ def all_mutants() -> list[Mutant]:
         products,
         train,
         train_ppo,
+        train_rewards,
+        train_seeing,
     )
 
-    files = (objectives, loss, train, train_ppo, heads, kernels, gradients, products)
+    trainer = (train, train_ppo, train_rewards, train_seeing)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -5,7 +5,14 @@ here. Nothing here loads a model, so a typo is refused at once.
 """
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, home_path
-from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
+from grpo_fast.train.config.data import (
+    DataConfig,
+    DynamicSamplingConfig,
+    EvalConfig,
+    HeldOut,
+    RewardConfig,
+    RolloutConfig,
+)
 from grpo_fast.train.config.model import (
     CriticConfig,
     KLConfig,
@@ -20,6 +27,7 @@ from grpo_fast.train.config.run import LogConfig, LossSettings, RunConfig
 __all__ = [
     "CriticConfig",
     "DataConfig",
+    "DynamicSamplingConfig",
     "EvalConfig",
     "HeldOut",
     "KLConfig",

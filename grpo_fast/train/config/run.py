@@ -38,9 +38,11 @@ LossSettings = _loss_settings()
 class LogConfig(Section):
     """What is written while the run goes on."""
 
-    completions_every: Count = 10  # steps between readable samples; 0: none
-    completions: Positive = 8  # how many in each
+    completions_every: Count = 10  # steps between tables of completions; 0: none
+    completions: Positive = 8  # how many in each at least: groups are whole
+    page_megabytes: int = Field(8, ge=1, le=1024)  # completions.html; it holds fewer steps then
     every_update: bool = False  # a row of metrics for every optimizer update, beside a step's
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     progress: bool = True  # live progress bar
     save_model: bool = True
 
@@ -56,6 +58,7 @@ class RunConfig(Section):
     advantages: str = "normalized"
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     rewards: list[RewardConfig] = Field(min_length=1)
+    max_reward_failures: float = Field(0.5, ge=0, le=1)  # a larger share without one ends the run
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     steps: Count = 100
@@ -86,6 +89,7 @@ class RunConfig(Section):
         self._check_sampling_correction()
         if not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: expected a weight that is not 0, came 0 for all")
+        self._check_dynamic_sampling()
         if max(self.eval.k, default=1) > self.eval.samples:
             expected = f"expected values up to eval.samples = {self.eval.samples}"
             raise ValueError(f"eval.k: {expected}, came {self.eval.k}")
@@ -132,6 +136,19 @@ class RunConfig(Section):
         if self.max_ref_kl is not None and self.reference.kind == "none":
             expected = "expected frozen or synced beside max_ref_kl"
             raise ValueError(f"reference.kind: {expected}, came none")
+
+    def _check_dynamic_sampling(self) -> None:
+        """Refuse to judge by a reward that is not there, and groups that cannot have a spread."""
+        dynamic = self.rollout.dynamic
+        if dynamic is None:
+            return
+        labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
+        if dynamic.judged_by not in (None, *labels):
+            expected = f"expected one of the rewards {', '.join(labels)}"
+            raise ValueError(f"rollout.dynamic.judged_by: {expected}, came {dynamic.judged_by!r}")
+        if self.rollout.group_size < 2:
+            expected = "expected at least 2 beside rollout.dynamic"
+            raise ValueError(f"rollout.group_size: {expected}, came {self.rollout.group_size}")
 
     def _check_sampling_correction(self) -> None:
         """Refuse a correction by logps that the loss is not given, and logps it does not read."""

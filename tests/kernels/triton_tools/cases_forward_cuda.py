@@ -1,0 +1,142 @@
+"""The forward kernel of csrc/cuda, emulated on the CPU, behind the doors of the Triton kernels:
+against fp64 and against the interpreted slice_kernel.
+
+Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast.kernels.cpu import loader
+from grpo_fast.kernels.gpu import exponentials, forward_cuda, linear
+from grpo_fast.kernels.gpu.configs import CUDA_CONFIGS
+from grpo_fast.kernels.types import LogitRule
+from tests.kernels.cuda_tools import emulator
+from tests.kernels.triton_tools import formulas, interpreter  # noqa: F401 (which mends bf16)
+
+pytestmark = pytest.mark.skipif(loader.compiler() is None, reason="no C++ compiler")
+BF16_UNIT = 2.0**-8
+LP_BAR = 1e-5
+PLAIN = LogitRule(1.0, None, 1.0)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """A function that chooses a configuration, which every call then takes."""
+
+    def choose(config=CUDA_CONFIGS[0]):
+        for module in (forward_cuda, emulator):
+            monkeypatch.setattr(module, "cuda_config", lambda: config)
+        monkeypatch.setattr(forward_cuda, "takes", lambda *args, **options: True)
+        monkeypatch.setattr(forward_cuda, "partial_sums", emulator.partial_sums)
+
+    return choose
+
+
+def make(rows: int, depth: int, vocab: int):
+    g = torch.Generator().manual_seed(rows + depth + vocab)
+    hidden = torch.randn(rows, depth, generator=g).bfloat16()
+    weight = (torch.randn(vocab, depth, generator=g) * (2 / depth**0.5)).bfloat16()
+    # In the first column, the last, and on both sides of the borders of tiles.
+    places = torch.tensor([0, vocab - 1, 127, 128, 191, 192, 255, 256]).clamp(max=vocab - 1)
+    target = torch.randint(vocab, (rows,), generator=g)
+    target[: len(places)] = places[:rows]
+    return hidden, weight, None, target
+
+
+def assert_right(head, rule, stats, units=None, out=None):
+    """lse and logps, and the d-logits of random upstream gradients, against fp64."""
+    hidden, weight, _, target = head
+    raw = hidden.double() @ weight.double().T
+    z, slope = formulas.final(raw, *rule)
+    for actual, expected in zip(stats[:2], formulas.statistics(z, target), strict=False):
+        assert (actual - expected).abs().max() <= LP_BAR
+    if out is not None:
+        g = torch.linspace(-1, 1, len(target))
+        is_target = torch.arange(weight.shape[0]) == target[:, None]
+        assert (out[is_target] == 0).all()
+        actual = torch.where(is_target, (g * units[1])[:, None], (g * units[0])[:, None] * out)
+        expected = formulas.gradient(z, slope, target, g)
+        unit = torch.where(is_target, 0.0, BF16_UNIT)
+        assert ((actual - expected).abs() <= (unit + 2e-5) * expected.abs() + 1e-30).all()
+
+
+def written(head, rule):
+    out = torch.full((head[0].shape[0], head[1].shape[0]), float("nan"), dtype=torch.bfloat16)
+    stats, *units, _ = exponentials.head_exponentials(*head, rule, out)
+    return stats, units, out
+
+
+# Fewer rows than a warp, a block, a cluster, and more; a last tile of columns of 1, 104 and 192; a
+# depth of one stage that is not full, of fewer stages than the ring has, of more, of no multiple.
+SHAPES = ((5, 8, 193), (130, 72, 296), (257, 128, 384), (300, 392, 700))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", CUDA_CONFIGS, ids=lambda c: "x".join(map(str, c)))
+def test_against_fp64(emulated, config, shape):
+    emulated(config)
+    head, rule = make(*shape), LogitRule(0.9, None, 0.7)
+    stats, units, out = written(head, rule)
+    assert_right(head, rule, stats, units, out)
+
+
+def test_without_exponentials_the_same_bits(emulated):
+    emulated()
+    head = make(140, 136, 500)
+    stats, _, _ = written(head, PLAIN)
+    bare = linear.head_logps(*head, PLAIN, return_entropy=False)
+    assert_right(head, PLAIN, bare)
+    assert torch.equal(bare[0], stats[0]) and torch.equal(bare[1], stats[1])
+
+
+def test_as_the_triton_kernel_says(emulated):
+    head = make(70, 64, 400)
+    expected = written(head, PLAIN)
+    emulated()
+    stats, units, out = written(head, PLAIN)
+    torch.testing.assert_close(stats[:2], expected[0][:2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(units, list(expected[1]), rtol=2e-5, atol=0)
+    torch.testing.assert_close(out, expected[2], rtol=2 * BF16_UNIT, atol=0)
+
+
+def test_a_row_depends_on_itself_alone(emulated):
+    emulated()
+    hidden, weight, _, target = make(150, 64, 300)
+    stats, _, out = written((hidden, weight, None, target), PLAIN)
+    few = slice(140, 147)
+    again, _, out_again = written((hidden[few], weight, None, target[few]), PLAIN)
+    assert torch.equal(again[1], stats[1][few]) and torch.equal(out_again, out[few])
+
+
+def test_nan_infinity_and_far_rows(emulated):
+    """A row of NaN stays one and stores zeros; a row whose target is far below is swept again; ids
+    outside of the vocabulary have no column.
+    """
+    emulated()
+    hidden, weight, _, target = make(40, 64, 300)
+    hidden[3, 5], hidden[4] = float("nan"), hidden[4] * 12
+    target[4] = (hidden[4].float() @ weight.float().T).argmin()
+    target[6], target[7] = -100, 300
+    stats, units, out = written((hidden, weight, None, target), PLAIN)
+    assert stats[1][3].isnan() and (out[3] == 0).all() and out.isfinite().all()
+    kept = torch.tensor([r for r in range(40) if r not in (3, 6, 7)])
+    head = (hidden[kept], weight, None, target[kept])
+    stats, units = [x[kept] for x in stats[:2]], [x[kept] for x in units]
+    assert -stats[1][kept.tolist().index(4)] > 40
+    assert_right(head, PLAIN, stats, units, out[kept])
+
+
+@pytest.mark.parametrize("clusters", [1, 3])
+@pytest.mark.parametrize("config", CUDA_CONFIGS[:2], ids=lambda c: "x".join(map(str, c)))
+def test_any_number_of_clusters_and_any_group(emulated, monkeypatch, config, clusters):
+    """The same bits, whichever cluster takes a tile and in whatever order the tiles come."""
+    emulated(config)
+    hidden, weight, _, target = make(600, 64, 500)
+    p = linear.problem(hidden, weight, None, target, PLAIN)
+    expected = emulator.sweep(p, None)
+    monkeypatch.setattr(forward_cuda, "GROUP_BYTES", 2 * config.block_t * 128 * 2)  # of 2 pairs
+    assert forward_cuda.scalars_of(p, config).group == 2
+    assert torch.equal(emulator.sweep(p, None, clusters=clusters, seed=7), expected)

@@ -69,6 +69,11 @@ SUITES: dict[str, list[str]] = {
     "triton_linear": ["tests/kernels/triton_tools/cases_linear.py"],
     "triton_gradients": ["tests/kernels/triton_tools/cases_gradients.py"],
     "triton_weights": ["tests/kernels/triton_tools/cases_weights.py"],
+    "triton_forward_cuda": [
+        "tests/kernels/triton_tools/cases_forward_cuda.py",
+        "-k",
+        "any_number and 128x192 or fp64 and 128x192",
+    ],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -101,9 +106,18 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
+    from tests.mutation import (
+        forward_cuda,
+        gradients,
+        heads,
+        kernels,
+        loss,
+        objectives,
+        products,
+        train,
+    )
 
-    files = (objectives, loss, train, heads, kernels, gradients, products)
+    files = (objectives, loss, train, heads, kernels, gradients, products, forward_cuda)
     return [m for file in files for m in file.MUTANTS]
 
 

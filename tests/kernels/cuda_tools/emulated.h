@@ -54,7 +54,7 @@ struct Barrier {
     }
 };
 
-constexpr int kWarpSize = 32, kSharedBytes = 232448, kPatienceSeconds = 20;
+constexpr int kWarpSize = 32, kSharedBytes = 232448, kPatienceSeconds = 60;
 
 struct Warp {
     std::barrier<> barrier{kWarpSize};

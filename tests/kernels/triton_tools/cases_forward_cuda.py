@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.gpu import exponentials, forward_cuda, linear
+from grpo_fast.kernels.gpu import forward_cuda, linear
 from grpo_fast.kernels.gpu.configs import CUDA_CONFIGS
 from grpo_fast.kernels.types import LogitRule
 from tests.kernels.cuda_tools import emulator
-from tests.kernels.triton_tools import formulas, interpreter  # noqa: F401 (which mends bf16)
+from tests.kernels.cuda_tools.parity import BF16_UNIT, PLAIN, SHAPES, assert_right, make, written
+from tests.kernels.triton_tools import interpreter  # noqa: F401 (it mends the interpreter's bf16)
 
 pytestmark = pytest.mark.skipif(loader.compiler() is None, reason="no C++ compiler")
-BF16_UNIT = 2.0**-8
-LP_BAR = 1e-5
-PLAIN = LogitRule(1.0, None, 1.0)
 
 
 @pytest.fixture
@@ -33,45 +31,6 @@ def emulated(monkeypatch):
         monkeypatch.setattr(forward_cuda, "partial_sums", emulator.partial_sums)
 
     return choose
-
-
-def make(rows: int, depth: int, vocab: int):
-    g = torch.Generator().manual_seed(rows + depth + vocab)
-    hidden = torch.randn(rows, depth, generator=g).bfloat16()
-    weight = (torch.randn(vocab, depth, generator=g) * (2 / depth**0.5)).bfloat16()
-    # In the first column, the last, and on both sides of the borders of tiles.
-    places = torch.tensor([0, vocab - 1, 127, 128, 191, 192, 255, 256]).clamp(max=vocab - 1)
-    target = torch.randint(vocab, (rows,), generator=g)
-    target[: len(places)] = places[:rows]
-    return hidden, weight, None, target
-
-
-def assert_right(head, rule, stats, units=None, out=None):
-    """lse and logps, and the d-logits of random upstream gradients, against fp64."""
-    hidden, weight, _, target = head
-    raw = hidden.double() @ weight.double().T
-    z, slope = formulas.final(raw, *rule)
-    for actual, expected in zip(stats[:2], formulas.statistics(z, target), strict=False):
-        assert (actual - expected).abs().max() <= LP_BAR
-    if out is not None:
-        g = torch.linspace(-1, 1, len(target))
-        is_target = torch.arange(weight.shape[0]) == target[:, None]
-        assert (out[is_target] == 0).all()
-        actual = torch.where(is_target, (g * units[1])[:, None], (g * units[0])[:, None] * out)
-        expected = formulas.gradient(z, slope, target, g)
-        unit = torch.where(is_target, 0.0, BF16_UNIT)
-        assert ((actual - expected).abs() <= (unit + 2e-5) * expected.abs() + 1e-30).all()
-
-
-def written(head, rule):
-    out = torch.full((head[0].shape[0], head[1].shape[0]), float("nan"), dtype=torch.bfloat16)
-    stats, *units, _ = exponentials.head_exponentials(*head, rule, out)
-    return stats, units, out
-
-
-# Fewer rows than a warp, a block, a cluster, and more; a last tile of columns of 1, 104 and 192; a
-# depth of one stage that is not full, of fewer stages than the ring has, of more, of no multiple.
-SHAPES = ((5, 8, 193), (130, 72, 296), (257, 128, 384), (300, 392, 700))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -126,13 +126,18 @@ def compiled(config: CudaConfig, *, store: bool) -> tuple[bytes, str]:
     return bytes(cubin), said
 
 
+@functools.cache
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def driver(function: str, *arguments: object) -> None:
     """A call of the CUDA driver.
 
     Raises:
         RuntimeError: it does not succeed.
     """
-    status = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
+    status = getattr(library(), function)(*arguments)
     if status:
         raise RuntimeError(f"{function}: expected status 0 of the CUDA driver, got {status}")
 

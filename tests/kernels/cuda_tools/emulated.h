@@ -31,7 +31,7 @@ using std::max, std::min;
 #define KERNEL(threads) static void
 #define TENSOR_MAP const TensorMap
 #define REQUIRE(condition, ...)                                                                    \
-    if (!(condition)) std::fprintf(stderr, __VA_ARGS__), std::fputs("\n", stderr), std::_Exit(1)
+    if (!(condition)) std::fprintf(stderr, __VA_ARGS__), std::fputs("\n", stderr), std::abort()
 
 struct TensorMap {  // a matrix of bf16, taken in boxes of `box` rows of 64
     uint16_t* data;
@@ -54,7 +54,7 @@ struct Barrier {
     }
 };
 
-constexpr int kWarpSize = 32, kSharedBytes = 232448, kPatienceSeconds = 60;
+constexpr int kWarpSize = 32, kSharedBytes = 232448, kPatienceSeconds = 30;
 
 struct Warp {
     std::barrier<> barrier{kWarpSize};

@@ -1,30 +1,32 @@
 """csrc/cuda/forward.cu on a CPU, thread by thread, with the functions of emulated.h in the place of
-Hopper's instructions.
+Hopper's instructions and a driver that starts it: forward_cuda.py runs as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.gpu import forward_cuda
-from grpo_fast.kernels.gpu.configs import CudaConfig, cuda_config
-from grpo_fast.kernels.gpu.problem import Problem
+from grpo_fast.kernels.gpu.configs import CudaConfig
 
 TOOLS = Path(__file__).resolve().parent
-FLAGS = ["-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas"]
+FLAGS = ("-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas")
+LIBRARY, RACES = ("-shared", "-fPIC"), ("-fsanitize=thread", "-g")
 
 
 @functools.cache
-def program(config: CudaConfig, *, store: bool, flags: tuple[str, ...] = ()) -> Path:
-    """The kernel of a configuration, as a program of the host."""
+def built(config: CudaConfig, *, store: bool, flags: tuple[str, ...] = LIBRARY) -> Path:
+    """The driver with this kernel, or with `RACES` a program."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-fast-emulator-"))
     (folder / "constants.h").write_text(forward_cuda.constants(config, store=store))
     includes = [f"-I{path}" for path in (folder, loader.source_folder() / "cuda", TOOLS)]
@@ -37,42 +39,35 @@ def program(config: CudaConfig, *, store: bool, flags: tuple[str, ...] = ()) -> 
     return folder / "forward"
 
 
-def sweep(
-    p: Problem, stored: tuple[Tensor, Tensor] | None, *, clusters: int = 2, seed: int = 0,
-    flags: tuple[str, ...] = (),
-) -> Tensor:  # fmt: skip
-    """In the place of `forward_cuda.sweep`, for tensors on the CPU."""
-    config = cuda_config()
-    scalars, (rows, depth) = forward_cuda.scalars_of(p, config), p.hidden.shape
-    raw_target = stored[1] if stored else torch.zeros(rows)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "problem").write_bytes(bytes(scalars))
-        tensors = {"hidden": p.hidden, "weight": p.weight, "target": p.target_ids}
-        for file, tensor in {**tensors, "raw_target": raw_target}.items():
-            raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-            (folder / file).write_bytes(raw)
-        executable = program(config, store=stored is not None, flags=flags)
-        done = subprocess.run(
-            [str(executable), name, *map(str, (depth, clusters, seed))],
-            capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        if stored:
-            matrix = from_file(folder / "matrix", torch.bfloat16).view(rows, -1)
-            columns = p.weight.shape[0]
-            assert matrix[:, columns:].isnan().all(), "written beyond the vocabulary"
-            stored[0].copy_(matrix[:, :columns])
-        return from_file(folder / "partial", torch.float32).view(3, -1, rows)
+class Emulator:
+    """In the place of a GPU with `clusters` pairs of multiprocessors; `swept`: calls so far."""
 
+    def __init__(self, monkeypatch: Any, config: CudaConfig) -> None:
+        self.clusters, self.swept = 2, 0
+        self.library = ctypes.CDLL(str(built(config, store=True)))
+        self.sweep = forward_cuda.sweep
+        stream, here = SimpleNamespace(cuda_stream=0), contextlib.nullcontext()
+        for name, value in (
+            ("forward_kernel", lambda: "cuda"),
+            ("architecture", lambda device: "sm_90"),
+            ("cuda_config", lambda: config),
+            ("compiled", self.compiled),
+            ("loaded", forward_cuda.loaded.__wrapped__),
+            ("library", lambda: self.library),
+            ("sweep", self.counted),
+        ):
+            monkeypatch.setattr(forward_cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", self.properties)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: here)
 
-def from_file(file: Path, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(file.read_bytes()), dtype=dtype)
+    def properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=2 * self.clusters)
 
+    def compiled(self, config: CudaConfig, *, store: bool) -> tuple[bytes, str]:
+        self.library = ctypes.CDLL(str(built(config, store=store)))
+        return b"", ""
 
-def partial_sums(
-    p: Problem, out: Tensor | None, raw_target: Tensor | None
-) -> Iterator[tuple[slice, Tensor]]:
-    """`forward_cuda.partial_sums` with the emulated kernel."""
-    stored = None if out is None else (out, raw_target)
-    yield slice(0, p.hidden.shape[0]), sweep(p, stored)
+    def counted(self, *arguments: Any) -> torch.Tensor:
+        self.swept += 1
+        return self.sweep(*arguments)

@@ -13,7 +13,7 @@ from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.gpu import forward_cuda, linear
 from grpo_fast.kernels.gpu.configs import CUDA_CONFIGS
 from grpo_fast.kernels.types import LogitRule
-from tests.kernels.cuda_tools import emulator
+from tests.kernels.cuda_tools.emulator import Emulator
 from tests.kernels.cuda_tools.parity import BF16_UNIT, PLAIN, SHAPES, assert_right, make, written
 from tests.kernels.triton_tools import interpreter  # noqa: F401 (it mends the interpreter's bf16)
 
@@ -22,24 +22,24 @@ pytestmark = pytest.mark.skipif(loader.compiler() is None, reason="no C++ compil
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """A function that chooses a configuration, which every call then takes."""
-
-    def choose(config=CUDA_CONFIGS[0]):
-        for module in (forward_cuda, emulator):
-            monkeypatch.setattr(module, "cuda_config", lambda: config)
-        monkeypatch.setattr(forward_cuda, "takes", lambda *args, **options: True)
-        monkeypatch.setattr(forward_cuda, "partial_sums", emulator.partial_sums)
-
-    return choose
+    """emulated(config): from there on the forward kernel of csrc/cuda runs, on the CPU."""
+    return lambda config=CUDA_CONFIGS[0]: Emulator(monkeypatch, config)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("config", CUDA_CONFIGS, ids=lambda c: "x".join(map(str, c)))
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        *((config, shape) for config in CUDA_CONFIGS[:2] for shape in SHAPES),
+        *((config, SHAPES[-1]) for config in CUDA_CONFIGS[2:]),
+    ],
+    ids=lambda x: "x".join(map(str, x)),
+)
 def test_against_fp64(emulated, config, shape):
-    emulated(config)
+    emulator = emulated(config)
     head, rule = make(*shape), LogitRule(0.9, None, 0.7)
     stats, units, out = written(head, rule)
     assert_right(head, rule, stats, units, out)
+    assert emulator.swept == 1
 
 
 def test_without_exponentials_the_same_bits(emulated):
@@ -91,11 +91,17 @@ def test_nan_infinity_and_far_rows(emulated):
 @pytest.mark.parametrize("clusters", [1, 3])
 @pytest.mark.parametrize("config", CUDA_CONFIGS[:2], ids=lambda c: "x".join(map(str, c)))
 def test_any_number_of_clusters_and_any_group(emulated, monkeypatch, config, clusters):
-    """The same bits, whichever cluster takes a tile and in whatever order the tiles come."""
-    emulated(config)
-    hidden, weight, _, target = make(600, 64, 500)
-    p = linear.problem(hidden, weight, None, target, PLAIN)
-    expected = emulator.sweep(p, None)
-    monkeypatch.setattr(forward_cuda, "GROUP_BYTES", 2 * config.block_t * 128 * 2)  # of 2 pairs
+    """The same bits, whichever cluster takes a tile and in whatever order the tiles come; and rows
+    that are swept in several calls.
+    """
+    head, emulator = make(600, 64, 500), emulated(config)
+    expected = linear.head_logps(*head, PLAIN, return_entropy=False)[1]
+    emulator.clusters = clusters
+    monkeypatch.setattr(forward_cuda, "GROUP_BYTES", 2 * 2 * config.block_t * 64 * 2)  # two pairs
+    p = linear.problem(*head, PLAIN)
     assert forward_cuda.scalars_of(p, config).group == 2
-    assert torch.equal(emulator.sweep(p, None, clusters=clusters, seed=7), expected)
+    assert torch.equal(linear.head_logps(*head, PLAIN, return_entropy=False)[1], expected)
+    assert emulator.swept == 2
+    monkeypatch.setattr(forward_cuda, "ROWS_AT_ONCE", 256)
+    assert torch.equal(linear.head_logps(*head, PLAIN, return_entropy=False)[1], expected)
+    assert emulator.swept == 5

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <algorithm>
-#include <barrier>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -54,10 +53,30 @@ struct Barrier {
     }
 };
 
+// Of a warp or a cluster. (std::barrier spins, and there are more threads than processors.)
+struct Meeting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int count, missing = count;
+    unsigned number = 0;
+    explicit Meeting(int count) : count(count) {}
+
+    void arrive_and_wait() {
+        std::unique_lock lock(mutex);
+        const unsigned now = number;
+        if (--missing == 0) {
+            missing = count, ++number;
+            changed.notify_all();
+        } else {
+            changed.wait(lock, [&] { return number != now; });
+        }
+    }
+};
+
 constexpr int kWarpSize = 32, kSharedBytes = 232448, kPatienceSeconds = 30;
 
 struct Warp {
-    std::barrier<> barrier{kWarpSize};
+    Meeting barrier{kWarpSize};
     float values[kWarpSize];
 };
 
@@ -90,7 +109,7 @@ struct Store {
 
 struct Thread {
     Block* blocks[2];
-    std::barrier<>* cluster;
+    Meeting* cluster;
     int index, block, cluster_index, cluster_count;
     std::vector<Product> open;                 // products that are not committed
     std::deque<std::vector<Product>> groups;   // committed, not waited for
@@ -246,9 +265,11 @@ DEVICE float from_lane_xor(float value, int mask) { return from_lane(value, self
 DEVICE int from_first_lane(int value) { return int(from_lane(float(value), 0)); }
 
 DEVICE bool any_lane(bool value) {
-    float sum = value;
-    for (int mask = 1; mask < 32; mask *= 2) sum += from_lane_xor(sum, mask);
-    return sum > 0;
+    from_lane(value, 0);  // leaves the values of all lanes
+    const float* const values = self.warp().values;
+    const bool found = std::any_of(values, values + kWarpSize, [](float x) { return x != 0; });
+    warp_sync();
+    return found;
 }
 
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
@@ -269,7 +290,7 @@ template <class Kernel>
 void launch(int clusters, int threads, unsigned seed, Kernel kernel) {
     for (int cluster = 0; cluster < clusters; ++cluster) {
         Block first(threads), second(threads);
-        std::barrier barrier(2 * threads);
+        Meeting barrier(2 * threads);
         std::vector<std::thread> running;
         for (int i = 0; i < 2 * threads; ++i)
             running.emplace_back([&, i] {

@@ -70,7 +70,7 @@ struct Ring {
     DEVICE uint32_t weight(int step) const { return hidden(step) + kHiddenBytes; }
     DEVICE uint32_t filled(int step) const { return memory + kBarriersAt + step % kStages * 8; }
     DEVICE uint32_t emptied(int step) const { return filled(step) + kStages * 8; }
-    DEVICE uint32_t turn(int group) const { return memory + kBarriersAt + (2 * kStages + group) * 8; }
+    DEVICE uint32_t turn(int group) const { return filled(0) + (2 * kStages + group) * 8; }
     static DEVICE uint32_t parity(int step) { return step / kStages & 1; }
 };
 

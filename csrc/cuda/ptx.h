@@ -49,8 +49,8 @@ DEVICE void barrier_expect(uint32_t barrier, int bytes) {
                  : "memory");
 }
 
-// One arrival at the same barrier of another block of the cluster, or of this one. It publishes no
-// writes to the other block (release.cluster would wait for all stores to memory): a stage was read.
+// One arrival at the same barrier of another block of the cluster, or of this one. A stage was read:
+// nothing is published to the other block (release.cluster would wait for all stores to memory).
 DEVICE void barrier_arrive(uint32_t barrier, int block) {
     asm volatile(
         "{\n.reg .b32 there;\n"
@@ -156,6 +156,8 @@ DEVICE float exp2_fast(float x) {
 // Two numbers as bf16, the first in the lower half; a NaN or a negative one becomes 0.
 DEVICE uint32_t positive_pair(float first, float second) {
     uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(fmaxf(second, 0.f)), "f"(fmaxf(first, 0.f)));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+        : "=r"(pair)
+        : "f"(fmaxf(second, 0.f)), "f"(fmaxf(first, 0.f)));
     return pair;
 }

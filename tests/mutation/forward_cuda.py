@@ -12,7 +12,8 @@ def mutant(name: str, old: str, new: str, why: str) -> Mutant:
 
 
 MUTANTS = [
-    mutant("no-turns", "if (kTeams == 2) barrier_wait(ring.turn(team), nth / 2 + team + 1 & 1);", "",
+    mutant("no-turns",
+           "if (kTeams == 2) barrier_wait(ring.turn(team), nth / 2 + team + 1 & 1);", "",
            "a team takes an old use of a stage, of the same parity, for its own"),
     mutant("turn-parity", "nth / 2 + team + 1 & 1", "nth + team + 1 & 1",
            "the parity of a turn counts the tiles of both teams"),
@@ -37,7 +38,8 @@ MUTANTS = [
            "the second 64 rows of a tile begin at its row 32"),
     mutant("column-edge", "column >= inside", "column > inside",
            "a column beyond the vocabulary is summed"),
-    mutant("target-edge", "id < tile.column + min(inside, kBlockV)", "id < tile.column + kBlockV - 1",
+    mutant("target-edge", "id < tile.column + min(inside, kBlockV)",
+           "id < tile.column + kBlockV - 1",
            "a target in the last column of a tile counts as an ordinary one"),
     mutant("last-group", "min(p.pairs - first, p.group)", "p.group",
            "pairs of row blocks that do not fill a group take other places"),

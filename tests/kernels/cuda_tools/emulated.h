@@ -1,13 +1,14 @@
 // The functions of csrc/cuda/ptx.h on a CPU: every CUDA thread is a thread of the host.
 //
 // What runs by itself on the GPU runs here as late as the instructions allow: a product reads its
-// tiles when somebody waits for it, a store reads its buffer when somebody waits for that. Code that
-// releases a stage or writes into a buffer too early then computes something else, and a thread
+// tiles when somebody waits for it, a store its buffer when somebody waits for that. Code that gives
+// back a stage or writes into a buffer too early then computes something else, and a thread
 // sanitizer names the two places. Barriers keep phases, arrivals and bytes as PTX defines them; one
 // that nobody completes ends the program.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -17,7 +18,6 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -141,6 +141,7 @@ DEVICE void barrier_init(uint32_t barrier, int count) {
 }
 
 DEVICE void fence_barrier_init() {}
+DEVICE void fence_before_store() {}
 DEVICE void cluster_sync() { self.cluster->arrive_and_wait(); }
 
 DEVICE void barrier_expect(uint32_t barrier, int bytes) {
@@ -158,7 +159,8 @@ DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
     std::unique_lock lock(b.mutex);
     const bool is_over = b.changed.wait_for(lock, std::chrono::seconds(kPatienceSeconds),
                                             [&] { return (b.phase & 1) != parity; });
-    REQUIRE(is_over, "thread %d of block %d waits for ever at %u: phase %u, parity %u, %d of %d to arrive, %lld bytes", self.index, self.block, barrier, b.phase, parity, b.pending, b.count, (long long)b.bytes);
+    REQUIRE(is_over, "thread %d of block %d waits for ever at %u: phase %u, parity %u, %d missing",
+            self.index, self.block, barrier, b.phase, parity, b.pending);
 }
 
 // The tile stands in shared memory in rows of 128 swizzled bytes.
@@ -182,8 +184,6 @@ DEVICE void load_tile_to_both(const TensorMap& map, uint32_t barrier, uint32_t t
                               int row) {
     for (Block* block : self.blocks) load_into(*block, map, barrier, to, column, row);
 }
-
-DEVICE void fence_before_store() {}
 
 DEVICE void store_tile(const TensorMap& map, uint32_t from, int column, int row) {
     REQUIRE(from % 1024 == 0, "a tile at %u", from);
@@ -209,10 +209,7 @@ DEVICE float operand(uint64_t descriptor, int row, int k) {
     const uint32_t start = (descriptor & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
     uint16_t bits;
     std::memcpy(&bits, self.own().swizzled(start + row / 8 * stride + row % 8 * 128 + 2 * k), 2);
-    const uint32_t wide = uint32_t(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return value;
+    return std::bit_cast<float>(uint32_t(bits) << 16);
 }
 
 template <int kCount>
@@ -228,7 +225,7 @@ DEVICE void wgmma_commit() {
     self.groups.push_back(std::exchange(self.open, {}));
 }
 
-// Registers 4j + 2r + i of a thread: row lane / 4 + 8r of its warp's 16, column 8j + 2·(lane % 4) + i.
+// Register 4j + 2r + i of a thread: row lane / 4 + 8r of its warp's 16, column 8j + lane % 4 * 2 + i.
 static void run(const Product& p) {
     const int lane = self.index % 32, warp = self.index / 32 % 4;
     for (int i = 0; i < p.columns / 2; ++i) {
@@ -247,9 +244,9 @@ static void wgmma_wait() {
     warp_sync();
 }
 
-template <int kRegisters>
+template <int>
 DEVICE void take_registers() {}
-template <int kRegisters>
+template <int>
 DEVICE void give_registers() {}
 
 DEVICE float from_lane(float value, int lane) {
@@ -261,7 +258,7 @@ DEVICE float from_lane(float value, int lane) {
     return other;
 }
 
-DEVICE float from_lane_xor(float value, int mask) { return from_lane(value, self.index % 32 ^ mask); }
+DEVICE float from_lane_xor(float x, int mask) { return from_lane(x, self.index % 32 ^ mask); }
 DEVICE int from_first_lane(int value) { return int(from_lane(float(value), 0)); }
 
 DEVICE bool any_lane(bool value) {
@@ -277,9 +274,7 @@ DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE uint32_t positive_pair(float first, float second) {
     uint32_t pair = 0;
     for (float value : {second, first}) {
-        value = std::fmax(value, 0.f);
-        uint32_t bits;
-        std::memcpy(&bits, &value, 4);
+        const uint32_t bits = std::bit_cast<uint32_t>(std::fmax(value, 0.f));
         pair = pair << 16 | (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
     return pair;

@@ -220,6 +220,10 @@ def problem(
     return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
 
 
+def slice_count(p: Problem) -> int:
+    return triton.cdiv(p.weight.shape[0], SLICE_COLUMNS)
+
+
 def sweep(
     p: Problem,
     partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
@@ -249,7 +253,7 @@ def sweep(
     )
     destination = tiles(out, config.block_t, config.piece) if store_tma else out
     launch(
-        slice_kernel, triton.cdiv(rows, config.block_t) * p.slices,
+        slice_kernel, triton.cdiv(rows, config.block_t) * slice_count(p),
         *sources(p.hidden, p.weight, config), p.bias, p.target_ids, temperature_ptr, destination,
         raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
@@ -270,7 +274,7 @@ def partial_sums(
         yield from forward_cuda.partial_sums(p, out, raw_target)
         return
     rows, device = p.hidden.shape[0], p.hidden.device
-    sums = (4 if entropy else 3, p.slices, rows)
+    sums = (4 if entropy else 3, slice_count(p), rows)
     partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
     sweep(p, partial, out, raw_target)
     yield slice(0, rows), partial

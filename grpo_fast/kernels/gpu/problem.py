@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import SLICE_COLUMNS
 from grpo_fast.kernels.types import LogitRule
 
 
@@ -18,10 +17,6 @@ class Problem(NamedTuple):
     bias: Tensor | None  # (V,)
     target_ids: Tensor  # (T,)
     rule: LogitRule
-
-    @property
-    def slices(self) -> int:
-        return -(-self.weight.shape[0] // SLICE_COLUMNS)
 
     @property
     def is_light(self) -> bool:

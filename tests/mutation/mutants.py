@@ -90,6 +90,11 @@ SUITES: dict[str, list[str]] = {
     "triton_linear": ["tests/kernels/triton_tools/cases_linear.py"],
     "triton_gradients": ["tests/kernels/triton_tools/cases_gradients.py"],
     "triton_weights": ["tests/kernels/triton_tools/cases_weights.py"],
+    "triton_forward_cuda": [
+        "tests/kernels/triton_tools/cases_forward_cuda.py",
+        "-k",
+        "128x192 and (300x392x700 or any_number)",
+    ],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -123,6 +128,7 @@ class Mutant(NamedTuple):
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
     from tests.mutation import (
+        forward_cuda,
         gradients,
         heads,
         kernels,
@@ -137,7 +143,7 @@ def all_mutants() -> list[Mutant]:
     )
 
     trainer = (train, train_compare, train_ppo, train_rewards, train_seeing)
-    files = (objectives, loss, *trainer, heads, kernels, gradients, products)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products, forward_cuda)
     return [m for file in files for m in file.MUTANTS]
 
 

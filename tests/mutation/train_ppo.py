@@ -5,9 +5,18 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 ADVANTAGES, VALUE = (f"grpo_fast/objective/{x}.py" for x in ("advantages", "value"))
-CRITIC, FIXED, BATCH, LOOP, UPDATES, KL_WEIGHT, ACCUMULATE, OPTIMIZER = (
+CRITIC, FIXED, BATCH, TRAINER, UPDATES, KL_WEIGHT, ACCUMULATE, OPTIMIZER = (
     f"grpo_fast/train/{x}.py"
-    for x in ("critic", "fixed", "batch", "loop", "updates", "kl_weight", "accumulate", "optimizer")
+    for x in (
+        "critic",
+        "fixed",
+        "batch",
+        "trainer",
+        "updates",
+        "kl_weight",
+        "accumulate",
+        "optimizer",
+    )
 )
 
 MUTANTS = [
@@ -78,13 +87,13 @@ MUTANTS = [
     Mutant("ppo-old-values-forgotten", BATCH,
            '"old_logps", "ref_logps", "old_values", "returns"', '"old_logps", "ref_logps", "returns"',
            "values are lost when a batch is packed anew", "ppo_step"),
-    Mutant("ppo-shuffle-once", LOOP,
+    Mutant("ppo-shuffle-once", TRAINER,
            "/shuffle/{step}/{epoch}", "/shuffle/{step}",
            "every pass of a step deals the same minibatches", "ppo_passes"),
-    Mutant("ppo-shuffle-seed", LOOP,
+    Mutant("ppo-shuffle-seed", TRAINER,
            'f"{config.seed}/shuffle', 'f"shuffle',
            "another seed deals the same minibatches", "ppo_passes"),
-    Mutant("ppo-keep-fixed", LOOP,
+    Mutant("ppo-keep-fixed", TRAINER,
            "keep_fixed=len(done) > 0", "keep_fixed=False",
            "out of memory after an update: values of weights that have moved", "ppo_passes"),
     Mutant("ppo-stop-by-last", UPDATES,
@@ -93,13 +102,13 @@ MUTANTS = [
     Mutant("ppo-stop-schedule", OPTIMIZER,
            "        self.steps += steps\n", "",
            "after an early stop the schedule falls behind", "ppo_passes"),
-    Mutant("ppo-rate-of-the-next", LOOP,
+    Mutant("ppo-rate-of-the-next", TRAINER,
            "\"learning_rate\": done.rates[-1]", "\"learning_rate\": self.optimizer.learning_rate",
            "the rate of the next step is logged", "ppo_passes"),
     Mutant("ppo-beta-unclipped", KL_WEIGHT,
            "min(max(kl / self.config.target - 1, -MOST), MOST)", "kl / self.config.target - 1",
            "one step of a large KL multiplies beta", "ppo_kl"),
-    Mutant("ppo-beta-unused", LOOP,
+    Mutant("ppo-beta-unused", TRAINER,
            "self.loss_config = self.loss_config.replace(beta=self.beta.value)", "pass",
            "beta is adapted, and the loss keeps the first one", "ppo_kl"),
     Mutant("ppo-no-verdict", BATCH,

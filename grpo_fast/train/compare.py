@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_fast.data import escape_control, reason
+from grpo_fast.train import compare_plot
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.curves import Rows, read_metrics, series
 from grpo_fast.train.evaluate import mean_and_error
@@ -81,8 +82,6 @@ def compare(
         ValueError: a setting that any of the runs refuses, before the first one starts; a folder
             that holds runs of other settings.
     """
-    from grpo_fast.train.compare_plot import plot
-
     stems = "-".join(Path(name).stem for name in recipe.split(","))
     folder = Path(out) if out is not None else Path("runs") / f"compare-{stems}"
     found = Comparison(recipe, plan_arms(recipe, words, seeds, folder))
@@ -107,7 +106,8 @@ def compare(
     (folder / "table.md").write_text(table(found), encoding="utf-8")
     (folder / "compare.json").write_text(json.dumps(numbers(found), indent=2) + "\n", "utf-8")
     if any(found.rows.values()):
-        say(f"picture: {plot(found, folder / 'compare.png')}")
+        settings = {arm.name: arm.values for arm in found.arms}
+        say(f"picture: {compare_plot.plot(found.rows, settings, folder / 'compare.png')}")
     return found
 
 

@@ -17,8 +17,6 @@ from grpo_fast.train.evaluate import mean_and_error
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from grpo_fast.train.compare import Comparison
-
 PANELS = {
     "Reward": "reward",
     "Loss": "loss",
@@ -28,13 +26,18 @@ PANELS = {
 MOST_LINES = 8  # in one panel
 
 
-def plot(found: Comparison, path: Path) -> Path:
-    """Draw it; panels without a value are left out."""
+def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> Path:
+    """Draw it; panels without a value are left out.
+
+    Args:
+        rows: name of a setting → metrics of each of its runs.
+        settings: the same name → keys of the grid with their values.
+    """
     from matplotlib.figure import Figure
 
-    groups = grouped(found)
-    everything = [rows for runs in found.rows.values() for rows in runs]
-    titles = [t for t, name in PANELS.items() if any(series(rows, name) for rows in everything)]
+    groups = grouped(rows, settings)
+    everything = [run for runs in rows.values() for run in runs]
+    titles = [t for t, name in PANELS.items() if any(series(run, name) for run in everything)]
     size = (4.2 * max(1, len(titles)), 3.1 * len(groups))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(groups), max(1, len(titles)), squeeze=False)
@@ -48,16 +51,18 @@ def plot(found: Comparison, path: Path) -> Path:
     return path
 
 
-def grouped(found: Comparison) -> dict[str, dict[str, list[Rows]]]:
+def grouped(
+    rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]]
+) -> dict[str, dict[str, list[Rows]]]:
     """Row of panels (a key, "" for all settings) → label of a line → its runs."""
-    keys = list(found.arms[0].values)
+    keys = list(next(iter(settings.values())))
     groups: dict[str, dict[str, list[Rows]]] = {}
-    if len(keys) < 2 or len(found.arms) <= MOST_LINES:
-        groups[""] = {arm.name: found.rows[arm.name] for arm in found.arms}
+    if len(keys) < 2 or len(settings) <= MOST_LINES:
+        groups[""] = dict(rows)
     for key in keys if len(keys) > 1 else ():
         lines: dict[str, list[Rows]] = defaultdict(list)
-        for arm in found.arms:
-            lines[arm.values[key]] += found.rows[arm.name]
+        for name, values in settings.items():
+            lines[values[key]] += rows[name]
         groups[key] = dict(lines)
     return groups
 

@@ -24,7 +24,7 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch, request):
     if "numbers" not in request.node.name:
-        monkeypatch.setattr("grpo_fast.train.compare_plot.plot", lambda found, path: path)
+        monkeypatch.setattr("grpo_fast.train.compare_plot.plot", lambda *arguments: arguments[-1])
 
 
 class FakeRun:
@@ -124,7 +124,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
 
 def test_a_line_per_setting_and_a_row_per_key(tmp_path):
     found = compare("sort", GRID, seeds=1, out=tmp_path, run=FakeRun(), say=quiet)
-    groups = grouped(found)
+    groups = grouped(found.rows, {arm.name: arm.values for arm in found.arms})
     assert list(groups) == ["", "advantages", "loss.loss_type"]
     assert len(groups[""]) == 4 and all(len(runs) == 1 for runs in groups[""].values())
     assert {label: len(runs) for label, runs in groups["advantages"].items()} == {

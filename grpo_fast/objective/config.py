@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import OBJECTIVES, VESPO_PARAMS, Objective
+from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -48,9 +48,10 @@ class LossConfig:
             `dppo_*` they are divergence thresholds.
         delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of
             the `grpo` family.
-        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO). `gspo`
-            is "sequence" whatever stands here: "token" is the default, and cannot be told from one
-            that was asked for.
+        importance_sampling_level: "token", "sequence" (one ratio per completion, the exponential of
+            the mean log ratio, GSPO) or "sequence_sum" (of their sum: the completion's probability
+            ratio). `gspo` is "sequence" where "token" stands here: it is the default, and cannot be
+            told from one that was asked for.
         aggregation: how tokens are averaged; None takes the loss type's own
             (`objectives.OBJECTIVES`).
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
@@ -123,7 +124,7 @@ class LossConfig:
     def __post_init__(self) -> None:
         choice("loss_type", self.loss_type, OBJECTIVES)
         choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         choice("cispo_bound", self.cispo_bound, ("raw", "offset"))
         if self.aggregation is not None:
             choice("aggregation", self.aggregation, AGGREGATIONS)
@@ -160,7 +161,7 @@ class LossConfig:
             object.__setattr__(self, "epsilon_high", self.epsilon_low if raw is None else raw)
         if self.aggregation is None:
             object.__setattr__(self, "aggregation", objective.aggregation)
-        if objective.levels == ("sequence",):
+        if objective.levels == ("sequence",) and self.importance_sampling_level == "token":
             object.__setattr__(self, "importance_sampling_level", "sequence")
 
     def _check_ranges(self) -> None:

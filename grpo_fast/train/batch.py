@@ -25,6 +25,7 @@ class MicroBatch:
     sampling_logps: Tensor  # (R,) fp32
     old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
+    ref_hidden: Tensor | None = None  # (R, H) of the reference, for an exact KL
 
     @classmethod
     def pack(
@@ -144,10 +145,10 @@ class StepBatch:
         return micro_batches
 
     def _fixed_logps(self) -> dict[str, dict[int, Tensor]]:
-        """old_logps and ref_logps by completion."""
+        """What stays while the batch is used, by completion: logps, and the reference's hidden."""
         known: dict[str, dict[int, Tensor]] = {}
         for batch in self.micro_batches:
-            for name in ("old_logps", "ref_logps"):
+            for name in ("old_logps", "ref_logps", "ref_hidden"):
                 values = getattr(batch, name)
                 if values is not None:
                     of_each = zip(batch.chosen, batch.packed.split(values), strict=True)

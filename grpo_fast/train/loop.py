@@ -19,6 +19,7 @@ from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import collect
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluate import EvalResult, build_evaluation
+from grpo_fast.train.exact_kl import is_exact
 from grpo_fast.train.loading import build_tokenizer, load_policy
 from grpo_fast.train.metrics import (
     Clock,
@@ -33,7 +34,8 @@ from grpo_fast.train.metrics import (
 )
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
-from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference, check_reference
 from grpo_fast.train.report import RunReport, check_folder, kernels_line, memory_line
 from grpo_fast.train.warm_start import warm_start
 
@@ -64,6 +66,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
     policy = load_policy(config.model, build_tokenizer(config, questions))
+    check_reference(config.reference, config.model, policy.tokenizer)
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
     # Of examples that are made when asked for, all alike, the first is checked.
@@ -129,7 +132,7 @@ class Trainer:
     def __init__(self, config: RunConfig, policy: Policy, rewards: RewardSet) -> None:
         self.config, self.policy, self.rewards = config, policy, rewards
         self.loss_config = config.loss_config()
-        self.reference = Reference(policy, config.reference)
+        self.reference = Reference(policy, config.reference, config.model)
         self.work = Work(policy.lm)
         self.updates = config.inner_iterations * config.minibatches  # per batch, at most
         self.optimizer = Optimizer(policy.trainable(), config.optim, config.steps * self.updates)
@@ -203,6 +206,7 @@ class Trainer:
             return accumulate(
                 self.policy, batch.minibatches[k], self.loss_config, validate=validate,
                 correct_sampling=self.config.rollout.correct_sampling,
+                ref_head=self.reference.head if is_exact(self.loss_config) else None,
             )  # fmt: skip
 
         return self.budget.within(batch, attempt, self.optimizer.zero_grad, keep_logps)
@@ -218,7 +222,9 @@ class Trainer:
             return
         temperature = float(self.loss_config.temperature)
         for micro in batch.micro_batches:
-            if self.loss_config.uses_reference:
+            if is_exact(self.loss_config):
+                micro.ref_hidden = self.reference.hidden(micro.packed)
+            elif self.loss_config.uses_reference:
                 micro.ref_logps = self.reference.logps(micro.packed, temperature)
             if self.updates > 1:
                 micro.old_logps = self.policy.logps(micro.packed, temperature)

@@ -15,6 +15,7 @@ from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards
 from grpo_fast.rollout import NonFiniteLogits, check_prompts
 from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import collect
 from grpo_fast.train.config import RunConfig
@@ -133,6 +134,7 @@ class Trainer:
         self.config, self.policy, self.rewards = config, policy, rewards
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
+        self.baseline = running_baseline(config.advantages, config.advantage_options)
         self.work = Work(policy.lm)
         self.updates = config.inner_iterations * config.minibatches  # per batch, at most
         self.optimizer = Optimizer(policy.trainable(), config.optim, config.steps * self.updates)
@@ -147,7 +149,7 @@ class Trainer:
         self.steps = step
         config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
         rollout, repeated, scores, advantages = collect(
-            self.policy, examples, self.rewards, config, step, clock
+            self.policy, examples, self.rewards, config, step, clock, self.baseline
         )
         batch = StepBatch(
             rollout, advantages, group_size=group_size, minibatches=config.minibatches,

@@ -9,6 +9,7 @@ from pydantic import Field, create_model, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.config import LossConfig, choice
+from grpo_fast.train.baseline import split_options
 from grpo_fast.train.config.base import Count, Positive, Section, UserPath
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import ModelConfig, OptimConfig, ReferenceConfig, WarmStartConfig
@@ -61,7 +62,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         choice("advantages", self.advantages, MODES)
-        check_options(self.advantages, self.advantage_options)
+        check_options(self.advantages, split_options(self.advantages, self.advantage_options)[0])
         check_group_size(self.advantages, self.rollout.group_size)
         for name in ("softcap", "logit_scale"):
             came = getattr(self.loss, name)

@@ -21,6 +21,7 @@ from grpo_fast.rewards.rules import (
     sort_inclusion_ordering,
     sort_positions,
 )
+from grpo_fast.rewards.text import distinct_words
 
 __all__ = [
     "REWARDS",
@@ -43,6 +44,7 @@ REWARDS: dict[str, RewardFunction] = {
         sort_positions,
         sort_inclusion_ordering,
         exact_match,
+        distinct_words,
     )
 }
 

@@ -27,6 +27,7 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 
 SUMS = {"active_tokens", "skipped_rows", "kl_guarded"}  # counts
 PARTIAL = {"loss", "policy_loss"}  # already weighted by the step's normalisers: the pieces add up
+SHORT = 8  # tokens of a completion up to which `readable` lists its logps
 NORMS = {"policy_logp_grad_norm"}  # of the pieces of one vector: their squares add up
 
 
@@ -161,9 +162,14 @@ def readable(
     return [
         {"prompt": rollout.prompts[i], "completion": rollout.texts[i], "answer": answers[i],
          "reward": float(rewards[i]), "advantage": float(advantages[i]),
-         "truncated": rollout.truncated[i]}
+         "truncated": rollout.truncated[i], **_listed(rollout.sampling_logps[i])}
         for i in range(len(answers))
     ]  # fmt: skip
+
+
+def _listed(logps: Tensor) -> dict[str, str]:
+    """The logps of a short completion's tokens."""
+    return {"logps": " ".join(f"{x:.3f}" for x in logps.tolist())} if len(logps) <= SHORT else {}
 
 
 class Clock:

@@ -28,6 +28,8 @@ def refused(changes=None, **sections):
 def test_every_shipped_recipe_is_valid():
     assert set(recipe_names()) == {
         "sort",
+        "lecture",
+        "notebook",
         "gsm8k-tiny",
         "gsm8k-smollm2-1.7b",
         "gsm8k-qwen2.5-0.5b",

@@ -38,6 +38,12 @@ SUITES: dict[str, list[str]] = {
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "levels": ["tests/loss/test_loss_traps.py", "-k", "summed or of_its_prob"],
+    "advantages": ["tests/objective/test_advantages.py", "-k", "constant_baseline"],
+    "exact_kl": ["tests/loss/test_exact_kl.py", "-k", "fp64 or excludes or one_chunk"],
+    "exact_kl_training": ["tests/train/test_exact_kl_training.py", "-k", "not of_the_run"],
+    "baseline": ["tests/train/test_running_baseline.py"],
+    "lecture": ["tests/train/test_lecture.py", "-k", "not learns and not log and not saved"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -101,9 +107,18 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
+    from tests.mutation import (
+        gradients,
+        heads,
+        kernels,
+        loss,
+        objectives,
+        products,
+        train,
+        train_objectives,
+    )
 
-    files = (objectives, loss, train, heads, kernels, gradients, products)
+    files = (objectives, loss, train, train_objectives, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

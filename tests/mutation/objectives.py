@@ -130,7 +130,7 @@ MUTANTS = [
            "completion_mean(raw).clamp(max=10.0)", "completion_mean(raw.clamp(max=10.0))",
            "a far token of GSPO-token's ratio counts as 10", "traps"),
     Mutant("ratio-overflow", RATIOS,
-           "return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX), False)", "return Ratio(raw, raw, False)",
+           "return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX))", "return Ratio(raw, raw)",
            "exp(logp - old_logp) overflows", "traps"),
     Mutant("ratio-sampling-direction", RATIOS,
            "torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0)",

@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks import RESULTS, ROOT
 from benchmarks.kernels import shapes as shape_table
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
+from benchmarks.options import new_parser
 
 # Options that the benchmarks with a script of their own do not take.
 KERNELS_ONLY = (
@@ -59,11 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="grpo-fast bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("grpo-fast bench", __doc__)
     names = [*OPERATIONS, *SCRIPTS]
     parser.add_argument(
         "operations",

@@ -335,15 +335,16 @@ def batch_loss(
         entropies = torch.cat([zero[None][:0], *(c.entropy.detach() for c in completions)])
         floor = torch.quantile(entropies, 1.0 - o.top_entropy_quantile) if len(entropies) else zero
     weights = token_weights([len(c.logp) for c in completions], o, num_items, num_completions)
-    loss, losses, kls = zero, [], []
+    loss, policy_loss, losses, kls = zero, zero, [], []
     for c, w in zip(completions, weights, strict=True):
         if len(c.logp) == 0:
             continue
         per_token, kl = completion_loss(c, o, floor)
         loss = loss + w * per_token.sum()
+        policy = per_token if kl is None else per_token - o.beta * kl
+        policy_loss = policy_loss + w * policy.sum()
         losses.append(per_token)
         kls.append(kl)
-    policy_loss = loss
     if o.entropy_coef != 0:
         loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items)
     return SimpleNamespace(

@@ -8,7 +8,6 @@ fp32 sum, written in fp32, written in bf16. Milliseconds and TFLOP/s; on the CPU
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
+from benchmarks.options import measuring
 from benchmarks.report.files import write
 
 VOCAB, HIDDEN = 151936, (4096, 2048, 896)
@@ -72,14 +72,7 @@ def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.gemms",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", help="where the JSON goes")
-    options = parser.parse_args(arguments)
+    options = measuring("python -m benchmarks.gpu.gemms", __doc__, arguments)
     is_gpu = options.device == "cuda"
     sizes = [(n, h, VOCAB) for h in HIDDEN for n in ROWS] if is_gpu else [(16, 32, 96)]
     report = {**measure.header("gemms", options.device), "cases": [], "gemms": []}

@@ -8,7 +8,6 @@ their calls and microseconds for one call of the loss, and the time between kern
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from benchmarks import measure
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.providers.ours import loss
 from benchmarks.kernels.shapes import Shape
+from benchmarks.options import measuring
 from benchmarks.report.files import write
 
 # The last is bound by launches, if any is.
@@ -56,14 +56,7 @@ def kernels_of(shape: Shape, device: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.kernel_times",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", help="where the JSON goes")
-    options = parser.parse_args(arguments)
+    options = measuring("python -m benchmarks.gpu.kernel_times", __doc__, arguments)
     report = {**measure.header("kernel times", options.device), "cases": [], "profiles": []}
     for shape in SHAPES if options.device == "cuda" else [Shape(64, 64, 512)]:
         entry = kernels_of(shape, options.device)

@@ -8,7 +8,6 @@ is called so, with the command that will.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from benchmarks.gpu import predict
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
 from benchmarks.gpu.parts import parts
 from benchmarks.gpu.risks import RISKS
+from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, load, machine
 
 SESSION = RESULTS / "gpu_session.json"
@@ -151,11 +151,7 @@ def risks() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.gpu.report", __doc__)
     parser.add_argument("results", nargs="?", type=Path, default=SESSION)
     parser.add_argument("-o", "--out", type=Path, default=REPORT)
     options = parser.parse_args(arguments)

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import ROOT
+from benchmarks.options import new_parser
 
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-m", "gpu"]
 SHOWN = 40  # lines of a process that failed
@@ -60,11 +61,7 @@ def run(tests: list[str], processes: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.shards",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.gpu.shards", __doc__)
     parser.add_argument("files", nargs="*")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--dry", action="store_true", help="list how many tests there are")

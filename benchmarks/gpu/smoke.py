@@ -7,7 +7,6 @@ Exit code 1 when a result is wrong or does not come; each check is printed with 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure
+from benchmarks.options import measuring
 from benchmarks.report.files import write
 
 # Relative L2 of a gradient in bf16, twice the bar of the tests, and of attention; a token's loss.
@@ -68,14 +68,7 @@ def checked(name: str, device: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.smoke",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", help="where the JSON goes")
-    options = parser.parse_args(arguments)
+    options = measuring("python -m benchmarks.gpu.smoke", __doc__, arguments)
     versions = measure.versions()
     wanted = ("python", "torch", "triton", "transformers")
     print(", ".join(f"{name} {versions[name]}" for name in wanted), flush=True)

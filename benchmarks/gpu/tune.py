@@ -29,6 +29,7 @@ from benchmarks import RESULTS, measure
 from benchmarks.gpu.candidates import KINDS, Candidate, call_of, candidates, compile_all, using
 from benchmarks.gpu.patch import patched
 from benchmarks.measure import Step
+from benchmarks.options import new_parser
 from benchmarks.report.files import load, write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
@@ -176,11 +177,7 @@ def table_line(arch: str, found: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.gpu.tune", __doc__)
     parser.add_argument("--compile", metavar="ARCH", help="compile every candidate, without a GPU")
     parser.add_argument("--dry", action="store_true", help="list what would be timed")
     parser.add_argument("--seconds", type=float, default=50, help="start no setting after this")

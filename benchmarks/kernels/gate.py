@@ -12,7 +12,6 @@ measured again, twice at most, and its best ratio counts (and is stored).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,6 +24,7 @@ from benchmarks.command import duration
 from benchmarks.kernels.problem import STANDARD
 from benchmarks.kernels.runner import Plan, run_child
 from benchmarks.kernels.shapes import Shape
+from benchmarks.options import new_parser
 from benchmarks.report.files import write
 
 TOLERANCE = 0.15
@@ -118,11 +118,7 @@ def line(setting: Setting, found: float, stored: float | None, passed: bool) -> 
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.gate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.kernels.gate", __doc__)
     parser.add_argument("--update", action="store_true", help="store this run's ratios")
     parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2])
     parser.add_argument(

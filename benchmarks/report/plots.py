@@ -8,7 +8,6 @@ multiply-adds of benchmarks/kernels/ceiling.py, where they were measured; elsewh
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from benchmarks import RESULTS
 from benchmarks.kernels.ceiling import file_of
+from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, machine
 from benchmarks.report.tables import fastest_peer
 
@@ -194,11 +194,7 @@ def draw(paths: list[str], out: Path) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report.plots",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.report.plots", __doc__)
     parser.add_argument("results", nargs="+", metavar="FILE", help="JSON of a benchmark")
     parser.add_argument("-o", "--out", default=str(RESULTS / "kernels.png"))
     options = parser.parse_args(arguments)

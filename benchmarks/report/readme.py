@@ -10,7 +10,6 @@ into benchmarks/README.md. A step is not started after the deadline.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.options import new_parser
 from benchmarks.report import plots
 from benchmarks.report.files import cases_of, machine
 
@@ -139,11 +139,7 @@ def refreshed(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report.readme",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.report.readme", __doc__)
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
     parser.add_argument("--list", action="store_true", help="the steps and their commands")
     parser.add_argument("--tables", action="store_true", help="measure nothing")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_fast.data.escape import escape_control, reason
-from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt
+from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, words_of
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
 from grpo_fast.data.generated import ArithmeticTask, SortTask
-from grpo_fast.data.listed import LECTURE_SYMBOLS, listed_examples
+from grpo_fast.data.listed import listed_examples
 
 __all__ = [
     "DataSource",
@@ -45,7 +45,7 @@ def load_examples(
             `n_test` (None: all), `shots_tokens` (as many worked examples as this many tokens hold,
             drawn from train for each question by itself).
             Attributes a source does not need may be absent.
-        split: "train" or "test". No test prompt occurs in train, unless the prompts are listed.
+        split: "train" or "test". No test prompt occurs in train, unless they all do.
         seed: shuffles train. The test split is the same for every seed: runs can be compared.
         count_tokens: tokens of a text; needed by `shots_tokens` only.
 
@@ -66,14 +66,15 @@ def load_examples(
 
 
 def task_symbols(data: DataSource) -> list[str]:
-    """The symbols a task of numbers uses, for `build_symbol_tokenizer`."""
-    if data.task == "lecture":
-        return LECTURE_SYMBOLS
-    if data.task not in GENERATED:
-        needed = "a symbol tokenizer needs sort or arithmetic"
-        raise DatasetError(f"data.task: {needed}, got {data.task!r}; use tokenizer: bpe")
-    task = GENERATED[data.task]
-    return task.vocabulary(**_given(data, *task.options))
+    """The symbols of a task, for `build_symbol_tokenizer`; of a file all its words, sorted."""
+    if data.task in GENERATED:
+        task = GENERATED[data.task]
+        return task.vocabulary(**_given(data, *task.options))
+    words: set[str] = set()
+    for split in ("train", "test"):
+        for example in load_examples(data, split=split, seed=0):
+            words |= words_of(example)
+    return sorted(words)
 
 
 def _given(data: DataSource, *names: str) -> dict[str, int]:

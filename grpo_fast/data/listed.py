@@ -9,7 +9,6 @@ from grpo_fast.data.example import Example
 
 # CS336's lecture on policy gradients: three numbers each, to be sorted.
 LECTURE = ("1 0 2", "3 2 4", "1 2 3")
-LECTURE_SYMBOLS = ["0", "1", "2", "3", "4"]
 
 OPEN = (
     "The weather today is",
@@ -26,6 +25,6 @@ OPEN = (
 def listed_examples(task: str) -> list[Example]:
     """The prompts of "lecture", each with its numbers sorted, or of "open", with no answer."""
     if task == "open":
-        return [Example(prompt, answer="", solution=None) for prompt in OPEN]
+        return [Example(prompt, answer=None, solution=None) for prompt in OPEN]
     answers = (" ".join(sorted(prompt.split())) for prompt in LECTURE)
     return [Example(p, answer=a, solution=a) for p, a in zip(LECTURE, answers, strict=True)]

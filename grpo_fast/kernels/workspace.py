@@ -1,5 +1,6 @@
-"""Memory of ours: that torch does not fill what we write; how large the workspace of the chunk loop
-may be, on which pages it lies, where it waits for the next call.
+"""Memory of ours: that torch does not fill what we write; copies to the host that nobody waits for;
+how large the workspace of the chunk loop may be, on which pages it lies, where it waits for the
+next call.
 """
 
 from __future__ import annotations
@@ -45,6 +46,15 @@ def unset(empty: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
             return empty(*args, **options)
         finally:
             deterministic.fill_uninitialized_memory = before
+
+
+def on_its_way(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A copy of x on the host, and the event that says when it is there."""
+    host = unset(torch.empty, x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return host, arrived
 
 
 def workspace_bytes(device: torch.device, bytes_per_logit: int = 4, spared: int = 0) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.workspace import on_its_way
 
 Check = tuple[Tensor, str]  # a 0-d bool, and what to say where it is set
 
@@ -61,22 +62,13 @@ def check_values(checks: list[Check], validate: str) -> None:
         return
     if told_late(checks[0][0], validate):
         flags, messages = zip(*checks, strict=True)
-        host, ready = _on_its_way(torch.stack(flags))
+        host, ready = on_its_way(torch.stack(flags))
         with _lock:
             _pending.append(_Pending(host, ready, messages))
         return
     for flag, message in checks:
         if flag:
             raise ValueError(message)
-
-
-def _on_its_way(flags: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """A copy on the host, and the event that says when it is there."""
-    host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
-    host.copy_(flags, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return host, ready
 
 
 def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:

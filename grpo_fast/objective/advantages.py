@@ -71,8 +71,7 @@ def rloo(r: Tensor) -> Tensor:
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
     """A = whiten(r - group mean) over the whole batch (2501.03262)."""
     a = centered(r)
-    known = a[~a.isnan()]
-    return (a - known.mean()) / (known.std(correction=0) + eps)
+    return whitened(a, ~a.isnan(), eps)
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
@@ -203,6 +202,12 @@ def _kind(x: object) -> str:
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
+def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
+    """`a` with mean 0 and deviation 1 over its `known` entries (a mask of the same shape)."""
+    counted = a[known]
+    return (a - counted.mean()) / (counted.std(correction=0) + eps)
+
+
 def gae(
     rewards: Tensor,  # (B, L)
     values: Tensor,  # (B, L)
@@ -210,16 +215,19 @@ def gae(
     lam: float = 0.95,
     *,
     mask: Tensor | None = None,  # (B, L)
+    following: Tensor | None = None,  # (B,)
 ) -> Tensor:  # (B, L)
     """Generalised advantage estimation for per-token advantages (1506.02438).
 
-    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = 0 after the completion's last
-    token.
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = `following` after the completion's
+    last token. The sum over k takes log2(L) doublings over whole tensors, in fp64.
 
     Args:
         rewards, values: (B, L) per token.
         gamma, lam: discount and trace decay, in [0, 1].
         mask: (B, L), 1 where a token counts; padding must be at the end.
+        following: (B,), the value of the state after each completion's last token; None: 0, as
+            after a completion that has ended.
 
     Raises:
         ValueError: shapes that differ; gamma or lam outside [0, 1].
@@ -232,17 +240,22 @@ def gae(
                 f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got "
                 f"{_kind(x)}"
             )
+    count, length = rewards.shape
+    if following is not None and not (
+        isinstance(following, Tensor) and following.shape == (count,)
+    ):
+        raise ValueError(f"following: expected shape (B,) = ({count},), got {_kind(following)}")
     for name, value in (("gamma", gamma), ("lam", lam)):
         number(name, value, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     r, v = (torch.where(active, x.double(), 0.0) for x in (rewards, values))
-    advantages = torch.zeros_like(r)
-    following = v.new_zeros(v.shape[0])
-    trace = following
-    for t in reversed(range(r.shape[1])):
-        trace = torch.where(
-            active[:, t], r[:, t] + gamma * following - v[:, t] + gamma * lam * trace, 0.0
-        )
-        following = v[:, t]
-        advantages[:, t] = trace
+    after = torch.cat([v[:, 1:], v.new_zeros(count, 1)], dim=1)
+    if following is not None and length:
+        last = active & ~torch.cat([active[:, 1:], active.new_zeros(count, 1)], dim=1)
+        after = torch.where(last, following.double()[:, None], after)
+    advantages = torch.where(active, r + gamma * after - v, 0.0)
+    reach, decay = 1, gamma * lam  # A_t so far holds the terms k < reach; decay = (γλ)^reach
+    while reach < length:
+        later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
+        advantages, reach, decay = advantages + decay * later, 2 * reach, decay * decay
     return advantages.float()

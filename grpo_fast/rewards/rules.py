@@ -1,6 +1,6 @@
 """Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges.
 
-A reward takes `prompts, completions, answers` by keyword and returns one float per completion.
+A reward takes the columns that it reads by keyword and returns one float per completion.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Texts = Sequence[str]
 
 
 # ------------------------------------------------------------------------------- numbers (GSM8K)
-def gsm8k_correct(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_correct(*, completions: Texts, answers: Texts) -> list[float]:
     """1 where the answer in the required format is the gold number (the format is part of it)."""
     return _correct(extract_strict, completions, answers)
 
 
-def gsm8k_correct_lenient(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_correct_lenient(*, completions: Texts, answers: Texts) -> list[float]:
     """1 where the final number of the completion, in any format, is the gold number."""
     return _correct(extract_lenient, completions, answers)
 
 
-def gsm8k_format(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_format(*, completions: Texts) -> list[float]:
     """1 where the last `####` or `<answer>…</answer>` holds a number, right or wrong."""
     return [float(extract_strict(text) is not None) for text in completions]
 
@@ -47,9 +47,7 @@ def _correct(
 
 
 # -------------------------------------------------- symbols separated by blanks (CS336's lecture)
-def sort_positions(
-    *, prompts: Texts, completions: Texts, answers: Texts, scaled: bool = True
-) -> list[float]:
+def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -> list[float]:
     """Positions that hold the right symbol / n; with more than n symbols, / their number.
 
     Not `scaled`: the same times n, the lecture's count of right positions.
@@ -59,7 +57,7 @@ def sort_positions(
 
 
 def sort_inclusion_ordering(
-    *, prompts: Texts, completions: Texts, answers: Texts, scaled: bool = True
+    *, completions: Texts, answers: Texts, scaled: bool = True
 ) -> list[float]:
     """Fraction of the prompt's symbols that occur + fraction of adjacent pairs in order: 0 … 2.
 
@@ -73,7 +71,7 @@ def sort_inclusion_ordering(
     return [_inclusion_ordering(*pair, scaled) for pair in _symbol_pairs(completions, answers)]
 
 
-def exact_match(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def exact_match(*, completions: Texts, answers: Texts) -> list[float]:
     """1 where the completion is the answer, blanks aside."""
     return [float(given == gold) for given, gold in _symbol_pairs(completions, answers)]
 

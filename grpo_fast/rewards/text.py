@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def distinct_words(
-    *, prompts: Sequence[object], completions: Sequence[str], answers: Sequence[str]
-) -> list[float]:
+def distinct_words(*, completions: Sequence[str]) -> list[float]:
     """Different words / words, case aside; 0 without any. Repetition is what costs."""
     words = [text.casefold().split() for text in completions]
     return [len(set(found)) / max(len(found), 1) for found in words]

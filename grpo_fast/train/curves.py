@@ -24,8 +24,10 @@ PANELS: dict[str, dict[str, str]] = {
     "Accuracy on held-out prompts": {
         "eval_accuracy_strict": "strict", "eval_accuracy_lenient": "lenient",
     },
-    "Completion length (tokens)": {"completions/mean_length": "mean"},
+    "Loss": {"loss": "loss"},
     "KL to the reference": {"kl": "kl"},
+    "Value error": {"value/error": "value error"},
+    "Completion length (tokens)": {"completions/mean_length": "mean"},
     "Entropy (nats)": {"entropy": "entropy"},
     "Clip fraction": {"clip_ratio/region_mean": "clipped"},
     "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},
@@ -112,7 +114,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     ]
     if not titles:
         raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
-    columns = min(4, len(titles)) if len(titles) != 5 else 3
+    columns = 3 if len(titles) in (5, 6, 9) else min(4, len(titles))
     lines = math.ceil(len(titles) / columns)
     height = 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
     figure = Figure(figsize=(3.6 * columns, height), layout="constrained")

@@ -11,7 +11,6 @@ from grpo_fast import LossConfig
 from grpo_fast.attention import Head
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.loss.exact_kl import linear_exact_kl
-from grpo_fast.objective.aggregation import step_weights
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.train.batch import MicroBatch
 
@@ -21,11 +20,6 @@ class ExactKL(NamedTuple):
 
     weighted: Tensor  # Σ_t w_t·KL_t, with a gradient; w_t weighs the policy term, too
     mean: Tensor  # over the active tokens
-
-
-def is_exact(config: LossConfig) -> bool:
-    """Whether a KL to the reference is formed here and not by the loss."""
-    return config.uses_reference and config.kl_estimator == EXACT
 
 
 def policy_term(config: LossConfig) -> LossConfig:
@@ -40,34 +34,26 @@ def exact_kl(
     head: Head,
     ref_head: Head,
     batch: MicroBatch,
+    weights: Tensor,  # (R,)
     config: LossConfig,
-    *,
-    num_items_in_batch: int,
-    num_completions_in_batch: int,
 ) -> ExactKL:
     """KL(policy ‖ reference) at the active tokens of a micro-batch with `ref_hidden`.
 
     Args:
         hidden: the policy's, of the packed row.
-        num_items_in_batch, num_completions_in_batch: of the whole optimizer step.
+        weights: of the completion tokens, in the whole optimizer step.
     """
     assert batch.ref_hidden is not None
-    mask, packed = batch.completion_mask, batch.packed
+    mask = batch.completion_mask
     rule, ref_rule = (
         LogitRule(x.logit_scale, x.softcap, float(config.temperature)) for x in (head, ref_head)
     )
-    # index_select: the gradients of a row that several completions share are added in their order.
-    kl = linear_exact_kl(
-        hidden.index_select(0, packed.predicting[mask]), head.weight,
-        batch.ref_hidden[mask], ref_head.weight,
-        bias=head.bias, ref_bias=ref_head.bias, rule=rule, ref_rule=ref_rule,
-    )  # fmt: skip
-    counts = torch.tensor(packed.lengths, device=mask.device)
-    segments = torch.arange(len(counts), device=mask.device).repeat_interleave(counts)[mask]
-    weights = step_weights(
-        str(config.aggregation), torch.bincount(segments, minlength=len(counts)), len(segments),
-        max_completion_length=config.max_completion_length,
-        num_items_in_batch=num_items_in_batch, num_completions_in_batch=num_completions_in_batch,
-    )  # fmt: skip
+    with torch.set_grad_enabled(config.beta != 0):
+        # index_select: gradients of a row that several completions share are added in their order.
+        kl = linear_exact_kl(
+            hidden.index_select(0, batch.packed.predicting[mask]), head.weight,
+            batch.ref_hidden[mask], ref_head.weight,
+            bias=head.bias, ref_bias=ref_head.bias, rule=rule, ref_rule=ref_rule,
+        )  # fmt: skip
     mean = kl.detach().sum(dtype=torch.float64).float() / max(len(kl), 1)
-    return ExactKL((weights[segments] * kl).sum(), mean)
+    return ExactKL((weights[mask] * kl).sum(), mean)

@@ -83,11 +83,16 @@ class Policy:
             states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
         return states if self.autocast is None else states.to(self.autocast)
 
-    def logps(self, packed: PackedGroups, temperature: float = 1.0) -> Tensor:
-        """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad."""
-        head = self.head
+    def logps(
+        self, packed: PackedGroups, temperature: float = 1.0, hidden: Tensor | None = None
+    ) -> Tensor:
+        """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
+
+        hidden: what `hidden(packed)` gave, where that is known already.
+        """
+        head, states = self.head, self.hidden(packed) if hidden is None else hidden
         return linear_logps(
-            self.hidden(packed), head.weight, packed.target_ids, hidden_rows=packed.predicting,
+            states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
             bias=head.bias, temperature=temperature, **head.rule,
         )  # fmt: skip
 
@@ -122,6 +127,20 @@ class Policy:
         twin = copy.copy(self)
         twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
         return twin
+
+    def trainable_copy(self) -> Policy:
+        """A copy that trains what this policy trains, apart from the head that makes logits."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
+        twin.freeze_head()
+        return twin
+
+    def freeze_head(self) -> None:
+        """Leave the weights of the logits out of training, unless they are the embedding's, too."""
+        head = self.lm.get_output_embeddings()
+        if head.weight is not self.lm.get_input_embeddings().weight:
+            head.requires_grad_(False)
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]

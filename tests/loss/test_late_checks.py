@@ -45,7 +45,7 @@ def late(monkeypatch):
     waiting: list = []
     for module in (pending, values):
         monkeypatch.setattr(module, "told_late", lambda x, validate: validate == "auto")
-    monkeypatch.setattr(pending, "_on_its_way", lambda flags: (flags.clone(), Event()))
+    monkeypatch.setattr(pending, "on_its_way", lambda flags: (flags.clone(), Event()))
     monkeypatch.setattr(pending, "_pending", waiting)
     return waiting
 

@@ -38,6 +38,15 @@ SUITES: dict[str, list[str]] = {
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
+    "ppo_step": ["tests/train/test_ppo_step.py"],
+    "ppo_runs": ["tests/train/test_ppo_runs.py"],
+    "completions": ["tests/train/test_completions.py", "-k", "not browser"],
+    "trackers": ["tests/train/test_trackers.py"],
+    "paired": ["tests/train/test_paired.py"],
+    "eval": ["tests/train/test_eval_command.py"],
+    "evaluate": ["tests/train/test_evaluate.py"],
+    "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
     "levels": ["tests/loss/test_loss_traps.py", "-k", "summed or of_its_prob"],
     "advantages": ["tests/objective/test_advantages.py", "-k", "constant_baseline"],
     "exact_kl": ["tests/loss/test_exact_kl.py", "-k", "fp64 or excludes or one_chunk"],
@@ -59,6 +68,10 @@ SUITES: dict[str, list[str]] = {
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
     "rewards": ["tests/rewards/test_rewards_hostile.py", "-k", "changes_its_lists"],
+    "workers": ["tests/rewards/test_reward_workers.py", "-k", "not mathematics"],
+    "shaping": ["tests/rewards/test_reward_shaping.py"],
+    "scorer": ["tests/train/test_reward_model.py", "-k", "not to_a_policy"],
+    "dynamic": ["tests/train/test_dynamic_sampling.py", "-k", "not repeats_itself"],
     "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
@@ -116,9 +129,13 @@ def all_mutants() -> list[Mutant]:
         products,
         train,
         train_objectives,
+        train_ppo,
+        train_rewards,
+        train_seeing,
     )
 
-    files = (objectives, loss, train, train_objectives, heads, kernels, gradients, products)
+    trainer = (train, train_objectives, train_ppo, train_rewards, train_seeing)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -9,7 +9,7 @@ CALLING, CAUSAL_LM = "grpo_fast/rewards/calling.py", "grpo_fast/integrations/cau
 
 MUTANTS = [
     Mutant("train-rollout-seed", COLLECT,
-           "seed = (config.seed, step)", "seed = (config.seed, 0)",
+           "rewards, config, (config.seed, step), clock)", "rewards, config, (config.seed, 0), clock)",
            "every step draws the first one's random numbers", "train"),
     Mutant("train-skips-forgotten", OPTIMIZER,
            "self.adam.step()\n            self._skipped_in_a_row = 0\n", "self.adam.step()\n",

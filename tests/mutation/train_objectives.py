@@ -53,14 +53,13 @@ MUTANTS = [
            "batch.ref_hidden[mask], ref_head.weight", "batch.ref_hidden[: int(mask.sum())], ref_head.weight",
            "rows of the reference beside other tokens", "exact_kl_training"),
     Mutant("exact-kl-term-step-totals", TERM,
-           "num_items_in_batch=num_items_in_batch, num_completions_in_batch=num_completions_in_batch",
-           "num_items_in_batch=None, num_completions_in_batch=None",
-           "the weights change with the micro-batches", "exact_kl_training"),
+           "(weights[mask] * kl).sum()", "kl.mean()",
+           "the normalisers of the step are those of the micro-batch", "exact_kl_training"),
     Mutant("exact-kl-term-beta", ACCUMULATE,
            "loss + config.beta * kl.weighted", "loss + kl.weighted",
            "β is 1", "exact_kl_training"),
     Mutant("exact-kl-packed-again", BATCH,
-           '("old_logps", "ref_logps", "ref_hidden")', '("old_logps", "ref_logps")',
+           '"ref_logps", "ref_hidden", "old_values"', '"ref_logps", "old_values"',
            "after a smaller budget the reference's rows are gone", "exact_kl_training"),
     Mutant("reference-adapter-stays-on", REFERENCE,
            "nullcontext() if self.copy is not None else self.policy.without_adapter()",
@@ -72,12 +71,12 @@ MUTANTS = [
            "if ours == theirs:", "if len(ours) == len(theirs):",
            "tokens of the same number with other ids", "exact_kl_training"),
     Mutant("baseline-sees-its-own-step", COLLECT,
-           '''    advantages = advantages_of(scores.total, rollout, config, baseline)
+           '''    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
     if baseline is not None:
-        baseline.update(scores.total)
+        baseline.update(drawn.scores.total)
 ''', '''    if baseline is not None:
-        baseline.update(scores.total)
-    advantages = advantages_of(scores.total, rollout, config, baseline)
+        baseline.update(drawn.scores.total)
+    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
 ''', "the rewards of a step are part of their own baseline", "baseline"),
     Mutant("baseline-decay-side", BASELINE,
            "self.decay * self.mean + (1 - self.decay) * mean", "(1 - self.decay) * self.mean + self.decay * mean",

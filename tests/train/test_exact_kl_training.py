@@ -165,9 +165,9 @@ def test_packing_again_hands_the_references_hidden_states_on(folders):
     policy = load_policy(ModelConfig(path=folders[0]))
     step = a_batch(policy)
     (batch,) = step.micro_batches
-    batch.ref_hidden, step.has_fixed_logps = torch.randn(len(batch.packed.target_ids), 4), True
+    batch.ref_hidden, step.has_fixed = torch.randn(len(batch.packed.target_ids), 4), True
     before = dict(zip(batch.chosen, batch.packed.split(batch.ref_hidden), strict=True))
-    step.pack(9, keep_logps=True)
+    step.pack(9, keep_fixed=True)
     assert len(step.micro_batches) > 2
     for micro in step.micro_batches:
         for i, rows in zip(micro.chosen, micro.packed.split(micro.ref_hidden), strict=True):

@@ -6,31 +6,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from grpo_fast.data.model_files import MOST_LAYERS
 from grpo_fast.train import loading
 from tests.command_line import invoke, refused, write_recipe
 
 ESCAPE = "\x1b"
 GPT2 = "{model_type: gpt2, n_positions: 16, n_embd: 32, n_layer: 1, n_head: 2}"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    """A copy of a finished run that may be changed."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def change_json(path: Path, **fields) -> None:
@@ -97,7 +84,7 @@ def test_a_text_that_the_tokenizer_cannot_take(run):
 def test_layers_without_end_or_number(run, layers, is_plan):
     change_json(run / "model" / "config.json", num_hidden_layers=layers)
     words = ("plan", str(run / "model"), "gpu=8") if is_plan else ("eval", str(run), "n=2")
-    said = f"num_hidden_layers: expected 0 to {loading.MOST_LAYERS} layers, got {layers}"
+    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, got {layers}"
     assert refused(invoke(*words), said)
 
 

@@ -69,9 +69,9 @@ def test_its_ratio_is_larger_than_that_of_the_mean(tmp_path, models):
 def test_open_prompts_have_no_answer():
     config = load_recipe("notebook")
     examples = load_examples(config.data, split="train", seed=0)
-    assert len(examples) == 8 and all(e.answer == "" and e.solution is None for e in examples)
+    assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)
     texts = ["the cat the CAT", "one two three", "", "  "]
-    rewards = build_rewards(config.rewards)([""] * 4, texts, [""] * 4)
+    rewards = build_rewards(config.rewards)([""] * 4, texts, [None] * 4)
     assert rewards.total.tolist() == [0.5, 1.0, 0.0, 0.0] and rewards.failures == {
         "distinct_words": 0
     }

@@ -28,6 +28,7 @@ def refused(changes=None, **sections):
 def test_every_shipped_recipe_is_valid():
     assert set(recipe_names()) == {
         "sort",
+        "ppo-sort",
         "lecture",
         "notebook",
         "gsm8k-tiny",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from grpo_fast.cli import app
-from tests.command_line import invoke, refused, write_recipe
+from tests.command_line import invoke, refused
 
 HUB = "dependencies = []\ndef reward(**options):\n    return None\n"
 REWARD = "def score(prompts, completions, answers):\n    return [1.0] * len(prompts)\n"
@@ -21,20 +20,6 @@ REWARD = "def score(prompts, completions, answers):\n    return [1.0] * len(prom
 def mark(folder: Path) -> str:
     """Code that leaves a file behind when it is run."""
     return f"import pathlib\npathlib.Path({str(folder / 'marker')!r}).touch()\n"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A finished run."""
-    folder = tmp_path_factory.mktemp("trained")
-    assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    """A copy of it that may be changed."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def change(run: Path, **sections) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing
-from grpo_fast.kernels.workspace import unset
+from grpo_fast.kernels.workspace import on_its_way
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
@@ -64,10 +64,7 @@ def read_later(x: Tensor) -> Callable[[], list[int]]:
     """What gives the whole numbers of x on the host; on a GPU their copy is under way."""
     if not x.is_cuda:
         return x.tolist
-    host = unset(torch.empty, x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+    host, arrived = on_its_way(x)
 
     def read() -> list[int]:
         arrived.synchronize()

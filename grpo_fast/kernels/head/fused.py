@@ -31,7 +31,7 @@ class Coefficients(NamedTuple):
         return Coefficients(by_row, by_target, self.target_ids.index_select(0, rows), rest)
 
 
-def hidden_rows(
+def hidden_gradient(
     doors: Any,
     matrix: Tensor,  # (padded C, V)
     by: Coefficients,

@@ -161,10 +161,10 @@ class GradientSums:
     ) -> None:
         """`_add_weighted` by the kernels of gpu/gradients.py."""
         if self.wanted.hidden and self.repeats:
-            self._keep_hidden(fused.hidden_rows(self.doors, d, by, self.weight), index)
+            self._keep_hidden(fused.hidden_gradient(self.doors, d, by, self.weight), index)
         elif self.wanted.hidden:
             out, places = self._place(count, index)
-            fused.hidden_rows(self.doors, d, by, self.weight, out, places)
+            fused.hidden_gradient(self.doors, d, by, self.weight, out, places)
         if self.wanted.weight:
             self.d_weight = fused.weight_sum(
                 self.doors, self.d_weight, d, by, h, self.weight, is_only=self.is_only

@@ -177,8 +177,7 @@ class LinearHead:
                 keep = activity.keep(chunk)
                 sums.see_nan(part.grad_logps, keep)
             else:
-                found = active_rows(part.grad_logps, here.grad_entropy)
-                keep = Activity(found, len(found)).keep(slice(0, len(found)))
+                keep = active_rows(part.grad_logps, here.grad_entropy).nonzero()[:, 0]
             sums.add(chunk, h, d_logits, len(targets), keep)
             parts.append(part)
         return RowLoss(*joined(parts, self.hidden)), self._finished(sums)

@@ -97,6 +97,9 @@ def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
     if o.importance_sampling_level == "sequence":
         # Σ lr·m / max(Σ m, 1), gradient through the mean.
         lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))
+    elif o.importance_sampling_level == "sequence_sum":
+        # log of π(completion) / π_old(completion)
+        lr = lr.sum().expand(len(lr))
     return lr
 
 

@@ -28,6 +28,13 @@ def rewards_as_they_are(r: Tensor) -> Tensor:
     return r
 
 
+def baseline(r: Tensor, *, value: float = 0.0) -> Tensor:
+    """A = r - value, a number that no reward of the batch had a part in (REINFORCE, Williams
+    1992).
+    """
+    return r - value
+
+
 def centered(r: Tensor) -> Tensor:
     """A = r - mean (Dr. GRPO)."""
     return r - r.nanmean(-1, keepdim=True)
@@ -86,6 +93,7 @@ def passk(r: Tensor) -> Tensor:
 
 MODES: dict[str, Callable[..., Tensor]] = {
     "rewards": rewards_as_they_are,
+    "baseline": baseline,
     "centered": centered,
     "normalized": normalized,
     "max": maximum,
@@ -98,6 +106,10 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+# Modes in which a group is not its own baseline: it may be of one, and of equal rewards.
+WITHOUT_GROUPS = ("rewards", "baseline")
+
+
 def group_advantages(
     rewards: Tensor,  # (N*G,)
     mode: str = "normalized",
@@ -107,17 +119,18 @@ def group_advantages(
 ) -> Tensor:  # (N*G,)
     """Advantages of N groups of G completions each, laid out group by group.
 
-    A group whose rewards are all equal gets exactly 0 (mode "rewards" keeps the reward, and the
-    whitening of "reinforce_pp_baseline" still moves nothing there). A reward that is NaN marks a
-    completion without a verdict: it is left out of its group's baseline and gets advantage 0.
+    A group whose rewards are all equal gets exactly 0 (modes "rewards" and "baseline" know no
+    groups, and the whitening of "reinforce_pp_baseline" still moves nothing there). A reward that
+    is NaN marks a completion without a verdict: it is left out of its group's baseline and gets
+    advantage 0.
 
     Args:
         rewards: (N*G,) float.
-        mode: a name of `MODES`: "rewards", "centered", "normalized", "max", "max_code", "batch",
-            "rloo", "reinforce_pp_baseline", "opo", "passk".
-        group_size: G; must divide the number of rewards. 1 is for mode "rewards" only: the others
-            find a group of equal rewards in it.
-        options: keywords of that mode's function (`eps`, `unbiased`, `lengths`).
+        mode: a name of `MODES`: "rewards", "baseline", "centered", "normalized", "max", "max_code",
+            "batch", "rloo", "reinforce_pp_baseline", "opo", "passk".
+        group_size: G; must divide the number of rewards. 1 is for modes "rewards" and "baseline":
+            the others find a group of equal rewards in it.
+        options: keywords of that mode's function (`value`, `eps`, `unbiased`, `lengths`).
 
     Returns:
         (N*G,) fp32 advantages.
@@ -154,7 +167,7 @@ def group_advantages(
     if grouped.numel() == 0:
         return rewards.float()
     advantages = function(grouped, **options)
-    if mode != "rewards":
+    if mode not in WITHOUT_GROUPS:
         lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
         advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
     advantages = torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
@@ -166,7 +179,7 @@ def group_advantages(
 
 def check_group_size(mode: str, group_size: int) -> None:
     """Raise a ValueError where each group is its own baseline, so that nothing could be learnt."""
-    if group_size == 1 and mode != "rewards":
+    if group_size == 1 and mode not in WITHOUT_GROUPS:
         why = "all advantages would be 0"
         raise ValueError(f"group_size: mode {mode!r} expects at least 2, got 1: {why}")
 
@@ -179,6 +192,8 @@ def check_options(mode: str, options: Mapping[str, object]) -> None:
             raise ValueError(f"{name}: mode {mode!r} expects one of {sorted(known)}, got {name!r}")
         if name == "eps":
             number("eps", value, "a finite number >= 0", lambda x: x >= 0)
+        if name == "value":
+            number("value", value, "a finite number", lambda x: True)
         if name == "unbiased" and not isinstance(value, bool):
             raise ValueError(f"unbiased: expected True or False, got {value!r}")
 

@@ -15,6 +15,7 @@ from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardError, RewardResult, RewardSet, WeightedReward
 from grpo_fast.rewards.rules import Scorer, scorer_for
+from grpo_fast.rewards.text import distinct_words
 
 __all__ = [
     "REWARDS",
@@ -42,6 +43,7 @@ REWARDS: dict[str, RewardFunction] = {
         shaping.length_penalty,
         shaping.overlong,
         shaping.format_tags,
+        distinct_words,
     )
 }
 # Run from their files: a worker starts in no time where it need not import this package.

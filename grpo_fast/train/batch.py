@@ -15,7 +15,7 @@ from grpo_fast.attention import PackedGroups, pack_groups, plan_packs
 from grpo_fast.rollout import Rollout
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
-FIXED = ("old_logps", "ref_logps", "old_values", "returns", "token_advantages")
+FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
 
 
 @dataclass
@@ -29,6 +29,7 @@ class MicroBatch:
     sampling_logps: Tensor  # (R,) fp32
     old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
+    ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
     old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
     returns: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's

@@ -11,6 +11,7 @@ from grpo_fast import group_advantages
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet, score
 from grpo_fast.rollout import Rollout, generate
+from grpo_fast.train.baseline import RunningBaseline, split_options
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import GAE
 from grpo_fast.train.groups import Drawn, difficulties, uses_of
@@ -38,11 +39,13 @@ def collect(
     config: RunConfig,
     step: int,
     clock: Clock,
+    baseline: RunningBaseline | None = None,
 ) -> Collected:
     """G completions of each of the next prompts, and what they are worth.
 
     With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following prompt is
     asked in its place, for some rounds; what is then still missing is filled with dropped groups.
+    A running baseline takes in the rewards of all that was sampled, after the advantages are made.
     """
     dynamic, size = config.rollout.dynamic, config.rollout.group_size
     wanted = config.rollout.prompts_per_step
@@ -66,11 +69,14 @@ def collect(
             "prompts_consumed": float(queue.consumed),
         }
     chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
+    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
+    if baseline is not None:
+        baseline.update(drawn.scores.total)
     return Collected(
         chosen.rollout,
         [one.example for one in chosen.asked for _ in range(size)],
         chosen.scores,
-        advantages_of(chosen.scores.total, chosen.rollout, config),
+        advantages,
         {**reward_metrics(drawn.scores, size), **completion_metrics(drawn.rollout), **metrics},
         sum(drawn.rollout.lengths),
         difficulties(drawn.asked, drawn.judged(judged_by), uses, step),
@@ -97,14 +103,18 @@ def _draw(
     return Drawn(asked, rollout, scores)
 
 
-def advantages_of(rewards: Tensor, rollout: Rollout, config: RunConfig) -> Tensor:
+def advantages_of(
+    rewards: Tensor, rollout: Rollout, config: RunConfig, baseline: RunningBaseline | None = None
+) -> Tensor:
     """(N·G,) advantages; `opo` weighs its baseline by the completions' lengths.
 
     With a critic they come later, token by token: until then the rewards stand in their place.
     """
     if config.advantages == GAE:
         return rewards.float()
-    options = dict(config.advantage_options)
+    options, _ = split_options(config.advantages, config.advantage_options)
+    if baseline is not None:
+        options["value"] = baseline.value
     if config.advantages == "opo":
         options["lengths"] = torch.tensor(rollout.lengths)
     size = config.rollout.group_size

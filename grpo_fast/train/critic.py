@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention import PackedGroups
-from grpo_fast.objective.aggregation import AGGREGATIONS, completion_weights, denominator
+from grpo_fast.objective.aggregation import step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.value import explained_variance, value_losses
 from grpo_fast.train.batch import MicroBatch, StepBatch
@@ -145,13 +145,11 @@ def token_weights(
     ends, counts = batch.packed.cu_seqlens.long(), batch.completion_mask
     before = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
     active = before[ends[1:]] - before[ends[:-1]]
-    name = str(config.aggregation)
-    total = denominator(
-        name, len(batch), max_completion_length=config.max_completion_length,
-        num_items_in_batch=items, num_completions_in_batch=completions,
+    weights = step_weights(
+        str(config.aggregation), active, batch.active_tokens,
+        max_completion_length=config.max_completion_length, num_items_in_batch=items,
+        num_completions_in_batch=completions,
     )  # fmt: skip
-    total = max(batch.active_tokens, 1) if total is None else total
-    weights = completion_weights(active, total, AGGREGATIONS[name].by_length)
     return weights.repeat_interleave(ends.diff()) * counts
 
 

@@ -15,7 +15,8 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import CriticConfig
 from grpo_fast.train.critic import Critic
-from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference
 
 
 class RewardKL(NamedTuple):
@@ -33,6 +34,7 @@ def add_fixed(
     temperature: float,
     keep_old: bool,
     reference: Reference | None = None,
+    exact: bool = False,
     critic: Critic | None = None,
     reward_kl: RewardKL | None = None,
 ) -> None:
@@ -41,11 +43,14 @@ def add_fixed(
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
             they are the new ones, and the ratio is exactly 1.
+        exact: the KL is one over the vocabulary: hidden states stand for the reference's logps.
     """
     if batch.has_fixed:
         return
     for micro in batch.micro_batches:
-        if reference is not None:
+        if reference is not None and exact:
+            micro.ref_hidden = reference.hidden(micro.packed)
+        elif reference is not None:
             micro.ref_logps = reference.logps(micro.packed, temperature)
         wanted = keep_old or (critic is not None and critic.is_shared)
         hidden = policy.hidden(micro.packed) if wanted else None

@@ -81,6 +81,7 @@ def _load_model(config: ModelConfig) -> Any:
         with without_bars(), _without_report():
             fields, _ = PreTrainedConfig.get_config_dict(config.path)
             check_fields(fields, config.trust_remote_code)
+            _register(fields)
             model, found = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
@@ -170,6 +171,7 @@ def _from_config(
     given = {"vocab_size": len(tokenizer), **special, **more, **fields}
     try:
         check_fields(fields)
+        _register(fields)
         # A config takes any keyword, so compare with one made of defaults.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
@@ -182,6 +184,14 @@ def _from_config(
     if unknown:
         raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
     return model
+
+
+def _register(fields: dict[str, Any]) -> None:
+    """Make the model of this package known to transformers, where it is asked for."""
+    if fields.get("model_type") == "lecture":
+        from grpo_fast.train import lecture
+
+        lecture.register()
 
 
 def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:

@@ -21,6 +21,7 @@ from grpo_fast.train.loading import build_tokenizer, load_policy
 from grpo_fast.train.metrics import finite, is_policy_alone
 from grpo_fast.train.planning.budget import host_peak
 from grpo_fast.train.prompts import PromptQueue, log_prompts
+from grpo_fast.train.reference import check_reference
 from grpo_fast.train.report import RunReport, kernels_line, memory_line
 from grpo_fast.train.trackers import check_trackers
 from grpo_fast.train.trainer import Trainer
@@ -54,6 +55,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     known = questions if isinstance(questions, list) else questions[:1]
     check_examples(rewards, known, "training")
     policy = load_policy(config.model, build_tokenizer(config, questions))
+    check_reference(config.reference, config.model, policy.tokenizer)
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
     listed = examples if isinstance(examples, list) else examples[:1]

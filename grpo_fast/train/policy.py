@@ -1,4 +1,4 @@
-"""The policy: a transformers causal LM with its tokenizer, and the reference model of the KL term.
+"""The policy: a transformers causal LM with its tokenizer.
 
 `hidden` gives the rows that predict completion tokens, `head` what turns them into logits,
 `generation()` the mode in which `generate` runs.
@@ -30,7 +30,6 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.data import reason
-from grpo_fast.train.config import ReferenceConfig
 
 
 class Policy:
@@ -199,37 +198,6 @@ class Policy:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
-
-
-class Reference:
-    """The KL term's reference: none, a frozen copy, one synced at times, or LoRA's adapter off.
-
-    Args:
-        policy: the policy as it is at the start of training (after a warm start).
-        config: kind, and for `synced` how often and how much.
-    """
-
-    def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
-        self.policy, self.config = policy, config
-        by_adapter = policy.model is not policy.lm
-        self.copy = None if by_adapter or config.kind == "none" else policy.frozen_copy()
-
-    @torch.no_grad()
-    def logps(self, packed: PackedGroups, temperature: float) -> Tensor:
-        """(R,) fp32 logps of the completion tokens, in the layout the policy is trained in."""
-        if self.copy is not None:
-            return self.copy.logps(packed, temperature)
-        with self.policy.without_adapter():
-            return self.policy.logps(packed, temperature)
-
-    @torch.no_grad()
-    def after_step(self, step: int) -> None:
-        """synced: every `sync_every` steps, reference = mixing·policy + (1 − mixing)·reference."""
-        if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
-            return
-        mine, policys = self.copy.model.parameters(), self.policy.model.parameters()
-        for own, theirs in zip(mine, policys, strict=True):
-            own.lerp_(theirs.to(own.dtype), self.config.mixing)
 
 
 @contextmanager

@@ -9,8 +9,10 @@ import logging
 import math
 from typing import Any
 
+from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
 from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Collected, collect
 from grpo_fast.train.config import RunConfig
@@ -20,8 +22,9 @@ from grpo_fast.train.kl_weight import KLWeight
 from grpo_fast.train.metrics import Clock, LossMetrics, Work, is_policy_alone, sampling_metrics
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
-from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
+from grpo_fast.train.reference import Reference
 from grpo_fast.train.samples import rows_of
 from grpo_fast.train.updates import Updates
 from grpo_fast.train.variance import gradient_variance
@@ -39,7 +42,8 @@ class Trainer:
     ) -> None:
         self.config, self.policy, self.rewards, self.critic = config, policy, rewards, critic
         self.loss_config = config.loss_config()
-        self.reference = Reference(policy, config.reference)
+        self.reference = Reference(policy, config.reference, config.model)
+        self.baseline = running_baseline(config.advantages, config.advantage_options)
         self.reads_reference = config.reference.kind != "none"
         self.beta = KLWeight(config.loss.beta, config.kl)  # type: ignore[attr-defined]
         self.work = Work(policy.lm)
@@ -60,7 +64,7 @@ class Trainer:
         """A batch of completions and the updates it is good for: metrics, and the completions."""
         self.steps = step
         config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
-        collected = collect(self.policy, queue, self.rewards, config, step, clock)
+        collected = collect(self.policy, queue, self.rewards, config, step, clock, self.baseline)
         rollout = collected.rollout
         batch = StepBatch(
             rollout, collected.advantages, group_size=group_size, minibatches=config.minibatches,
@@ -164,6 +168,7 @@ class Trainer:
             return accumulate(
                 self.policy, batch.minibatches[k], self.loss_config, validate=validate,
                 correct_sampling=self.config.rollout.correct_sampling, critic=self.critic,
+                ref_head=self.reference.head if self.reads_reference else None,
             )  # fmt: skip
 
         def undo() -> None:
@@ -178,7 +183,8 @@ class Trainer:
         add_fixed(
             batch, self.policy, temperature=float(loss.temperature),
             keep_old=self.updates > 1 or in_reward,
-            reference=self.reference if self.reads_reference else None, critic=self.critic,
+            reference=self.reference if self.reads_reference else None,
+            exact=loss.kl_estimator == EXACT, critic=self.critic,
             reward_kl=RewardKL(self.beta.value, loss.kl_estimator) if in_reward else None,
         )  # fmt: skip
 

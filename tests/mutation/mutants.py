@@ -55,6 +55,12 @@ SUITES: dict[str, list[str]] = {
     "eval": ["tests/train/test_eval_command.py"],
     "evaluate": ["tests/train/test_evaluate.py"],
     "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
+    "levels": ["tests/loss/test_loss_traps.py", "-k", "summed or of_its_prob"],
+    "advantages": ["tests/objective/test_advantages.py", "-k", "constant_baseline"],
+    "exact_kl": ["tests/loss/test_exact_kl.py", "-k", "fp64 or excludes or one_chunk"],
+    "exact_kl_training": ["tests/train/test_exact_kl_training.py", "-k", "not of_the_run"],
+    "baseline": ["tests/train/test_running_baseline.py"],
+    "lecture": ["tests/train/test_lecture.py", "-k", "not learns and not log and not saved"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -137,12 +143,13 @@ def all_mutants() -> list[Mutant]:
         products,
         train,
         train_compare,
+        train_objectives,
         train_ppo,
         train_rewards,
         train_seeing,
     )
 
-    trainer = (train, train_compare, train_ppo, train_rewards, train_seeing)
+    trainer = (train, train_compare, train_objectives, train_ppo, train_rewards, train_seeing)
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, forward_cuda)
     return [m for file in files for m in file.MUTANTS]
 

@@ -85,7 +85,7 @@ MUTANTS = [
            "longer = [completions[i] for i in listed]",
            "the value before the last token stands for the one after it", "ppo_step"),
     Mutant("ppo-old-values-forgotten", BATCH,
-           '"old_logps", "ref_logps", "old_values", "returns"', '"old_logps", "ref_logps", "returns"',
+           '"ref_hidden", "old_values", "returns"', '"ref_hidden", "returns"',
            "values are lost when a batch is packed anew", "ppo_step"),
     Mutant("ppo-shuffle-once", TRAINER,
            "/shuffle/{step}/{epoch}", "/shuffle/{step}",

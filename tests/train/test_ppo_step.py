@@ -18,7 +18,8 @@ from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.critic import Critic, token_weights, value_metrics
 from grpo_fast.train.fixed import RewardKL, add_fixed
-from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference
 from tests.tiny import tiny_model
 
 GROUP = 3

@@ -30,6 +30,8 @@ def test_every_shipped_recipe_is_valid():
         "sort",
         "variance",
         "ppo-sort",
+        "lecture",
+        "notebook",
         "gsm8k-tiny",
         "gsm8k-smollm2-1.7b",
         "gsm8k-qwen2.5-0.5b",

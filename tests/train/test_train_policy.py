@@ -14,7 +14,8 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.loading import load_policy
-from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference
 from tests.tiny import FAMILIES, tiny_folder, tiny_model
 
 SYMBOLS = [*map(str, range(10)), "="]

@@ -13,7 +13,7 @@ from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
 class DataConfig(Section):
     """Where prompts come from: a generated task, a local file or folder, or a hub data set."""
 
-    task: Literal["sort", "arithmetic", "gsm8k", "jsonl"]
+    task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl"]
     path: UserPath | None = None  # jsonl file, or a folder with train.jsonl and test.jsonl
     name: str | None = None  # hub id, for example openai/gsm8k
     prompt_template: str | None = None  # text with {question}, or a name of PROMPT_TEMPLATES
@@ -35,7 +35,7 @@ class DataConfig(Section):
             raise ValueError(f"data.shots_tokens: {needed}")
         for name in ("path", "name", "prompt_template", "system_prompt", "chat", "shots"):
             came = getattr(self, name)
-            if self.task in ("sort", "arithmetic") and came:
+            if self.task not in ("gsm8k", "jsonl") and came:
                 made = f"task {self.task} makes its own prompts"
                 raise ValueError(f"data.{name}: {made}, came {came!r}")
         return self

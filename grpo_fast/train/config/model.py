@@ -73,9 +73,17 @@ class ReferenceConfig(Section):
     """The model the KL term pulls towards."""
 
     kind: Literal["none", "frozen", "synced"] = "none"
+    path: UserPath | None = None  # frozen: another model of the policy's vocabulary, not its start
     # synced: every `sync_every` steps reference = mixing·policy + (1 − mixing)·reference
     sync_every: Positive = 64
     mixing: float = Field(0.6, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _path_is_frozen(self) -> ReferenceConfig:
+        if self.path is not None and self.kind != "frozen":
+            needed = "expected reference.kind: frozen beside it"
+            raise ValueError(f"reference.path: {needed}, came {self.kind}")
+        return self
 
 
 class KLConfig(Section):

@@ -9,7 +9,9 @@ from pydantic import Field, create_model, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.config import LossConfig, choice
+from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.train.baseline import split_options
 from grpo_fast.train.config.base import Count, Positive, Section, UserPath
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
@@ -107,7 +109,8 @@ class RunConfig(Section):
     def _check_advantages(self) -> None:
         choice("advantages", self.advantages, [*MODES, GAE])
         if self.advantages != GAE:
-            check_options(self.advantages, self.advantage_options)
+            options, _ = split_options(self.advantages, self.advantage_options)
+            check_options(self.advantages, options)
             check_group_size(self.advantages, self.rollout.group_size)
         elif self.advantage_options:
             came = f"came {self.advantage_options}"
@@ -127,6 +130,9 @@ class RunConfig(Section):
         if kl.into == "reward":
             if self.advantages != GAE:
                 raise ValueError(f"kl.into: reward expects advantages: gae, came {self.advantages}")
+            if loss.kl_estimator == EXACT:
+                expected = "expected an estimator, of the sampled tokens, beside kl.into: reward"
+                raise ValueError(f"loss.kl_estimator: {expected}, came {EXACT}")
             if loss.kl_times_ratio or not OBJECTIVES[loss.loss_type].reference:
                 expected = "expected loss for a loss_type or kl_times_ratio with a KL of its own"
                 raise ValueError(f"kl.into: {expected}, came reward")

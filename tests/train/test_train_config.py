@@ -29,6 +29,7 @@ def test_every_shipped_recipe_is_valid():
     assert set(recipe_names()) == {
         "sort",
         "variance",
+        "ppo-gsm8k",
         "ppo-sort",
         "lecture",
         "notebook",

@@ -1,4 +1,4 @@
-"""The command line: `grpo-fast train`, `reward-model`, `eval`, `plan`, `plot`, `bench`.
+"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -165,6 +165,37 @@ def plot(
     with _told(debug, OSError, code=USAGE_ERROR):
         folders = [os.path.expanduser(run) for run in runs]
         typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
+
+
+@app.command()
+def compare(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe or a YAML file, or several: sort,ppo-sort.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        _words("The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."),
+    ] = None,
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="A key of the grid, as above.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 1,
+    out: Annotated[str | None, typer.Option("-o", "--out", help="The folder.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train by a recipe under every setting of a grid: one table, one picture; resumes."""
+    from grpo_fast.train import loop
+    from grpo_fast.train.compare import compare as run_all
+    from grpo_fast.train.compare import table
+
+    with _told(debug, OSError):
+        words = expand_data([*(grid or []), *(settings or [])])
+        place = None if out is None else os.path.expanduser(out)
+        found = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
+        typer.echo(table(found))
+        if found.failed:
+            failed = "\n".join(f"{run}: {why}" for run, why in found.failed.items())
+            raise OSError(f"{len(found.failed)} runs failed; the others are in the table\n{failed}")
 
 
 @app.command(

@@ -253,7 +253,7 @@ def gae(
     if following is not None and length:
         last = active & ~torch.cat([active[:, 1:], active.new_zeros(count, 1)], dim=1)
         after = torch.where(last, following.double()[:, None], after)
-    advantages = torch.where(active, r + gamma * after - v, 0.0)
+    advantages = r + gamma * after - v
     reach, decay = 1, gamma * lam  # A_t so far holds the terms k < reach; decay = (γλ)^reach
     while reach < length:
         later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))

@@ -47,9 +47,12 @@ class RunningBaseline:
 
 
 def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline | None:
-    """The baseline that `advantages` and `advantage_options` ask for; None: a constant, or none."""
+    """The baseline that `advantages` and `advantage_options` ask for; None: a constant, or none.
+
+    Without a `value` it is a running one: a constant of 0 would be none.
+    """
     known, running = split_options(mode, options)
-    if not running.pop("running", False):
+    if mode != "baseline" or not running.pop("running", "value" not in known):
         return None
     return RunningBaseline(known.get("value", 0.0), **running)
 
@@ -67,7 +70,7 @@ def split_options(mode: str, options: Mapping[str, Any]) -> tuple[dict[str, Any]
         raise ValueError(f"running: expected true or false, came {own['running']!r}")
     if "decay" in own:
         number("decay", own["decay"], "a number in [0, 1)", lambda x: 0 <= x < 1)
-        if not own.get("running"):
+        if not own.get("running", "value" not in known):
             raise ValueError(
                 f"decay: expected running: true beside it, came {own['decay']!r} alone"
             )

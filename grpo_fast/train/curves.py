@@ -68,9 +68,11 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, where it was logged and an axis can have it."""
+    """(step, value) of one metric, where it was logged for a step and an axis can have it."""
     found = []
     for index, row in enumerate(rows):
+        if "update" in row:  # one of several in a step, which has a row of its own
+            continue
         value, step = row.get(metric), row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
         if numbers and abs(value) < LARGEST and abs(step) < LARGEST:
@@ -159,6 +161,11 @@ def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
             keys.append(_key(color=INK if several else color, linestyle=dash, label=label))
     if len(keys) > 1:
         axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
+    finish_axes(axes, title)
+
+
+def finish_axes(axes: Axes, title: str) -> None:
+    """Title, grid and scales as all pictures of runs have them."""
     axes.set_title(title, fontsize=10, loc="left", color=INK)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

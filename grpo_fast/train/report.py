@@ -74,8 +74,8 @@ class RunReport:
         line = {"step": int(step), **plain_json(values)}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
-        self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
-        if "update" not in values:  # one of several in a step
+        if "update" not in values:  # else one of several in a step
+            self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
             self._show(step, values)
 
     def note(self, text: str) -> None:
@@ -188,6 +188,8 @@ def plain_json(value: Any) -> Any:
     """What JSON has a word for; numbers that are not finite are null."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_json(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Path):

@@ -322,10 +322,16 @@ def test_the_test_split_follows_the_prompts_that_there_are():
     assert len(SortTask(split="test", seed=0)) == 256
     assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of ten
     small = {"seed": 0, "digits": 3, "symbols": 2}
-    test, train = (SortTask(split=s, n_test=7, **small) for s in ("test", "train"))
-    assert len(set(test)) == 7 and not set(test) & set(train[:50]) and len(set(train[:50])) == 1
-    test, train = (SortTask(split=s, n_test=8, **small) for s in ("test", "train"))
-    assert set(test) == set(train[:200]) and len(set(test)) == 8
+    test, train = (
+        [example.prompt for example in SortTask(split=split, n_test=7, **small)[:50]]
+        for split in ("test", "train")
+    )
+    assert len(set(test)) == 7 and not set(test) & set(train) and len(set(train)) == 1
+    test, train = (
+        {example.prompt for example in SortTask(split=split, n_test=8, **small)[:200]}
+        for split in ("test", "train")
+    )
+    assert test == train and len(test) == 8
 
 
 def test_generated_tasks_refuse_what_cannot_be():

@@ -37,10 +37,18 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "compare": ["tests/train/test_compare.py", "-k", "not command"],
+    "variance": ["tests/train/test_variance.py", "-k", "not baseline"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
     "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
     "ppo_step": ["tests/train/test_ppo_step.py"],
-    "ppo_runs": ["tests/train/test_ppo_runs.py"],
+    "ppo_critic": ["tests/train/test_ppo_runs.py", "-k", "critic_path or own_rate"],
+    "ppo_passes": [
+        "tests/train/test_ppo_runs.py",
+        "-k",
+        "keeps_the_values or shuffled or early_stop or rate_that",
+    ],
+    "ppo_kl": ["tests/train/test_ppo_runs.py", "-k", "beta or adapted or fifth"],
     "completions": ["tests/train/test_completions.py", "-k", "not browser"],
     "trackers": ["tests/train/test_trackers.py"],
     "paired": ["tests/train/test_paired.py"],
@@ -88,6 +96,11 @@ SUITES: dict[str, list[str]] = {
     "triton_linear": ["tests/kernels/triton_tools/cases_linear.py"],
     "triton_gradients": ["tests/kernels/triton_tools/cases_gradients.py"],
     "triton_weights": ["tests/kernels/triton_tools/cases_weights.py"],
+    "triton_forward_cuda": [
+        "tests/kernels/triton_tools/cases_forward_cuda.py",
+        "-k",
+        "128x192 and (300x392x700 or any_number)",
+    ],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -121,6 +134,7 @@ class Mutant(NamedTuple):
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
     from tests.mutation import (
+        forward_cuda,
         gradients,
         heads,
         kernels,
@@ -128,14 +142,15 @@ def all_mutants() -> list[Mutant]:
         objectives,
         products,
         train,
+        train_compare,
         train_objectives,
         train_ppo,
         train_rewards,
         train_seeing,
     )
 
-    trainer = (train, train_objectives, train_ppo, train_rewards, train_seeing)
-    files = (objectives, loss, *trainer, heads, kernels, gradients, products)
+    trainer = (train, train_compare, train_objectives, train_ppo, train_rewards, train_seeing)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products, forward_cuda)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 ADVANTAGES, VALUE = (f"grpo_fast/objective/{x}.py" for x in ("advantages", "value"))
-CRITIC, FIXED, BATCH, LOOP, UPDATES, KL_WEIGHT, ACCUMULATE, OPTIMIZER = (
+CRITIC, FIXED, BATCH, TRAINER, UPDATES, KL_WEIGHT, ACCUMULATE, OPTIMIZER = (
     f"grpo_fast/train/{x}.py"
-    for x in ("critic", "fixed", "batch", "loop", "updates", "kl_weight", "accumulate", "optimizer")
+    for x in (
+        "critic",
+        "fixed",
+        "batch",
+        "trainer",
+        "updates",
+        "kl_weight",
+        "accumulate",
+        "optimizer",
+    )
 )
 
 MUTANTS = [
@@ -18,7 +27,7 @@ MUTANTS = [
            "2 * reach, decay * decay", "2 * reach, decay",
            "terms far ahead decay as if they were near", "ppo_math"),
     Mutant("ppo-gae-padding", ADVANTAGES,
-           "torch.where(active, r + gamma", "torch.where(active | True, r + gamma",
+           "r, v = (torch.where(active, x.double(), 0.0) for", "r, v = (x.double() for",
            "what stands in the padding reaches the last tokens", "ppo_math"),
     Mutant("ppo-white-over-all", ADVANTAGES,
            "    counted = a[known]\n", "    counted = a.nan_to_num(nan=0.0).reshape(-1)\n",
@@ -37,7 +46,7 @@ MUTANTS = [
            "the value loss has no weight", "ppo_step"),
     Mutant("ppo-critic-head-detached", CRITIC,
            "self.head(states.float())", "self.head(states.detach().float())",
-           "the value loss never reaches the trunk", "ppo_runs"),
+           "the value loss never reaches the trunk", "ppo_step"),
     Mutant("ppo-critic-masked-weights", CRITIC,
            "weights.repeat_interleave(ends.diff()) * counts", "weights.repeat_interleave(ends.diff())",
            "tokens that do not count are regressed, too", "ppo_step"),
@@ -46,10 +55,10 @@ MUTANTS = [
            "the value loss grows with the number of micro-batches", "ppo_step"),
     Mutant("ppo-critic-rate", CRITIC,
            "rate = self.config.lr or config.lr", "rate = config.lr",
-           "the critic's own rate is not read", "ppo_runs"),
+           "the critic's own rate is not read", "ppo_critic"),
     Mutant("ppo-critic-unsaved-head", CRITIC,
            "    _load_head(loaded.head, Path(critic.path) / HEAD_FILE)\n", "",
-           "a critic that was saved starts at zero again", "ppo_runs"),
+           "a critic that was saved starts at zero again", "ppo_critic"),
     Mutant("ppo-returns-white", FIXED,
            "returns = advantages + torch.where(counts, valued, 0.0)\n    if config.whiten and "
            "counts.any():\n        advantages = torch.where(counts, "
@@ -78,34 +87,34 @@ MUTANTS = [
     Mutant("ppo-old-values-forgotten", BATCH,
            '"ref_hidden", "old_values", "returns"', '"ref_hidden", "returns"',
            "values are lost when a batch is packed anew", "ppo_step"),
-    Mutant("ppo-shuffle-once", LOOP,
+    Mutant("ppo-shuffle-once", TRAINER,
            "/shuffle/{step}/{epoch}", "/shuffle/{step}",
-           "every pass of a step deals the same minibatches", "ppo_runs"),
-    Mutant("ppo-shuffle-seed", LOOP,
+           "every pass of a step deals the same minibatches", "ppo_passes"),
+    Mutant("ppo-shuffle-seed", TRAINER,
            'f"{config.seed}/shuffle', 'f"shuffle',
-           "another seed deals the same minibatches", "ppo_runs"),
-    Mutant("ppo-keep-fixed", LOOP,
+           "another seed deals the same minibatches", "ppo_passes"),
+    Mutant("ppo-keep-fixed", TRAINER,
            "keep_fixed=len(done) > 0", "keep_fixed=False",
-           "out of memory after an update: values of weights that have moved", "ppo_runs"),
+           "out of memory after an update: values of weights that have moved", "ppo_passes"),
     Mutant("ppo-stop-by-last", UPDATES,
            "self.losses[-self.per_pass :]", "self.losses[-1:]",
-           "an early stop judges the last minibatch alone", "ppo_runs"),
+           "an early stop judges the last minibatch alone", "ppo_passes"),
     Mutant("ppo-stop-schedule", OPTIMIZER,
            "        self.steps += steps\n", "",
-           "after an early stop the schedule falls behind", "ppo_runs"),
-    Mutant("ppo-rate-of-the-next", LOOP,
+           "after an early stop the schedule falls behind", "ppo_passes"),
+    Mutant("ppo-rate-of-the-next", TRAINER,
            "\"learning_rate\": done.rates[-1]", "\"learning_rate\": self.optimizer.learning_rate",
-           "the rate of the next step is logged", "ppo_runs"),
+           "the rate of the next step is logged", "ppo_passes"),
     Mutant("ppo-beta-unclipped", KL_WEIGHT,
            "min(max(kl / self.config.target - 1, -MOST), MOST)", "kl / self.config.target - 1",
-           "one step of a large KL multiplies beta", "ppo_runs"),
-    Mutant("ppo-beta-unused", LOOP,
+           "one step of a large KL multiplies beta", "ppo_kl"),
+    Mutant("ppo-beta-unused", TRAINER,
            "self.loss_config = self.loss_config.replace(beta=self.beta.value)", "pass",
-           "beta is adapted, and the loss keeps the first one", "ppo_runs"),
+           "beta is adapted, and the loss keeps the first one", "ppo_kl"),
     Mutant("ppo-no-verdict", BATCH,
            "counts = ~(cut | own.isnan().cpu())", "counts = ~cut",
            "a completion without a verdict is taken for one that scored 0", "ppo_step"),
     Mutant("ppo-kl-unmasked", ACCUMULATE,
            "kl[batch.completion_mask].sum()", "kl.sum()",
-           "masked tokens count in the KL that is reported", "ppo_runs"),
+           "masked tokens count in the KL that is reported", "ppo_step"),
 ]  # fmt: skip

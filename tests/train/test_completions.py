@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -87,8 +88,8 @@ def collected(advantages, *, extra=()):
     answers = ["1", "1", "1 2", "1 2"]
     examples = [Example(p, a, None) for p, a in zip(rollout.prompts, answers, strict=True)]
     total = torch.tensor([1.0, 0.5, math.nan, 1.0])
-    scores = RewardResult(total, {"f": total / 2}, {"f": 1})
-    return tokenizer, Collected(rollout, examples, scores, torch.tensor(advantages))
+    scores = RewardResult(total, {"f": total / 2}, {"f": Counter(nan=1)})
+    return tokenizer, Collected(rollout, examples, scores, torch.tensor(advantages), {}, 8, [])
 
 
 def test_rows_hold_what_a_completion_was_given():
@@ -127,7 +128,8 @@ def test_strict_and_lenient_answers_are_told_apart():
     rollout = Rollout(["q"] * 3, [[5]] * 3, ids, [torch.zeros(len(i)) for i in ids], texts,
                       [False] * 3)  # fmt: skip
     scores = RewardResult(torch.zeros(3), {}, {})
-    step = Collected(rollout, [Example("q", "1080", None)] * 3, scores, torch.zeros(3))
+    examples = [Example("q", "1080", None)] * 3
+    step = Collected(rollout, examples, scores, torch.zeros(3), {}, 9, [])
     rows = rows_of(step, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
@@ -303,3 +305,20 @@ def test_a_run_leaves_rows_and_page(tmp_path, monkeypatch):
     html = (tmp_path / "run" / "completions.html").read_text(encoding="utf-8")
     assert re.findall(r'<details id="s(\d+)"', html) == ["1", "2", "4", "5"]
     assert "Completions of run" in html and html.count("<article>") == 32
+
+
+def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path, monkeypatch):
+    from grpo_fast.train import loop
+    from grpo_fast.train.settings import load_recipe
+    from tests.train.test_train_loop import TINY_SORT
+
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    words = [*TINY_SORT, f"output_dir={tmp_path}/run", "steps=1"]
+    loop.train(load_recipe("ppo-sort", words))
+    path = tmp_path / "run" / "completions" / "step_000001.parquet"
+    rows = parquet.read_table(path).to_pylist()
+    assert any(len(set(r["advantages"])) > 1 for r in rows)
+    for r in rows:
+        assert len(r["advantages"]) == len(r["tokens"])
+        mean = sum(r["advantages"]) / len(r["advantages"])
+        assert r["advantage"] == pytest.approx(mean, abs=1e-6)

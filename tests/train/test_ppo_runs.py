@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_fast.train import loop
+from grpo_fast.train import loop, trainer
 from grpo_fast.train.config import KLConfig
 from grpo_fast.train.critic import Critic, load_critic
 from grpo_fast.train.kl_weight import KLWeight
@@ -167,7 +167,7 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
 
     options = [*PPO, "inner_iterations=2", "steps=1", "optim.lr=0.01", *KL]
     whole = steps(tmp_path / "whole", *options)
-    monkeypatch.setattr(loop, "accumulate", failing)
+    monkeypatch.setattr(trainer, "accumulate", failing)
     monkeypatch.setattr(budget, "log", type("Quiet", (), {"warning": lambda *_: None}))
     halved = steps(tmp_path / "halved", *options)
     assert calls[0] == 3
@@ -305,7 +305,7 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
         parts.append(sorted(i for micro in minibatch for i in micro.chosen))
         return original(policy, minibatch, *arguments, **options)
 
-    monkeypatch.setattr(loop, "accumulate", recorded)
+    monkeypatch.setattr(trainer, "accumulate", recorded)
     steps(tmp_path / "a", *PPO, *PASSES, "steps=2")
     passes = [parts[i : i + 2] for i in range(0, 8, 2)]
     assert all(sorted(a + b) == list(range(16)) for a, b in passes)

@@ -343,6 +343,23 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
         )
 
 
+def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
+    """The loss does not read the reference; masked completions are in no mean."""
+    policy = make_policy()
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
+    with torch.no_grad():
+        reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
+    batch = make_batch(mask_truncated=True, budget=14)
+    add_fixed(batch, policy, temperature=1.0, keep_old=True, reference=reference)
+    pairs = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    differences = [(ref - old).double() for ref, old in pairs]
+    d = torch.cat([x for i, x in enumerate(differences) if i not in CUT])
+    seen = accumulate(
+        policy, batch.minibatches[0], LossConfig(), correct_sampling=False, validate="full"
+    )
+    assert seen.result()["kl"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("by_group", [False, True])
 def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
     policy = make_policy()

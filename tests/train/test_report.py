@@ -246,6 +246,11 @@ def test_numbers_that_no_picture_has(tmp_path):
     assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
 
 
+def test_a_step_of_several_updates_is_drawn_once():
+    rows = [{"step": 1, "loss": 9.0, "update": 1}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2}]
+    assert series(rows, "loss") == [(1.0, 1.0), (2.0, 2.0)]
+
+
 def test_values_that_no_axis_has(tmp_path):
     rows = [(1, 1.0), (2, 1e308), (1e308, 1.0), (3, -1e308), (4, 9e299), (5, -9e299)]
     lines = [f'{{"step": {step}, "reward": {reward}}}\n' for step, reward in rows]

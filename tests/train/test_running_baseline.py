@@ -79,7 +79,8 @@ def test_the_same_run_twice_and_groups_of_one(tmp_path):
 
 def test_running_false_is_the_constant():
     assert running_baseline("baseline", {"running": False, "value": 1.0}) is None
-    assert running_baseline("baseline", {}) is None
+    assert running_baseline("baseline", {"value": 1.0}) is None
+    assert running_baseline("baseline", {}).value == 0.0  # no constant: a running one
     assert running_baseline("centered", {}) is None
 
 
@@ -88,7 +89,10 @@ def test_running_false_is_the_constant():
     [
         (["advantages=baseline", "advantage_options.running=1"], "running: expected true or false"),
         ([*RUNNING, "advantage_options.decay=1"], r"decay: expected a number in \[0, 1\)"),
-        (["advantages=baseline", "advantage_options.decay=0.5"], "decay: expected running: true"),
+        (
+            ["advantages=baseline", "advantage_options={value: 1, decay: 0.5}"],
+            "decay: expected running: true",
+        ),
         (["advantages=centered", "advantage_options.running=true"], "running: mode 'centered'"),
         ([*RUNNING, "advantage_options.value=.inf"], "value: expected a finite number"),
     ],

@@ -28,6 +28,8 @@ def refused(changes=None, **sections):
 def test_every_shipped_recipe_is_valid():
     assert set(recipe_names()) == {
         "sort",
+        "variance",
+        "ppo-gsm8k",
         "ppo-sort",
         "lecture",
         "notebook",

@@ -178,6 +178,7 @@ def test_references(tmp_path):
             ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"],
         ),
         ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "tokens_per_microbatch=600"]),
+        ("ppo-gsm8k", ["rollout.prompts_per_step=8", "critic.kind=shared"]),
         (
             "gsm8k-qwen2.5-0.5b",
             ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"],
@@ -195,12 +196,13 @@ def test_big_recipes_with_a_tiny_model(tmp_path, gsm8k, recipe, overrides):
         "kl",
         "entropy",
         "rewards/gsm8k_correct/mean",
-        "rewards/gsm8k_format/mean",
+        "rewards/format_tags/mean" if "smollm2" in recipe else "rewards/gsm8k_format/mean",
         "completions/clipped_ratio",
         "frac_reward_zero_std",
         "sampling/sampling_logp_difference/mean",
     } <= rows[0].keys()
-    assert rows[0]["kl"] == 0 or "inner_iterations=2" in overrides or rows[0]["kl"] < 1e-3
+    passes = load_recipe(recipe, overrides).inner_iterations
+    assert rows[0]["kl"] == 0 or passes == 2 or rows[0]["kl"] < 1e-3
     assert summary["after"]["eval_n"] == 4 and "eval_accuracy_lenient_se" in summary["after"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert load_recipe(str(tmp_path / "run" / "config.yaml")).steps == 2

@@ -47,6 +47,7 @@ class LogConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     progress: bool = True  # live progress bar
     save_model: bool = True
+    grad_variance: bool = False  # the gradient's variance over groups; as costly as an update
 
 
 class RunConfig(Section):
@@ -116,6 +117,9 @@ class RunConfig(Section):
             raise ValueError(f"advantage_options: expected none, critic has those of gae, {came}")
         if self.critic is None and self.advantages == GAE:
             raise ValueError("critic: expected a section (critic={}) beside advantages: gae")
+        if self.log.grad_variance and self.advantages == GAE:
+            expected = "expected false with a critic: its advantages are no group's"
+            raise ValueError(f"log.grad_variance: {expected}, came true")
         if self.critic is not None and self.advantages != GAE:
             raise ValueError(f"advantages: expected gae beside a critic, came {self.advantages}")
 

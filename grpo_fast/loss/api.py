@@ -71,8 +71,8 @@ def linear_logps(
             of rows, 0 included, or a DTensor with Shard(0) over these ranks, for example
             `group=weight.device_mesh`; the bias likewise. Outputs and the gradient of hidden are
             whole on every rank, those of weight and bias stay with their rows. Forward and backward
-            are calls of all ranks together; what one refuses, all refuse. Not under torch.compile,
-            nor in a CUDA graph. None: the head is whole, or FSDP2's.
+            are calls of all ranks together; what one refuses, all refuse. Not in a graph of
+            torch.compile, nor in a CUDA graph. None: the head is whole, or FSDP2's.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
 
     Returns:

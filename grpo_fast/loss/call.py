@@ -14,6 +14,7 @@ from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.agreement import ALONE, Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.sharded import outside_of_graphs
 from grpo_fast.objective.config import LossConfig
 
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
@@ -59,6 +60,7 @@ def loss(
     ranks: Agreement = ALONE,
 ) -> LossOutput:
     """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
+    outside_of_graphs(options.shard)
     checks.tokens(config, given, has_logits=name != "given_logps")
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, given)
@@ -84,6 +86,7 @@ def logps(
     ranks: Agreement = ALONE,
 ) -> Any:  # logps, or (logps, entropy)
     """Differentiable logps in the layout of the targets."""
+    outside_of_graphs(options.shard)
     if torch.compiler.is_compiling():
         found, entropy = operators.compiled_logps(tensors, options)
     else:

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.head.vocabulary import VocabularyShard
+from grpo_fast.kernels.route import head_route
+from grpo_fast.kernels.types import ActiveRows, LogitRule
 from tests.loss import vocabulary_ranks
 
 SIZES = (2, 4)
@@ -25,22 +30,33 @@ CASES = [(size, name) for size in SIZES for name in vocabulary_ranks.CASES]
 Ranks = list[dict[str, dict[str, Any]]]
 
 
-def run_worlds(folder: Path, sizes: tuple[int, ...], **environment: str) -> dict[int, Ranks]:
-    command = [sys.executable, "-m", "tests.loss.vocabulary_ranks", str(folder), *map(str, sizes)]
+def run_world(folder: Path, size: int, **environment: str) -> Ranks:
+    command = [sys.executable, "-m", "tests.loss.vocabulary_ranks", str(folder), str(size)]
     root, log = Path(__file__).resolve().parents[2], folder / "log"
     with log.open("w") as output:
         subprocess.run(
             command, cwd=root, stdout=output, stderr=output, timeout=900, check=False,
             env={**os.environ, **environment},
         )  # fmt: skip
-    names = {size: [folder / f"world{size}.{rank}.json" for rank in range(size)] for size in sizes}
-    assert all(path.is_file() for paths in names.values() for path in paths), log.read_text()
-    return {n: [json.loads(path.read_text()) for path in paths] for n, paths in names.items()}
+    paths = [folder / f"world{size}.{rank}.json" for rank in range(size)]
+    assert all(path.is_file() for path in paths), log.read_text()
+    return [json.loads(path.read_text()) for path in paths]
+
+
+class Worlds(dict[int, Ranks]):
+    """The results of a world's ranks; it runs when a test asks for it first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, size: int) -> Ranks:
+        self[size] = run_world(self.folder, size)
+        return self[size]
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory) -> dict[int, Ranks]:
-    return run_worlds(tmp_path_factory.mktemp("ranks"), SIZES)
+def worlds(tmp_path_factory) -> Worlds:
+    return Worlds(tmp_path_factory.mktemp("ranks"))
 
 
 def check(ranks: Ranks, name: str) -> None:
@@ -91,9 +107,22 @@ def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds
     }
 
 
+def test_all_ranks_cut_the_same_chunks(monkeypatch):
+    """However many rows of the vocabulary they hold: a chunk is a collective."""
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "1")
+    hidden, ids, sizes = torch.zeros(500, 4), torch.zeros(500, dtype=torch.int64), (4000, 10, 0)
+    rows = ActiveRows(500, None, ids, LogitRule(), None)
+    cut = []
+    for rank, size in enumerate(sizes):
+        shard, weight = VocabularyShard(None, sizes, rank), torch.zeros(size, 4)
+        route = head_route("torch", weight, is_shard=True)
+        cut.append(list(LinearHead(hidden, weight, None, rows, route, shard=shard).chunks()))
+    assert len(cut[0]) > 5 and cut[0] == cut[1] == cut[2]
+
+
 def test_the_triton_row_kernels_know_shards(tmp_path):
     pytest.importorskip("triton")
-    (ranks,) = run_worlds(tmp_path, (2,), TRITON_INTERPRET="1").values()
+    ranks = run_world(tmp_path, 2, TRITON_INTERPRET="1")
     assert len(ranks[0]) > 8
     for name in ranks[0]:
         check(ranks, name)

@@ -37,6 +37,8 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
+    "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
@@ -101,9 +103,9 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, train
+    from tests.mutation import gradients, heads, kernels, loss, objectives, products, shards, train
 
-    files = (objectives, loss, train, heads, kernels, gradients, products)
+    files = (objectives, loss, train, heads, kernels, gradients, products, shards)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -7,6 +7,7 @@ from tests.mutation.mutants import Mutant
 VOCABULARY, AGREEMENT = "grpo_fast/kernels/head/vocabulary.py", "grpo_fast/loss/agreement.py"
 LOOP, REFERENCE = "grpo_fast/kernels/head/loop.py", "grpo_fast/kernels/reference.py"
 SHARDED, GRADIENT = "grpo_fast/loss/sharded.py", "csrc/rows/gradient.h"
+ROWS = "csrc/api/rows.cpp"
 
 MUTANTS = [
     Mutant("shards-of-one-size", VOCABULARY,
@@ -50,4 +51,7 @@ MUTANTS = [
     Mutant("csrc-shards-lse", GRADIENT,
            "if (has_target && std::fabs(logp) < std::fabs(lse))", "if (std::fabs(logp) < std::fabs(lse))",
            "the lse of a row is restored from a target that it does not have", "csrc_shards"),
+    Mutant("csrc-no-target-counts", ROWS,
+           "if (!counts) return write_zeros(d, chunk.columns, row);", "",
+           "a row without a target gets the gradient of its entropy", "csrc"),
 ]  # fmt: skip

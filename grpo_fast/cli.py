@@ -1,4 +1,4 @@
-"""The command line: `grpo-fast train`, `eval`, `plan`, `plot`, `bench`.
+"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -64,25 +64,49 @@ def train(
     from grpo_fast.rewards import RewardError
     from grpo_fast.rollout import NonFiniteLogits
     from grpo_fast.train import loop
+    from grpo_fast.train.folder import free_folder, run_folder
     from grpo_fast.train.optimizer import NonFiniteGradient
-    from grpo_fast.train.report import run_folder
-    from grpo_fast.train.settings import load_recipe
+    from grpo_fast.train.settings import load_recipe, recipe_names
 
     with _told(debug, RewardError, NonFiniteGradient, NonFiniteLogits):
-        config = load_recipe(recipe, expand_data(settings or []))
+        words = expand_data(settings or [])
+        config = load_recipe(recipe, words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
+        elif recipe in recipe_names() and not any(w.startswith("output_dir=") for w in words):
+            taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
+            if config.output_dir != taken:
+                typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
         loop.train(config)
+
+
+@app.command(name="reward-model")
+def reward_model(
+    recipe: Annotated[str, typer.Argument(help="reward-model-sort, or a YAML file.")],
+    settings: Annotated[
+        list[str] | None, _words("Changes to the recipe: steps=500 optim.lr=1e-4 data=pairs.jsonl")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model that scores completions, on pairs of a better and a worse one."""
+    from grpo_fast.train.config.reward_model import RewardModelConfig
+    from grpo_fast.train.reward_model import accuracy_line, train_reward_model
+    from grpo_fast.train.settings import load_settings
+
+    with _told(debug):
+        config = load_settings(RewardModelConfig, recipe, expand_data(settings or []))
+        typer.echo(accuracy_line(train_reward_model(config)))
 
 
 @app.command(name="eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
-    settings: Annotated[
+    words: Annotated[
         list[str] | None,
-        _words(
-            "data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 k=1,4,8 "
-            "max_new_tokens=300 out=metrics.json"
+        typer.Argument(
+            metavar="[MODEL] [KEY=VALUE]...",
+            help="A second model to compare with; recipe=NAME data=FILE|FOLDER|HUB_ID task=gsm8k "
+            "n=200 samples=8 temperature=0.7 k=1,4,8 max_new_tokens=300 out=metrics.json",
         ),
     ] = None,
     allow_code: Annotated[
@@ -90,13 +114,23 @@ def evaluate(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Accuracy on held-out questions: greedy; with samples=N also pass@k and maj@k."""
+    """Accuracy on held-out questions: greedy; with samples=N also pass@k and maj@k.
+
+    Two models get the same questions: their paired difference, its standard error, its p-value.
+    """
     from grpo_fast.rollout import NonFiniteLogits
-    from grpo_fast.train.eval_command import parse_settings, run_eval, table
+    from grpo_fast.train import eval_command as command
+    from grpo_fast.train.eval_settings import is_model, parse_settings
 
     with _told(debug, NonFiniteLogits, OSError):
-        results = run_eval(model, parse_settings(settings or []), allow_code=allow_code)
-        typer.echo(table(results))
+        others = [word for word in words or () if is_model(word)]
+        settings = parse_settings([word for word in words or () if word not in others[:1]])
+        if others:
+            both = command.compare_models(model, others[0], settings, allow_code=allow_code)
+            typer.echo(f"A: {model}\nB: {others[0]}\n{command.paired_table(both)}")
+        else:
+            found = command.run_eval(model, settings, allow_code=allow_code)
+            typer.echo(command.table(found))
 
 
 @app.command()
@@ -131,6 +165,37 @@ def plot(
     with _told(debug, OSError, code=USAGE_ERROR):
         folders = [os.path.expanduser(run) for run in runs]
         typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
+
+
+@app.command()
+def compare(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe or a YAML file, or several: sort,ppo-sort.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        _words("The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."),
+    ] = None,
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="A key of the grid, as above.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 1,
+    out: Annotated[str | None, typer.Option("-o", "--out", help="The folder.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train by a recipe under every setting of a grid: one table, one picture; resumes."""
+    from grpo_fast.train import loop
+    from grpo_fast.train.compare import compare as run_all
+    from grpo_fast.train.compare import table
+
+    with _told(debug, OSError):
+        words = expand_data([*(grid or []), *(settings or [])])
+        place = None if out is None else os.path.expanduser(out)
+        found = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
+        typer.echo(table(found))
+        if found.failed:
+            failed = "\n".join(f"{run}: {why}" for run, why in found.failed.items())
+            raise OSError(f"{len(found.failed)} runs failed; the others are in the table\n{failed}")
 
 
 @app.command(

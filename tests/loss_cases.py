@@ -33,8 +33,11 @@ SEQUENCE_LOSSES = tuple(
     for x in LOSSES
     if x not in ("gspo_token", "gmpo", "vespo", "dppo_tv", "dppo_kl", "kimi", "dro")
 )
-LOSS_LEVELS = tuple((x, "token") for x in LOSSES if x != "gspo") + tuple(
-    (x, "sequence") for x in SEQUENCE_LOSSES
+LEVELS = ("token", "sequence", "sequence_sum")
+LOSS_LEVELS = (
+    *((x, "token") for x in LOSSES if x != "gspo"),
+    *((x, "sequence") for x in SEQUENCE_LOSSES),
+    *((x, "sequence_sum") for x in SEQUENCE_LOSSES if x != "gspo"),
 )
 LAYOUTS = ("padded", "packed")
 FUNCTIONS = ("logps", "logits", "linear")
@@ -112,8 +115,8 @@ def options_for(
         options.update(epsilon_low=small, epsilon_high=small * 1.25)
     if loss_type in ("kimi", "dro"):
         options["beta"] = 0.3
-    if level == "sequence":
-        options["importance_sampling_level"] = "sequence"
+    if level != "token":
+        options["importance_sampling_level"] = level
     if aggregation is not None:
         options["aggregation"] = aggregation
     resolved = aggregation or oracles.DEFAULT_AGGREGATION[loss_type]

@@ -97,6 +97,9 @@ def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
     if o.importance_sampling_level == "sequence":
         # Σ lr·m / max(Σ m, 1), gradient through the mean.
         lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))
+    elif o.importance_sampling_level == "sequence_sum":
+        # log of π(completion) / π_old(completion)
+        lr = lr.sum().expand(len(lr))
     return lr
 
 
@@ -332,15 +335,16 @@ def batch_loss(
         entropies = torch.cat([zero[None][:0], *(c.entropy.detach() for c in completions)])
         floor = torch.quantile(entropies, 1.0 - o.top_entropy_quantile) if len(entropies) else zero
     weights = token_weights([len(c.logp) for c in completions], o, num_items, num_completions)
-    loss, losses, kls = zero, [], []
+    loss, policy_loss, losses, kls = zero, zero, [], []
     for c, w in zip(completions, weights, strict=True):
         if len(c.logp) == 0:
             continue
         per_token, kl = completion_loss(c, o, floor)
         loss = loss + w * per_token.sum()
+        policy = per_token if kl is None else per_token - o.beta * kl
+        policy_loss = policy_loss + w * policy.sum()
         losses.append(per_token)
         kls.append(kl)
-    policy_loss = loss
     if o.entropy_coef != 0:
         loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items)
     return SimpleNamespace(

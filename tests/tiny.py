@@ -51,9 +51,8 @@ def tiny_model(
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
-    for (
-        parameter
-    ) in model.parameters():  # the default start is so small that wrong attention would hardly show
+    # The default start is so small that wrong attention would hardly show.
+    for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()

@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 def parts() -> dict[str, Part]:
     """Most valuable first."""
-    tests, attention_tests = gpu_tests()
+    tests, attention_tests, forward_tests = gpu_tests()
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
         # Right or wrong is known in 20 s; a compiler that finds nothing in its cache may need more.
@@ -53,6 +53,9 @@ def parts() -> dict[str, Part]:
         "steps": steps(2, 85),
         "rollout": bench(2, 25, "rollout"),
         "memcheck": sanitize(2, 60, "memcheck"),
+        # A candidate that no GPU has run: it may hang, and so comes when all else is measured.
+        "forward-tests": one_by_one(3, 60, forward_tests),
+        "forward": own(3, 60, "forward"),
         "races": sanitize(3, 240, "racecheck", "synccheck"),
         "trl": bench(3, 60, "trl"),
     }
@@ -118,6 +121,12 @@ def sharded(call: int, seconds: int, files: list[str]) -> Part:
     return Part(call, seconds, [command], [[*command, "--dry"]], measures=False)
 
 
+def one_by_one(call: int, seconds: int, files: list[str]) -> Part:
+    """Tests of which one may hang: each is named before it starts."""
+    command = [PY, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", *files]
+    return Part(call, seconds, [command], [[*command, "--collect-only"]], measures=False)
+
+
 def sanitize(call: int, seconds: int, *tools: str) -> Part:
     """Every operation under compute-sanitizer, a hundred times slower: small shapes.
 
@@ -133,10 +142,12 @@ def sanitize(call: int, seconds: int, *tools: str) -> Part:
     return Part(call, seconds, commands, [[*checked, "--dry"]], False, environment)
 
 
-def gpu_tests() -> tuple[list[str], list[str]]:
-    """(the tests that need a GPU, those of the attention, which a part of its own runs)."""
+def gpu_tests() -> tuple[list[str], list[str], list[str]]:
+    """The tests that need a GPU; those of the attention, and of the forward kernel in CUDA C++,
+    which parts of their own run.
+    """
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
     files = sorted(str(path.relative_to(ROOT)) for path in found)
-    attention = [file for file in files if "attention" in file]
-    return [file for file in files if file not in attention], attention
+    attention, forward = ([f for f in files if name in f] for name in ("attention", "forward_cuda"))
+    return [file for file in files if file not in attention + forward], attention, forward

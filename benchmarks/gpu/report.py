@@ -37,7 +37,9 @@ def rendered(path: Path) -> str:
     reports = [report for file in paths for report in load(file)]
     found = Results([c for c in cases_of(paths) if c.get("allocator") == "cuda"], reports)
     done = json.loads(path.read_text()).get("parts", {}) if paths else {}
-    sections = (origin(reports), bar_table(found), times(found), products(reports),
+    gemms = products(reports, "The vendor's products alone", "gemms", "gemms")
+    forwards = products(reports, "The forward kernels", "forwards", "forward")
+    sections = (origin(reports), bar_table(found), times(found), gemms, forwards,
                 profiles(reports), session_table(done), risks())  # fmt: skip
     lines = ["# A GPU session: predicted against measured", ""]
     for section in sections:
@@ -95,12 +97,13 @@ def times(found: Results) -> Iterator[str]:
         yield f"| {predict.label(case)} | {' | '.join(cells)} |"
 
 
-def products(reports: list[dict[str, Any]]) -> Iterator[str]:
-    yield "## The vendor's products alone"
+def products(reports: list[dict[str, Any]], title: str, field: str, module: str) -> Iterator[str]:
+    """A table of what benchmarks.gpu.gemms or benchmarks.gpu.forward found."""
+    yield f"## {title}"
     yield ""
-    entries = [row for report in reports for row in report.get("gemms", ())]
+    entries = [row for report in reports for row in report.get(field, ())]
     if not entries:
-        yield f"{NOTHING.capitalize()}: `python -m benchmarks.gpu.gemms`."
+        yield f"{NOTHING.capitalize()}: `python -m benchmarks.gpu.{module}`."
         return
     yield "| rows | H | product | ms | TFLOP/s |"
     yield "|---|---|---|---|---|"

@@ -50,21 +50,30 @@ def resources(kernel: Any) -> Resources:
     """
     if "cubin" not in kernel.asm:
         return _amd(kernel)
-    return _nvidia(kernel.asm["cubin"], kernel.metadata.shared)
+    return of_cubin(kernel.asm["cubin"], kernel.metadata.shared)
 
 
 @functools.cache
-def _nvidia(cubin: bytes, shared: int) -> Resources:
+def of_cubin(cubin: bytes, shared: int) -> Resources:
+    """Resources of a kernel compiled for NVIDIA that asks for `shared` bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "-res-usage", file.name))
-        sass = _tool("nvdisasm", file.name)
+    sass = disassembled(cubin)
     if usage is None or "EXIT" not in sass:
         raise RuntimeError("the disassembler in the Triton wheel gave nothing to read")
     counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in (*COUNTED, "LDL", "STL")}
     matrix = counts["HGMMA"] + counts["HMMA"] + counts["UTCHMMA"]
     return Resources(int(usage[1]), counts["LDL"] + counts["STL"], shared, matrix, counts)
+
+
+@functools.cache
+def disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _tool("nvdisasm", file.name)
 
 
 def _amd(kernel: Any) -> Resources:

@@ -71,6 +71,16 @@ RISKS = (
         "benchmarks/gpu/wheels.sh",
     ),
     Risk(
+        "forward-tests",
+        "wgmma, TMA or a barrier in csrc/cuda is not what its emulation says, and a call hangs",
+        "the part ends at its limit; the default is Triton, nothing else is touched",
+    ),
+    Risk(
+        "forward-tests",
+        "cuda-bindings is not installed, or its NVRTC not found",
+        "CUDA builds of torch need both; the tests name the reason",
+    ),
+    Risk(
         "memcheck",
         "compute-sanitizer refuses the device of a sandbox",
         "Device not supported: a fact about the machine",

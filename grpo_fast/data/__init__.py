@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_fast.data.escape import escape_control, reason
-from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt
+from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, words_of
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
 from grpo_fast.data.generated import ArithmeticTask, SortTask
+from grpo_fast.data.listed import listed_examples
 
 __all__ = [
     "DataSource",
@@ -25,7 +26,8 @@ __all__ = [
 ]
 
 GENERATED: dict[str, Any] = {"sort": SortTask, "arithmetic": ArithmeticTask}
-TASKS = (*GENERATED, "gsm8k", "jsonl")
+LISTED = ("lecture", "open")
+TASKS = (*GENERATED, *LISTED, "gsm8k", "jsonl")
 
 
 def load_examples(
@@ -37,12 +39,13 @@ def load_examples(
         data: a config with `task`, and per task
             sort / arithmetic: `digits` (length), `symbols` (how many different ones), `n_train`,
             `n_test`;
+            lecture / open: nothing, the prompts are listed here and the same in both splits;
             gsm8k / jsonl: `path` (a .jsonl file, or a folder with train.jsonl and test.jsonl) or
             `name` (hub id), `prompt_template`, `system_prompt`, `chat`, `shots`, `n_train`,
             `n_test` (None: all), `shots_tokens` (as many worked examples as this many tokens hold,
             drawn from train for each question by itself).
             Attributes a source does not need may be absent.
-        split: "train" or "test". No test prompt ever occurs in train.
+        split: "train" or "test". No test prompt occurs in train, unless they all do.
         seed: shuffles train. The test split is the same for every seed: runs can be compared.
         count_tokens: tokens of a text; needed by `shots_tokens` only.
 
@@ -55,18 +58,23 @@ def load_examples(
     if data.task in GENERATED:
         task = GENERATED[data.task]
         return task(split=split, seed=seed, **_given(data, *task.options, "n_train", "n_test"))
+    if data.task in LISTED:
+        return listed_examples(data.task)
     if data.task in ("gsm8k", "jsonl"):
         return load_file_examples(data, split=split, seed=seed, count_tokens=count_tokens)
     raise DatasetError(f"data.task: expected one of {', '.join(TASKS)}, got {data.task!r}")
 
 
 def task_symbols(data: DataSource) -> list[str]:
-    """The symbols a generated task uses, for `build_symbol_tokenizer`."""
-    if data.task not in GENERATED:
-        needed = "a symbol tokenizer needs sort or arithmetic"
-        raise DatasetError(f"data.task: {needed}, got {data.task!r}; use tokenizer: bpe")
-    task = GENERATED[data.task]
-    return task.vocabulary(**_given(data, *task.options))
+    """The symbols of a task, for `build_symbol_tokenizer`; of a file all its words, sorted."""
+    if data.task in GENERATED:
+        task = GENERATED[data.task]
+        return task.vocabulary(**_given(data, *task.options))
+    words: set[str] = set()
+    for split in ("train", "test"):
+        for example in load_examples(data, split=split, seed=0):
+            words |= words_of(example)
+    return sorted(words)
 
 
 def _given(data: DataSource, *names: str) -> dict[str, int]:

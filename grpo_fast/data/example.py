@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 # Plain text, or chat messages for the tokenizer's chat template.
@@ -12,8 +14,17 @@ class Example(NamedTuple):
     """One question."""
 
     prompt: Prompt  # for the policy
-    answer: str  # for the rewards
+    answer: str | None  # for the rewards; None: there is none
     solution: str | None  # gold text, for a warm start
+    fields: Mapping[str, Any] = MappingProxyType({})  # what else its record holds
+
+
+def words_of(example: Example) -> set[str]:
+    """What stands between blanks in the texts of an example."""
+    prompt = example.prompt
+    asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    texts = [*asked, example.answer, example.solution]
+    return {word for text in texts if text for word in text.split()}
 
 
 class DatasetError(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import re
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt
 from grpo_fast.data.prompts import Form, ShotPrompts
+
+log = logging.getLogger(__name__)
 
 SPLIT_SEED = "grpo_fast held-out lines"
 PROMPT_FIELDS = ("prompt", "question", "messages")
@@ -127,20 +130,24 @@ def _hold_out(
 ) -> tuple[list[Example], list[Example]]:
     """Split one file: the same lines are held out whatever the run's seed is."""
     count = max(1, len(examples) // 10) if n_test is None else n_test
-    if count >= len(examples):
-        expected = f"fewer than the {len(examples)} lines of {file}"
+    if count > len(examples):
+        expected = f"at most the {len(examples)} lines of {file}"
         raise DatasetError(f"data.n_test: expected {expected}, got {count}")
     order = list(range(len(examples)))
     random.Random(SPLIT_SEED).shuffle(order)
     held_out = set(order[:count])
     test = [e for i, e in enumerate(examples) if i in held_out]
-    return _without([e for i, e in enumerate(examples) if i not in held_out], test), test
+    train = [e for i, e in enumerate(examples) if i not in held_out]
+    return _without(train or examples, test), test
 
 
 def _without(train: list[Example], test: list[Example]) -> list[Example]:
-    """Training examples whose prompt is not a test prompt."""
+    """Training examples whose prompt is not a test prompt; all of them where none is another."""
     known = {repr(e.prompt) for e in test}
-    return [e for e in train if repr(e.prompt) not in known]
+    others = [e for e in train if repr(e.prompt) not in known]
+    if train and not others:
+        log.warning("data: every training prompt is a test prompt: the evaluation is of these")
+    return others or train
 
 
 # --------------------------------------------------------------------------------------- records
@@ -158,23 +165,32 @@ def parse_row(row: Row, *, gsm8k: bool) -> Example:
         found = ", ".join(map(repr, fields)) or "none"
         raise DatasetError(f"{row.where}: expected a field 'prompt' or 'question', found {found}")
     prompt = _checked_prompt(fields[name], f"{row.where}: field {name!r}")
-    answer, solution = fields.get("answer"), fields.get("solution")
+    answer, solution = _answer(row, needed=gsm8k), fields.get("solution")
+    if solution is not None and not isinstance(solution, str):
+        came = type(solution).__name__
+        raise DatasetError(f"{row.where}: expected a text in field 'solution', got {came}")
+    _check_unicode(row.where, prompt, answer, solution)
+    others = {key: value for key, value in fields.items() if key not in (name, "answer")}
+    if answer is not None and (gsm8k or "####" in answer):
+        try:
+            gold = gold_answer(answer)
+        except ValueError as error:
+            raise DatasetError(f"{row.where}: {error}") from None
+        return Example(prompt, gold, solution or strip_calculator(answer), others)
+    return Example(prompt, answer, solution, others)
+
+
+def _answer(row: Row, *, needed: bool) -> str | None:
+    """The field `answer`; None without one (or with null), unless it is needed."""
+    answer = row.fields.get("answer")
+    if answer is None and not needed:
+        return None
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
         expected = "expected a non-empty text in field 'answer'"
         raise DatasetError(f"{row.where}: {expected}, got {answer!r}")
-    if solution is not None and not isinstance(solution, str):
-        came = type(solution).__name__
-        raise DatasetError(f"{row.where}: expected a text in field 'solution', got {came}")
-    _check_unicode(row.where, prompt, answer, solution)
-    if gsm8k or "####" in answer:
-        try:
-            gold = gold_answer(answer)
-        except ValueError as error:
-            raise DatasetError(f"{row.where}: {error}") from None
-        return Example(prompt, gold, solution or strip_calculator(answer))
-    return Example(prompt, answer, solution)
+    return answer
 
 
 def gold_answer(solution: str) -> str:

@@ -2,7 +2,8 @@
 
 Each is an indexable sequence: example i of the training split is a function of (seed, i) alone. The
 held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
-split redraws whatever falls among them.
+split redraws whatever falls among them. Only where all the prompts that there are are test prompts,
+training has the same ones.
 """
 
 from __future__ import annotations
@@ -14,27 +15,31 @@ from typing import Any, ClassVar, overload
 
 from grpo_fast.data.example import DatasetError, Example
 
+USUAL_TEST = 256  # test prompts where nobody says how many, at most half of those that there are
 HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
 class GeneratedTask(Sequence[Example]):
-    """Shared part: the split, and the promise that no test prompt is ever trained on."""
+    """Shared part: the split, and the promise that a test prompt is trained on only if all are."""
 
     options: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, *, split: str, seed: int, n_train: int = 1 << 16, n_test: int = 256) -> None:
+    def __init__(
+        self, *, split: str, seed: int, n_train: int = 1 << 16, n_test: int | None = None
+    ) -> None:
+        space = self.space_size()
+        n_test = min(USUAL_TEST, space // 2) if n_test is None else n_test
         for name, value in (("n_train", n_train), ("n_test", n_test)):
             if value < 1:
                 raise DatasetError(f"data.{name}: expected at least 1, got {value}")
-        space = self.space_size()
-        if 2 * n_test > space:
+        if n_test > space:
             raise DatasetError(
-                f"data.n_test: expected at most half of the {space} different prompts of this "
-                f"task, got {n_test}; make the prompts longer or the test split smaller"
+                f"data.n_test: expected at most the {space} different prompts of this task, got "
+                f"{n_test}; make the prompts longer or the test split smaller"
             )
         self.split, self.seed = split, seed
         self.held_out = self._draw_held_out(n_test)
-        self._held_out_set = frozenset(self.held_out)
+        self._not_trained = frozenset(self.held_out if n_test < space else ())
         self._length = n_test if split == "test" else n_train
 
     @abstractmethod
@@ -71,7 +76,7 @@ class GeneratedTask(Sequence[Example]):
             return self.render(self.held_out[position])
         rng = random.Random(f"{self.seed}/{position}")
         content = self.draw(rng)
-        while content in self._held_out_set:
+        while content in self._not_trained:
             content = self.draw(rng)
         return self.render(content)
 

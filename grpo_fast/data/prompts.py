@@ -40,7 +40,13 @@ class Form(NamedTuple):
 
     def shot(self, example: Example) -> str:
         """A worked example: the prompt as the question has it, and its solution."""
-        return f"{self.fill(str(example.prompt))} {example.solution or example.answer}\n\n"
+        worked = example.solution or example.answer
+        if worked is None:
+            asked = str(example.prompt)[:60]
+            raise DatasetError(
+                f"data.shots: expected an answer to every shot, got none to {asked!r}"
+            )
+        return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def dress(self, example: Example, prefix: str = "") -> Example:
         """The example with its prompt in this form; chat messages are complete as they are."""

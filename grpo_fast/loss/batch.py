@@ -19,7 +19,7 @@ from grpo_fast.kernels.types import ActiveRows, LogitRule
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Given, Targets
 from grpo_fast.loss.pending import check_values
-from grpo_fast.objective.aggregation import AGGREGATIONS, Total, completion_weights, denominator
+from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
 from grpo_fast.objective.tokens import Tokens
@@ -181,19 +181,16 @@ def _segments(
 
 def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) -> Tokens:
     advantages = given.advantages
-    count = places.lengths.shape[0]
     items = _total("num_items_in_batch", given.num_items_in_batch, places, validate)
     completions = _total(
         "num_completions_in_batch", given.num_completions_in_batch, places, validate
     )
-    name = str(config.aggregation)
-    total = denominator(
-        name, count, max_completion_length=config.max_completion_length, num_items_in_batch=items,
+    weights = step_weights(
+        str(config.aggregation), places.lengths, places.segments.shape[0],
+        max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions,
     )  # fmt: skip
-    total = max(places.segments.shape[0], 1) if total is None else total
-    weights = completion_weights(places.lengths, total, AGGREGATIONS[name].by_length)
-    if advantages.dim() == 1 and advantages.shape[0] == count:
+    if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:
         per_token = places.owned(advantages)

@@ -13,6 +13,7 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.loss.arguments import Given
 from grpo_fast.loss.sharded import is_sharded
 from grpo_fast.objective.config import LossConfig, choice, number
+from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
 VALIDATE = ("auto", "full")
@@ -24,28 +25,32 @@ def wrong(name: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_shard: bool = False) -> None:
-    """hidden (..., H), lm_head_weight (V, H) and bias (V,) fit each other; a shard may be empty."""
-    name = "lm_head_weight"
-    floating("hidden", hidden)
+def head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", *, is_shard: bool = False
+) -> None:
+    """hidden (..., H), lm_head_weight (V, H) and bias (V,) fit each other; `prefix` of their
+    names. A shard may be empty.
+    """
+    like, name = f"{prefix}hidden", f"{prefix}lm_head_weight"
+    floating(like, hidden)
     floating(name, weight)
     if weight.dim() != 2:
         raise wrong(name, "shape (V, H)", _shape(weight))
     if hidden.dim() == 0:
-        raise wrong("hidden", "shape (B, L, H) or (T, H)", ())
+        raise wrong(like, "shape (B, L, H) or (T, H)", ())
     if hidden.shape[-1] != weight.shape[1]:
-        expected = f"(V, H) with H = {hidden.shape[-1]} as in hidden {_shape(hidden)}"
+        expected = f"(V, H) with H = {hidden.shape[-1]} as in {like} {_shape(hidden)}"
         raise wrong(name, expected, _shape(weight))
     if 0 in weight.shape[1 if is_shard else 0 :]:
         raise wrong(name, "at least one vocabulary row and one column", _shape(weight))
-    _same_device(name, weight, hidden, "hidden")
+    _same_device(name, weight, hidden, like)
     if hidden.dtype != weight.dtype:
         got = f"{weight.dtype}; cast one of them"
-        raise wrong(name, f"the dtype of hidden, {hidden.dtype}", got)
+        raise wrong(name, f"the dtype of {like}, {hidden.dtype}", got)
     if bias is not None:
-        floating("bias", bias)
-        _shape_is("bias", bias, (weight.shape[0],), "(V,)")
-        _same_device("bias", bias, hidden, "hidden")
+        floating(f"{prefix}bias", bias)
+        _shape_is(f"{prefix}bias", bias, (weight.shape[0],), "(V,)")
+        _same_device(f"{prefix}bias", bias, hidden, like)
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
@@ -107,6 +112,9 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         has_logits: the config's temperature is read.
     """
     is_config(config)
+    if config.kl_estimator == EXACT:
+        expected = f"one of {list(KL_ESTIMATORS)}"
+        raise wrong("kl_estimator", expected, f"{EXACT!r}, which linear_exact_kl computes")
     like, advantages, cu_seqlens = given.like, given.advantages, given.cu_seqlens
     _mask_and_segments(given.completion_mask, cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -28,6 +28,13 @@ def rewards_as_they_are(r: Tensor) -> Tensor:
     return r
 
 
+def baseline(r: Tensor, *, value: float = 0.0) -> Tensor:
+    """A = r - value, a number that no reward of the batch had a part in (REINFORCE, Williams
+    1992).
+    """
+    return r - value
+
+
 def centered(r: Tensor) -> Tensor:
     """A = r - mean (Dr. GRPO)."""
     return r - r.nanmean(-1, keepdim=True)
@@ -64,8 +71,7 @@ def rloo(r: Tensor) -> Tensor:
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
     """A = whiten(r - group mean) over the whole batch (2501.03262)."""
     a = centered(r)
-    known = a[~a.isnan()]
-    return (a - known.mean()) / (known.std(correction=0) + eps)
+    return whitened(a, ~a.isnan(), eps)
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
@@ -87,6 +93,7 @@ def passk(r: Tensor) -> Tensor:
 
 MODES: dict[str, Callable[..., Tensor]] = {
     "rewards": rewards_as_they_are,
+    "baseline": baseline,
     "centered": centered,
     "normalized": normalized,
     "max": maximum,
@@ -99,6 +106,10 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+# Modes in which a group is not its own baseline: it may be of one, and of equal rewards.
+WITHOUT_GROUPS = ("rewards", "baseline")
+
+
 def group_advantages(
     rewards: Tensor,  # (N*G,)
     mode: str = "normalized",
@@ -108,17 +119,18 @@ def group_advantages(
 ) -> Tensor:  # (N*G,)
     """Advantages of N groups of G completions each, laid out group by group.
 
-    A group whose rewards are all equal gets exactly 0 (mode "rewards" keeps the reward, and the
-    whitening of "reinforce_pp_baseline" still moves nothing there). A reward that is NaN marks a
-    completion without a verdict: it is left out of its group's baseline and gets advantage 0.
+    A group whose rewards are all equal gets exactly 0 (modes "rewards" and "baseline" know no
+    groups, and the whitening of "reinforce_pp_baseline" still moves nothing there). A reward that
+    is NaN marks a completion without a verdict: it is left out of its group's baseline and gets
+    advantage 0.
 
     Args:
         rewards: (N*G,) float.
-        mode: a name of `MODES`: "rewards", "centered", "normalized", "max", "max_code", "batch",
-            "rloo", "reinforce_pp_baseline", "opo", "passk".
-        group_size: G; must divide the number of rewards. 1 is for mode "rewards" only: the others
-            find a group of equal rewards in it.
-        options: keywords of that mode's function (`eps`, `unbiased`, `lengths`).
+        mode: a name of `MODES`: "rewards", "baseline", "centered", "normalized", "max", "max_code",
+            "batch", "rloo", "reinforce_pp_baseline", "opo", "passk".
+        group_size: G; must divide the number of rewards. 1 is for modes "rewards" and "baseline":
+            the others find a group of equal rewards in it.
+        options: keywords of that mode's function (`value`, `eps`, `unbiased`, `lengths`).
 
     Returns:
         (N*G,) fp32 advantages.
@@ -155,7 +167,7 @@ def group_advantages(
     if grouped.numel() == 0:
         return rewards.float()
     advantages = function(grouped, **options)
-    if mode != "rewards":
+    if mode not in WITHOUT_GROUPS:
         lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
         advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
     advantages = torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
@@ -167,7 +179,7 @@ def group_advantages(
 
 def check_group_size(mode: str, group_size: int) -> None:
     """Raise a ValueError where each group is its own baseline, so that nothing could be learnt."""
-    if group_size == 1 and mode != "rewards":
+    if group_size == 1 and mode not in WITHOUT_GROUPS:
         why = "all advantages would be 0"
         raise ValueError(f"group_size: mode {mode!r} expects at least 2, got 1: {why}")
 
@@ -180,12 +192,20 @@ def check_options(mode: str, options: Mapping[str, object]) -> None:
             raise ValueError(f"{name}: mode {mode!r} expects one of {sorted(known)}, got {name!r}")
         if name == "eps":
             number("eps", value, "a finite number >= 0", lambda x: x >= 0)
+        if name == "value":
+            number("value", value, "a finite number", lambda x: True)
         if name == "unbiased" and not isinstance(value, bool):
             raise ValueError(f"unbiased: expected True or False, got {value!r}")
 
 
 def _kind(x: object) -> str:
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
+def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
+    """`a` with mean 0 and deviation 1 over its `known` entries (a mask of the same shape)."""
+    counted = a[known]
+    return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
 
 def gae(
@@ -195,16 +215,19 @@ def gae(
     lam: float = 0.95,
     *,
     mask: Tensor | None = None,  # (B, L)
+    following: Tensor | None = None,  # (B,)
 ) -> Tensor:  # (B, L)
     """Generalised advantage estimation for per-token advantages (1506.02438).
 
-    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = 0 after the completion's last
-    token.
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = `following` after the completion's
+    last token. The sum over k takes log2(L) doublings over whole tensors, in fp64.
 
     Args:
         rewards, values: (B, L) per token.
         gamma, lam: discount and trace decay, in [0, 1].
         mask: (B, L), 1 where a token counts; padding must be at the end.
+        following: (B,), the value of the state after each completion's last token; None: 0, as
+            after a completion that has ended.
 
     Raises:
         ValueError: shapes that differ; gamma or lam outside [0, 1].
@@ -217,17 +240,22 @@ def gae(
                 f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got "
                 f"{_kind(x)}"
             )
+    count, length = rewards.shape
+    if following is not None and not (
+        isinstance(following, Tensor) and following.shape == (count,)
+    ):
+        raise ValueError(f"following: expected shape (B,) = ({count},), got {_kind(following)}")
     for name, value in (("gamma", gamma), ("lam", lam)):
         number(name, value, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     r, v = (torch.where(active, x.double(), 0.0) for x in (rewards, values))
-    advantages = torch.zeros_like(r)
-    following = v.new_zeros(v.shape[0])
-    trace = following
-    for t in reversed(range(r.shape[1])):
-        trace = torch.where(
-            active[:, t], r[:, t] + gamma * following - v[:, t] + gamma * lam * trace, 0.0
-        )
-        following = v[:, t]
-        advantages[:, t] = trace
+    after = torch.cat([v[:, 1:], v.new_zeros(count, 1)], dim=1)
+    if following is not None and length:
+        last = active & ~torch.cat([active[:, 1:], active.new_zeros(count, 1)], dim=1)
+        after = torch.where(last, following.double()[:, None], after)
+    advantages = r + gamma * after - v
+    reach, decay = 1, gamma * lam  # A_t so far holds the terms k < reach; decay = (γλ)^reach
+    while reach < length:
+        later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
+        advantages, reach, decay = advantages + decay * later, 2 * reach, decay * decay
     return advantages.float()

@@ -71,6 +71,30 @@ def denominator(
     )
 
 
+def step_weights(
+    aggregation: str,
+    lengths: Tensor,  # (B,)
+    active: int,
+    *,
+    max_completion_length: int | None = None,
+    num_items_in_batch: Total | None = None,
+    num_completions_in_batch: Total | None = None,
+) -> Tensor:  # (B,)
+    """The weight of every token of each completion, fp32.
+
+    Args:
+        lengths: active tokens of this call's completions; `active`, their sum, is known on the
+            host.
+        the rest: see `denominator`.
+    """
+    total = denominator(
+        aggregation, lengths.shape[0], max_completion_length=max_completion_length,
+        num_items_in_batch=num_items_in_batch, num_completions_in_batch=num_completions_in_batch,
+    )  # fmt: skip
+    total = max(active, 1) if total is None else total
+    return completion_weights(lengths, total, AGGREGATIONS[aggregation].by_length)
+
+
 def completion_weights(lengths: Tensor, total: Total, by_length: bool) -> Tensor:
     """(B,) fp32: the weight of every token of each completion, from their (B,) active tokens and
     `denominator`.

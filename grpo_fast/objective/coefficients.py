@@ -200,11 +200,7 @@ def weighted_kl(
         else ratio.raw.clamp(max=LOG_RATIO_MAX)
     )
     kl = kl * r
-    through_ratio = (
-        ratio.route(tokens.token_weights * kl, tokens)
-        if ratio.per_completion
-        else tokens.token_weights * kl
-    )
+    through_ratio = ratio.route(tokens.token_weights * kl, tokens)
     return kl, tokens.token_weights * r * slope + through_ratio
 
 

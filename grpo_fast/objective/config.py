@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.objective.aggregation import AGGREGATIONS
-from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.losses import OBJECTIVES, VESPO_PARAMS, Objective
+from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
+from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -48,15 +48,16 @@ class LossConfig:
             `dppo_*` they are divergence thresholds.
         delta: upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping), or None; of
             the `grpo` family.
-        importance_sampling_level: "token", or "sequence" (one ratio per completion, GSPO). `gspo`
-            is "sequence" whatever stands here: "token" is the default, and cannot be told from one
-            that was asked for.
+        importance_sampling_level: "token", or one ratio per completion: the exponential of the mean
+            log ratio ("sequence", GSPO) or of their sum ("sequence_sum"). `gspo` takes "token", the
+            default, for "sequence".
         aggregation: how tokens are averaged; None takes the loss type's own
             (`objectives.OBJECTIVES`).
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
     KL to the reference
         beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`);
-            `ref_logps` is required when beta != 0.
+            `ref_logps` is required when beta != 0. The losses refuse "exact": a trainer adds
+            `grpo_fast.loss.exact_kl.linear_exact_kl` to them.
         kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
         For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no
         reference.
@@ -122,8 +123,8 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         choice("loss_type", self.loss_type, OBJECTIVES)
-        choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        choice("kl_estimator", self.kl_estimator, (*KL_ESTIMATORS, EXACT))
+        choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         choice("cispo_bound", self.cispo_bound, ("raw", "offset"))
         if self.aggregation is not None:
             choice("aggregation", self.aggregation, AGGREGATIONS)
@@ -160,13 +161,12 @@ class LossConfig:
             object.__setattr__(self, "epsilon_high", self.epsilon_low if raw is None else raw)
         if self.aggregation is None:
             object.__setattr__(self, "aggregation", objective.aggregation)
-        if objective.levels == ("sequence",):
+        if objective.levels == ("sequence",) and self.importance_sampling_level == "token":
             object.__setattr__(self, "importance_sampling_level", "sequence")
 
     def _check_ranges(self) -> None:
-        number("epsilon_low", self.epsilon_low, "a finite number >= 0", lambda x: x >= 0)
-        number("epsilon_high", self.epsilon_high, "a finite number >= 0", lambda x: x >= 0)
-        number("beta", self.beta, "a finite number >= 0", lambda x: x >= 0)
+        for name in ("epsilon_low", "epsilon_high", "beta"):
+            number(name, getattr(self, name), "a finite number >= 0", lambda x: x >= 0)
         number("logit_scale", self.logit_scale, "a finite number, not 0", lambda x: x != 0)
         number("entropy_coef", self.entropy_coef, "a finite number", lambda x: True)
         number(
@@ -220,6 +220,8 @@ class LossConfig:
             raise ValueError(
                 "max_completion_length: aggregation 'fixed_length' expects a number, got None"
             )
+        if self.kl_times_ratio and self.kl_estimator == EXACT:
+            raise ValueError("kl_times_ratio: expected False beside kl_estimator 'exact', got True")
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):
@@ -228,8 +230,7 @@ class LossConfig:
                 )
                 raise ValueError(
                     f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected "
-                    "the "
-                    f"default {default!r}, got {value!r}"
+                    f"the default {default!r}, got {value!r}"
                 )
         if (
             self.sampling_correction is None
@@ -258,7 +259,7 @@ class LossConfig:
 
     @property
     def uses_reference(self) -> bool:
-        """True when the loss reads `ref_logps`."""
+        """True when there is a KL to a reference: the losses read `ref_logps`."""
         return self.beta != 0 and OBJECTIVES[self.loss_type].reference
 
     @property

@@ -55,6 +55,9 @@ def k1_straight_through(d):
     return -d, -d
 
 
+# Not an estimator: Σ_j p_j·(lp_j − ref_lp_j), which loss/exact_kl.py forms from both models' rows.
+EXACT = "exact"
+
 KL_ESTIMATORS: dict[str, Callable] = {
     "k1": k1,
     "abs": absolute,

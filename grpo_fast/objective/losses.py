@@ -19,6 +19,8 @@ import torch as tl
 # still restores.
 LOG_RATIO_MAX = 20.0
 
+LEVELS = ("token", "sequence", "sequence_sum")
+
 
 def reinforce(logp, log_ratio, advantage):
     """-A·lp (Williams 1992; "naive" in CS336)."""
@@ -128,8 +130,9 @@ class Objective(NamedTuple):
         leaf: its function above.
         params: names of the leaf's hyperparameters, resolved by `LossConfig.params`.
         aggregation: default normaliser (`grpo_fast.objective.aggregation.AGGREGATIONS`).
-        window: what `log_ratio` is: "ratio" (the token's, or the completion's mean at sequence
-            level), "detached_mean" (gspo_token), "sum" (vespo's log weight), "geometric" (gmpo).
+        window: what `log_ratio` is: "ratio" (the token's, or its completion's mean or sum at the
+            levels of sequences), "detached_mean" (gspo_token), "sum" (vespo's log weight),
+            "geometric" (gmpo).
         slope_of: "log_ratio" when the slope reaches logp through the ratio, "logp" when directly.
         levels: the importance_sampling_level values it has a meaning for.
         clips: metrics of clipping: "ppo", "cispo", "vespo" or None.
@@ -144,7 +147,7 @@ class Objective(NamedTuple):
     aggregation: str = "sequence_mean"
     window: str = "ratio"
     slope_of: str = "log_ratio"
-    levels: tuple[str, ...] = ("token", "sequence")
+    levels: tuple[str, ...] = LEVELS
     clips: str | None = None
     reference: bool = True
     raw_epsilon_high: float | None = None

@@ -34,10 +34,8 @@ def token_metrics(
     sampling = sampling_ratio(old_logps, tokens, config)
     ratio = importance_ratio(logps, old_logps, sampling, tokens, config)
     result = token_loss(logps, entropy, tokens, config)
-    policy_loss = result.loss
     active = result.grad_logps != 0
     if result.grad_entropy is not None:
-        policy_loss = policy_loss - (result.grad_entropy * entropy).sum()
         active = active | (result.grad_entropy != 0)
 
     zero = logps.new_zeros(())
@@ -47,7 +45,7 @@ def token_metrics(
         else ratio.log
     )
     metrics = {
-        "policy_loss": policy_loss,
+        "policy_loss": policy_term(logps, entropy, tokens, config),
         "ratio/mean": mean(r),
         "ratio/min": r.amin() if count else zero,
         "ratio/max": r.amax() if count else zero,
@@ -73,6 +71,15 @@ def token_metrics(
     if tokens.sampling_logps is not None:
         metrics |= sampling_metrics(old_logps, sampling, tokens)
     return metrics
+
+
+def policy_term(
+    logps: Tensor, entropy: Tensor | None, tokens: Tokens, config: LossConfig
+) -> Tensor:
+    """0-d: the loss without its KL term and its entropy bonus."""
+    beta = 0.0 if config.uses_reference else config.beta  # kimi's is part of its policy term
+    alone = config.replace(beta=beta, entropy_coef=0.0)
+    return token_loss(logps, entropy, tokens, alone).loss
 
 
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:

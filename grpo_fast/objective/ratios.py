@@ -6,6 +6,7 @@ Each is clamped so that exp cannot overflow.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,12 @@ from grpo_fast.objective.tokens import Tokens
 
 LOG_TINY = math.log(1e-8)
 
+# A level with one ratio per completion: how it pools log ratios, and the slopes that come back.
+POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
+    "sequence": Tokens.completion_mean,
+    "sequence_sum": Tokens.completion_sum,
+}
+
 
 class Ratio(NamedTuple):
     """The importance ratio of the tokens, and how a slope with respect to its log reaches the
@@ -25,11 +32,12 @@ class Ratio(NamedTuple):
 
     raw: Tensor  # (T,) logp - old_logp
     log: Tensor  # (T,) the log ratio the objective reads
-    per_completion: bool
+    # (T,) → (B,): how a completion's log ratio is made of its tokens'; None: each has its own
+    pool: Callable[[Tokens, Tensor], Tensor] | None = None
 
     def route(self, slope: Tensor, tokens: Tokens) -> Tensor:
-        """dL/d(log ratio) → dL/dlogp: itself, or its completion's sum through the mean."""
-        return tokens.to_tokens(tokens.completion_mean(slope)) if self.per_completion else slope
+        """dL/d(log ratio) → dL/dlogp: itself, or its completion's sum through the mean or sum."""
+        return slope if self.pool is None else tokens.to_tokens(self.pool(tokens, slope))
 
 
 def importance_ratio(
@@ -48,14 +56,13 @@ def importance_ratio(
             log_weight = log_weight + (
                 tokens.completion_sum if per_token else tokens.completion_mean
             )(log_sampling)
-        return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)), False)
+        return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if window == "detached_mean":
-        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)), False)
-    if config.importance_sampling_level == "sequence":
-        return Ratio(
-            raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=LOG_RATIO_MAX)), True
-        )
-    return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX), False)
+        return Ratio(raw, tokens.to_tokens(tokens.completion_mean(raw).clamp(max=10.0)))
+    pool = POOLS.get(config.importance_sampling_level)
+    if pool is not None:
+        return Ratio(raw, tokens.to_tokens(pool(tokens, raw).clamp(max=LOG_RATIO_MAX)), pool)
+    return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX))
 
 
 def sampling_ratio(old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Tensor | None:

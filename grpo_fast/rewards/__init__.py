@@ -1,26 +1,21 @@
-"""Rewards: rule functions, functions by import path, and the set that calls them."""
+"""Rewards: rule functions, a model's, functions of one's own, and the set that calls them."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_fast.rewards.calling import RewardFunction, import_function
+from grpo_fast.rewards import rules, shaping, workers
+from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function, parameters_of
+from grpo_fast.rewards.columns import SAMPLED, check_examples, score
 from grpo_fast.rewards.isolated import IsolatedReward
+from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardError, RewardResult, RewardSet, WeightedReward
-from grpo_fast.rewards.rules import (
-    Scorer,
-    exact_match,
-    gsm8k_correct,
-    gsm8k_correct_lenient,
-    gsm8k_format,
-    scorer_for,
-    sort_inclusion_ordering,
-    sort_positions,
-)
+from grpo_fast.rewards.rules import Scorer, scorer_for
+from grpo_fast.rewards.text import distinct_words
 
 __all__ = [
     "REWARDS",
@@ -30,78 +25,125 @@ __all__ = [
     "Scorer",
     "WeightedReward",
     "build_rewards",
+    "check_examples",
     "import_function",
+    "score",
     "scorer_for",
 ]
 
 REWARDS: dict[str, RewardFunction] = {
     function.__name__: function
     for function in (
-        gsm8k_correct,
-        gsm8k_correct_lenient,
-        gsm8k_format,
-        sort_positions,
-        sort_inclusion_ordering,
-        exact_match,
+        rules.gsm8k_correct,
+        rules.gsm8k_correct_lenient,
+        rules.gsm8k_format,
+        rules.sort_positions,
+        rules.sort_inclusion_ordering,
+        rules.exact_match,
+        shaping.length_penalty,
+        shaping.overlong,
+        shaping.format_tags,
+        distinct_words,
     )
 }
+# Run from their files: a worker starts in no time where it need not import this package.
+WORKERS = {
+    "format_pattern": "pattern.py",
+    "math_equal": "math_answers.py",
+    "math_close": "math_answers.py",
+}
+KNOWN = (*REWARDS, *WORKERS, "reward_model")
 
 
 class RewardSpec(Protocol):
-    """The part of a reward's config read here.
-
-    `options` are keywords for the function. `timeout` (seconds) is not passed on to one by import
-    path: it runs in a process of its own, and each call may take that long.
-    """
+    """The part of a reward's config read here."""
 
     @property
     def name(self) -> str: ...
     @property
+    def label(self) -> str | None: ...  # in the metrics; None: the function's name
+    @property
     def weight(self) -> float: ...
     @property
-    def options(self) -> dict[str, Any]: ...
+    def options(self) -> dict[str, Any]: ...  # keywords for the function
+    @property
+    def path(self) -> str | None: ...  # of a reward model
+    @property
+    def timeout(self) -> float: ...  # seconds that a call in a worker process may take
+    @property
+    def in_process(self) -> bool: ...  # call one's own function here, where it can do harm
 
 
 def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:
     """Look up every reward function before the run starts.
 
+    A function of one's own (by import path or in a file) runs in a worker process, unless its spec
+    asks for it here.
+
     Raises:
-        ValueError: an unknown name (the nearest is named), an import path that does not lead to a
-            function, options that the function does not take, a timeout that cannot be waited for.
+        ValueError: an unknown name (the nearest is named), a path that does not lead to a function,
+            options that the function does not take, a timeout that cannot be waited for.
     """
-    rewards = [
-        WeightedReward(spec.name.rpartition(":")[2], float(spec.weight), _resolve(spec))
-        for spec in specs
-    ]
+    rewards = [_resolve(spec) for spec in specs]
     return RewardSet(rewards, max_failures=max_failures)
 
 
-def _resolve(spec: RewardSpec) -> RewardFunction:
-    name, options, timeout = spec.name, dict(spec.options), None
-    if ":" in name:
-        timeout = options.pop("timeout", None)
-        function = import_function(name)
-    elif name in REWARDS:
-        function = REWARDS[name]
+def _resolve(spec: RewardSpec) -> WeightedReward:
+    name, options = spec.name, dict(spec.options)
+    label = spec.label or name.rpartition(":")[2]
+    if name == "reward_model":
+        if spec.path is None:
+            raise ValueError("rewards: reward_model expects path (a folder or hub id), got none")
+        model = RewardModel(spec.path, **_model_options(options))
+        return WeightedReward(label, float(spec.weight), model)
+    path = _worker_path(name, spec.in_process)
+    if path is not None:
+        function: RewardFunction = IsolatedReward(path, timeout=spec.timeout, options=options)
     else:
-        close = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(REWARDS)}"
-        own = "Own ones go by 'package.module:function'"
+        function = REWARDS[name] if name in REWARDS else import_function(name)
+    needs = _checked_needs(name, function, options)
+    if path is None and options:
+        function = functools.partial(function, **options)
+    return WeightedReward(label, float(spec.weight), function, needs)
+
+
+def _worker_path(name: str, in_process: bool) -> str | None:
+    """Where a worker finds the function called `name`; None for one that is called here."""
+    if name in WORKERS:
+        return f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}"
+    if ":" in name:
+        return None if in_process else name
+    if name not in REWARDS:
+        close = difflib.get_close_matches(name, KNOWN, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(KNOWN)}"
+        own = "Own ones go by 'package.module:function' or 'file.py:function'"
         raise ValueError(f"rewards: no reward is called {name!r}; {hint} {own}")
-    _check_call(name, function, options)
-    if timeout is not None:
-        return IsolatedReward(name, timeout=timeout, options=options)
-    return functools.partial(function, **options) if options else function
+    return None
 
 
-def _check_call(name: str, function: RewardFunction, options: dict[str, Any]) -> None:
-    """Raise a ValueError where the function's parameters are not those that a run gives it."""
+def _checked_needs(name: str, function: RewardFunction, options: dict[str, Any]) -> list[str]:
+    """The columns that the function cannot do without; ValueError for options that it lacks."""
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # not every callable tells
-        return
-    try:
-        signature.bind(**{"prompts": [], "completions": [], "answers": [], **options})
-    except TypeError as error:
-        expects = "expects other arguments than a run gives it"
-        raise ValueError(f"rewards: {name} {expects}: {error}") from None
+        if isinstance(function, IsolatedReward):
+            takes, needs = function.parameters
+        else:
+            takes, needs = parameters_of(function)
+    except (RewardFailure, TimeoutError) as error:
+        extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
+        raise ValueError(f"rewards: {name} cannot be used: {error}{extra}") from None
+    unknown = [] if takes is None else [option for option in options if option not in takes]
+    if unknown:
+        options_of = [option for option in takes if option not in (*SAMPLED, "answers")]
+        expected = f"expected options among {', '.join(options_of) or 'none'}"
+        came = f"unexpected keyword argument {unknown[0]!r}"
+        raise ValueError(f"rewards: {name}: {came}, {expected}")
+    return [column for column in needs if column not in options]
+
+
+def _model_options(options: dict[str, Any]) -> dict[str, Any]:
+    known = ("batch_size", "device")
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        expected = f"options among {', '.join(known)}"
+        raise ValueError(f"rewards: reward_model: expected {expected}, got {unknown[0]!r}")
+    return options

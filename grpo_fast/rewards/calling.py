@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -17,21 +18,81 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 LOADED = 0  # the number of the first answer, which no request asked for
 
 
-def import_function(path: str) -> RewardFunction:
-    """The function at "package.module:function". Raises ValueError when there is none."""
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(f"rewards: expected 'package.module:function', got {path!r}")
+class RewardFailure(Exception):
+    """A call that gave no rewards; `why` is the reason it is counted under."""
+
+    why = "error"
+
+
+class WrongLength(RewardFailure, ValueError):
+    """Another number of values than of completions."""
+
+    why = "wrong_length"
+
+
+class NoNumbers(RewardFailure, ValueError):
+    """Something that is no list of numbers."""
+
+    why = "not_a_number"
+
+
+def why_of(error: BaseException) -> str:
+    """The reason that a call which raised `error` is counted under."""
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    return error.why if isinstance(error, RewardFailure) else "error"
+
+
+class Parameters(NamedTuple):
+    """What a function may be given by name, and what it cannot do without."""
+
+    takes: list[str] | None  # None: everything (`**columns`)
+    needs: list[str]
+
+    def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that the function takes."""
+        chosen = columns if self.takes is None else self.takes
+        return {name: columns[name] for name in chosen if name in columns}
+
+
+USUAL = Parameters(["prompts", "completions", "answers"], [])  # of a callable that does not tell
+
+
+def parameters_of(function: RewardFunction) -> Parameters:
+    """A function's parameters. Raises ValueError for one that cannot be given by its name."""
     try:
-        module = importlib.import_module(module_name)
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return USUAL
+    if any(p.kind is p.POSITIONAL_ONLY for p in found):
+        raise ValueError("rewards: expected parameters that can be given by name, got one before /")
+    by_name = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in found)
+    needs = [p.name for p in by_name if p.default is p.empty]
+    return Parameters(None if takes_all else [p.name for p in by_name], needs)
+
+
+def import_function(path: str) -> RewardFunction:
+    """The function at "package.module:function" or "file.py:function".
+
+    Raises ValueError when there is none.
+    """
+    module_name, colon, attribute = path.rpartition(":")
+    if not (module_name and colon and attribute):
+        expected = "expected 'package.module:function' or 'file.py:function'"
+        raise ValueError(f"rewards: {expected}, got {path!r}")
+    try:
+        is_file = module_name.endswith(".py")
+        module = _run_file(module_name) if is_file else importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the module, which may raise anything
         failed = f"could not import {module_name!r} of {path!r}: {describe(error)}"
         raise ValueError(f"rewards: {failed}") from error
@@ -42,13 +103,24 @@ def import_function(path: str) -> RewardFunction:
     return function
 
 
-def call(function: RewardFunction, **arguments: Any) -> list[float | str]:
-    """What the function returns for each completion: a float, or a text where that is no number.
+def _run_file(path: str) -> ModuleType:
+    """The module in a file, which need not lie where modules are looked for."""
+    path = os.path.abspath(os.path.expanduser(path))
+    name = os.path.basename(path).removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    # Dataclasses, for one, look their module up; a module that is there already stays.
+    sys.modules.setdefault(name, module)
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
 
-    Awaits an awaitable. Raises whatever the function raises, and ValueError for anything that is
-    not one value per completion in their order.
+
+def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[float | str]:
+    """What the function returns for `count` completions: floats, a text where there is no number.
+
+    Awaits an awaitable. Raises whatever the function raises, and a RewardFailure for anything that
+    is not one value per completion in their order.
     """
-    count = len(arguments["completions"])  # before the call: the lists are the function's to change
     result = function(**arguments)
     if inspect.isawaitable(result):
         result = _awaited(result)
@@ -90,11 +162,11 @@ def _values(result: Any, count: int) -> list[Any]:
             iterator = iter(values)
     if iterator is None:
         came = type(result).__name__
-        raise ValueError(f"expected a list of {count} numbers, the function returned {came}")
+        raise NoNumbers(f"expected a list of {count} numbers, the function returned {came}")
     listed = list(itertools.islice(iterator, count + 1))  # it may be endless
     if len(listed) != count:
         number = len(listed) if len(listed) < count else "more"
-        raise ValueError(f"expected {count} rewards, the function returned {number}")
+        raise WrongLength(f"expected {count} rewards, the function returned {number}")
     return listed
 
 
@@ -114,7 +186,10 @@ def open_folder() -> int | None:
 
 
 def serve(path: str) -> None:
-    """The child's loop: one JSON line in, one out with its number; one before: was `path` found?"""
+    """The child's loop: one JSON line in, one out with its number.
+
+    One before: was `path` found, and what does the function take?
+    """
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # The function, and what it starts, finds nothing on stdin and prints to stderr.
@@ -129,12 +204,13 @@ def serve(path: str) -> None:
         try:
             if function is None:
                 function = import_function(path)
+                message["parameters"] = parameters_of(function)
             else:
                 if home is not None:
                     os.fchdir(home)
-                message["rewards"] = call(function, **request["arguments"])
+                message["rewards"] = call(function, request["count"], request["arguments"])
         except BaseException as error:  # a user's function may raise anything
-            message["error"] = describe(error)
+            message |= {"error": describe(error), "why": why_of(error)}
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 

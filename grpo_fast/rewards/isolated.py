@@ -18,12 +18,28 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, BinaryIO, TextIO
 
 from grpo_fast.data import escape_control
 from grpo_fast.rewards import calling
+from grpo_fast.rewards.calling import RewardFailure
 
 START_LIMIT_S = 120.0  # for the import of the user's module, which is not the function's own time
+
+
+class Died(RewardFailure, RuntimeError):
+    """The process ended, or answered what nobody asked, in the middle of a call."""
+
+    why = "died"
+
+
+class Refused(RewardFailure, RuntimeError):
+    """The function raised, or returned what does not count: its own message and reason."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__(answer["error"])
+        self.why = answer["why"]
 
 
 class IsolatedReward:
@@ -32,7 +48,7 @@ class IsolatedReward:
     Raises:
         ValueError: a `timeout` that cannot be waited for, `options` that JSON cannot carry.
         TimeoutError: (a call) after `timeout` seconds.
-        RuntimeError: (a call) with the function's own message when it raises or dies.
+        RewardFailure: (a call) with the function's own message when it raises or dies.
     """
 
     def __init__(self, path: str, *, timeout: float, options: dict[str, Any] | None = None) -> None:
@@ -47,17 +63,27 @@ class IsolatedReward:
         self._lock = threading.Lock()
         self._numbers = itertools.count(calling.LOADED + 1)
         self._worker: _Worker | None = None
+        self._parameters: calling.Parameters | None = None
 
     def __call__(self, **columns: list[Any]) -> list[float | str]:
-        with self._lock:
-            try:
-                answer = self._ask({**columns, **self.options})
-            except BaseException:  # Ctrl-C included: an answer to nobody may be on its way
-                self.close()
-                raise
+        """One value for each of `columns`' entries, as `calling.call` gives them."""
+        count = len(next(iter(columns.values())))
+        with self._closed_by_an_error():
+            self._start()
+            arguments = {**self._parameters.select(columns), **self.options}
+            number = next(self._numbers)
+            self._worker.send({"number": number, "count": count, "arguments": arguments})
+            answer = self._worker.receive(number, self.timeout)
         if "error" in answer:
-            raise RuntimeError(answer["error"])
+            raise Refused(answer)
         return answer["rewards"]
+
+    @property
+    def parameters(self) -> calling.Parameters:
+        """The function's own; asks the process for them. Raises RewardFailure where it has none."""
+        with self._closed_by_an_error():
+            self._start()
+        return self._parameters
 
     def close(self) -> None:
         """End the child process, if there is one."""
@@ -65,16 +91,24 @@ class IsolatedReward:
         if worker is not None:
             worker.end()
 
-    def _ask(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _closed_by_an_error(self) -> Iterator[None]:
+        """One thread at a time; Ctrl-C included: an answer to nobody may be on its way."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self.close()
+                raise
+
+    def _start(self) -> None:
         # A fork has a copy of its parent's worker and must not talk to it.
         if self._worker is None or self._worker.owner != os.getpid():
             self._worker = _Worker(self.path)
             loaded = self._worker.receive(calling.LOADED, START_LIMIT_S)
             if "error" in loaded:
-                raise RuntimeError(loaded["error"])
-        number = next(self._numbers)
-        self._worker.send({"number": number, "arguments": arguments})
-        return self._worker.receive(number, self.timeout)
+                raise Refused(loaded)
+            self._parameters = calling.Parameters(*loaded["parameters"])
 
 
 class _Worker:
@@ -116,11 +150,11 @@ class _Worker:
         except queue.Empty:
             raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None
         if not line:
-            raise RuntimeError(f"the process of reward {self.path} ended in the middle of a call")
+            raise Died(f"the process of reward {self.path} ended in the middle of a call")
         answer = json.loads(line)
         if answer["number"] != number:
             came = f"answered request {answer['number']}, not {number}"
-            raise RuntimeError(f"the process of reward {self.path} {came}")
+            raise Died(f"the process of reward {self.path} {came}")
         return answer
 
 

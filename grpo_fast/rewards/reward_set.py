@@ -1,10 +1,10 @@
 """Calling reward functions so that none of them can stop or poison a run.
 
-A function takes `prompts, completions, answers` by keyword and returns one number per completion.
+A function takes the columns that it names (see `columns.py`) and returns one number per completion.
 If a call raises, hangs, or returns the wrong length, it is asked again sample by sample, and only
 those that fail again are lost. A lost sample, or one scored NaN or inf, is NaN in the result: the
-trainer drops it from the baseline and gives it no advantage. Losses are counted; above a threshold
-the run is not learning what it was meant to and ends (`RewardError`).
+trainer drops it from the baseline and gives it no advantage. Losses are counted by reason; above a
+threshold the run is not learning what it was meant to and ends (`RewardError`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ import copy
 import logging
 import math
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.data import escape_control
-from grpo_fast.rewards.calling import RewardFunction, call, describe
+from grpo_fast.rewards.calling import (
+    NoNumbers,
+    RewardFunction,
+    call,
+    describe,
+    parameters_of,
+    why_of,
+)
 from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
@@ -41,6 +48,7 @@ class WeightedReward(NamedTuple):
     name: str
     weight: float
     function: RewardFunction
+    needs: Sequence[str] = ()  # columns without which it cannot be called
 
 
 class RewardResult(NamedTuple):
@@ -48,7 +56,12 @@ class RewardResult(NamedTuple):
 
     total: Tensor  # (N,) weighted sum, NaN where any function with a weight has none
     per_fn: dict[str, Tensor]  # name → (N,)
-    failures: dict[str, int]  # name → samples lost in this call
+    reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Name → samples lost in this call."""
+        return {name: reasons.total() for name, reasons in self.reasons.items()}
 
 
 class RewardSet:
@@ -85,71 +98,80 @@ class RewardSet:
         return [reward.name for reward in self.rewards]
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        answers: Sequence[str | None],
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> RewardResult:
-        """Score N completions.
+        """Score N completions. `columns` are what a function may ask for besides the three.
 
         Raises:
             ValueError: lists of different lengths.
             RewardError: more samples lost than `max_failures` allows.
         """
-        if not len(prompts) == len(completions) == len(answers):
-            raise ValueError(
-                "prompts, completions, answers: expected lists of one length, "
-                f"got {len(prompts)}, {len(completions)}, {len(answers)}"
-            )
+        usual = {"prompts": prompts, "completions": completions, "answers": answers}
+        given = {**(columns or {}), **usual}
+        if len({len(column) for column in given.values()}) > 1:
+            lengths = ", ".join(str(len(column)) for column in given.values())
+            names = ", ".join(given)
+            raise ValueError(f"{names}: expected lists of one length, got {lengths}")
         per_fn: dict[str, Tensor] = {}
-        failures: dict[str, int] = {}
+        reasons: dict[str, Counter[str]] = {}
         total = torch.zeros(len(completions))
         for reward in self.rewards:
-            scores = per_fn[reward.name] = self._scores(reward, prompts, completions, answers)
+            found = self._scores(reward, given)
+            scores = [math.nan if isinstance(value, str) else value for value in found]
+            per_fn[reward.name] = torch.tensor(scores, dtype=torch.float32)
+            reasons[reward.name] = Counter(value for value in found if isinstance(value, str))
             if reward.weight != 0:  # weight 0 means: only watch it
-                total = total + reward.weight * scores
-            failures[reward.name] = int(scores.isnan().sum())
-            self._count(reward.name, failures[reward.name], len(completions))
-        return RewardResult(total, per_fn, failures)
+                total = total + reward.weight * per_fn[reward.name]
+            self._count(reward.name, reasons[reward.name].total(), len(completions))
+        return RewardResult(total, per_fn, reasons)
 
     def _scores(
-        self,
-        reward: WeightedReward,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        answers: Sequence[str],
-    ) -> Tensor:
-        scores = self._ask(reward, prompts, completions, answers)
-        if isinstance(scores, str) and len(completions) > 1:
-            retried, timeouts = [], 0
-            for sample in zip(prompts, completions, answers, strict=True):
-                fields = ([field] for field in sample)
-                one = "unasked" if timeouts > RETRY_TIMEOUTS else self._ask(reward, *fields)
-                timeouts += isinstance(one, str) and one.startswith("TimeoutError")
-                retried.append(math.nan if isinstance(one, str) else one[0])
-            scores = retried
-        if isinstance(scores, str):
-            scores = [math.nan] * len(completions)
-        return torch.tensor(scores, dtype=torch.float32)
+        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]
+    ) -> list[float | str]:
+        """For each completion its score, or the reason why it has none."""
+        count = len(columns["completions"])
+        scores = self._ask(reward, columns, count)
+        if not isinstance(scores, str):
+            return scores
+        if count < 2:
+            return [scores] * count
+        retried: list[float | str] = []
+        timeouts = 0
+        for i in range(count):
+            one: list[float | str] | str = "timeout"
+            if timeouts <= RETRY_TIMEOUTS:
+                sample = {name: column[i : i + 1] for name, column in columns.items()}
+                one = self._ask(reward, sample, 1)
+                timeouts += one == "timeout"
+            retried.append(one if isinstance(one, str) else one[0])
+        return retried
 
-    def _ask(self, reward: WeightedReward, *columns: Any) -> list[float] | str:
-        """The scores, or the error where the call fails as a whole."""
-        lists = zip(("prompts", "completions", "answers"), map(list, columns), strict=True)
+    def _ask(
+        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int
+    ) -> list[float | str] | str:
+        """Scores and reasons, or one reason where the call fails as a whole."""
+        lists = {name: list(column) for name, column in columns.items()}
         try:
             # A copy: a prompt may be a list of messages, which the other functions read, too.
-            arguments = copy.deepcopy(dict(lists))
+            arguments = copy.deepcopy(parameters_of(reward.function).select(lists))
             with undisturbed():
-                values = call(reward.function, **arguments)
+                values = call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user wants the run to end
             raise
         except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception
-            message = describe(error)
-            self._note(reward.name, message)
-            return message
-        return [self._number(reward.name, value) for value in values]
+            self._note(reward.name, describe(error))
+            return why_of(error)
+        return [self._checked(reward.name, value) for value in values]
 
-    def _number(self, name: str, value: float | str) -> float:
+    def _checked(self, name: str, value: float | str) -> float | str:
         # The trainer computes in fp32: beyond its range a value is as useless as inf or NaN.
         if isinstance(value, str) or not abs(value) <= torch.finfo(torch.float32).max:
             self._note(name, f"not a finite number: {value!r}")
-            return math.nan
+            return NoNumbers.why
         return value
 
     def _note(self, name: str, message: str) -> None:

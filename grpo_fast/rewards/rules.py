@@ -1,6 +1,6 @@
 """Right and wrong by rules: rewards for GSM8K and generated tasks, and how an evaluation judges.
 
-A reward takes `prompts, completions, answers` by keyword and returns one float per completion.
+A reward takes the columns that it reads by keyword and returns one float per completion.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Texts = Sequence[str]
 
 
 # ------------------------------------------------------------------------------- numbers (GSM8K)
-def gsm8k_correct(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_correct(*, completions: Texts, answers: Texts) -> list[float]:
     """1 where the answer in the required format is the gold number (the format is part of it)."""
     return _correct(extract_strict, completions, answers)
 
 
-def gsm8k_correct_lenient(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_correct_lenient(*, completions: Texts, answers: Texts) -> list[float]:
     """1 where the final number of the completion, in any format, is the gold number."""
     return _correct(extract_lenient, completions, answers)
 
 
-def gsm8k_format(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def gsm8k_format(*, completions: Texts) -> list[float]:
     """1 where the last `####` or `<answer>…</answer>` holds a number, right or wrong."""
     return [float(extract_strict(text) is not None) for text in completions]
 
@@ -47,23 +47,31 @@ def _correct(
 
 
 # -------------------------------------------------- symbols separated by blanks (CS336's lecture)
-def sort_positions(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
-    """Positions that hold the right symbol / n; with more than n symbols, / their number."""
-    return [_positions(*pair) for pair in _symbol_pairs(completions, answers)]
+def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -> list[float]:
+    """Positions that hold the right symbol / n; with more than n symbols, / their number.
+
+    Not `scaled`: the same times n, the lecture's count of right positions.
+    """
+    pairs = _symbol_pairs(completions, answers)
+    return [_positions(*pair) * (1 if scaled else len(pair[1])) for pair in pairs]
 
 
-def sort_inclusion_ordering(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def sort_inclusion_ordering(
+    *, completions: Texts, answers: Texts, scaled: bool = True
+) -> list[float]:
     """Fraction of the prompt's symbols that occur + fraction of adjacent pairs in order: 0 … 2.
+
+    Not `scaled`: n times the first + (n − 1) times the second, the lecture's points.
 
     As in the lecture a symbol is included if it occurs at all, so `0 0 1` gets the full score for
     `0 1 1`. The answer holds exactly the prompt's symbols and stands for the prompt here. A pair
     with anything that is no number is out of order, and the pairs in order are divided by those of
     the longer of completion and answer: neither one symbol nor an endless tail is rewarded.
     """
-    return [_inclusion_ordering(*pair) for pair in _symbol_pairs(completions, answers)]
+    return [_inclusion_ordering(*pair, scaled) for pair in _symbol_pairs(completions, answers)]
 
 
-def exact_match(*, prompts: Texts, completions: Texts, answers: Texts) -> list[float]:
+def exact_match(*, completions: Texts, answers: Texts) -> list[float]:
     """1 where the completion is the answer, blanks aside."""
     return [float(given == gold) for given, gold in _symbol_pairs(completions, answers)]
 
@@ -78,16 +86,16 @@ def _positions(given: list[str], gold: list[str]) -> float:
     return right / max(len(given), len(gold), 1)
 
 
-def _inclusion_ordering(given: list[str], gold: list[str]) -> float:
+def _inclusion_ordering(given: list[str], gold: list[str], scaled: bool) -> float:
     present = set(given)
-    included = sum(symbol in present for symbol in gold) / max(len(gold), 1)
+    included = sum(symbol in present for symbol in gold) / (len(gold) or 1 if scaled else 1)
     count = max(len(given), len(gold)) - 1
     if count <= 0:
         return included + float(given == gold)
     numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in given]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
-    return included + ordered / count
+    return included + ordered / count * (1 if scaled else max(len(gold) - 1, 1))
 
 
 # ------------------------------------------------------------------------------------ evaluation
@@ -106,12 +114,13 @@ def scorer_for(task: str, answers: Texts = ()) -> Scorer:
     takes the final number of the text. Generated tasks: the symbols must agree one by one. Other
     jsonl: the whole completion (strict) or its last non-empty line (lenient), blanks normalised.
     """
-    if task in ("sort", "arithmetic"):
+    if task in ("sort", "arithmetic", "lecture"):
         return Scorer(_symbols, _symbols, _symbols)
-    if task not in ("gsm8k", "jsonl"):
-        raise ValueError(f"task: expected one of sort, arithmetic, gsm8k, jsonl, got {task!r}")
+    if task not in ("gsm8k", "jsonl", "open"):
+        known = "sort, arithmetic, lecture, open, gsm8k, jsonl"
+        raise ValueError(f"task: expected one of {known}, got {task!r}")
     is_text = not answers or any(parse_number(answer) is None for answer in answers)
-    if task == "jsonl" and is_text:
+    if task == "open" or (task == "jsonl" and is_text):
         return Scorer(_normal, _last_line, _normal)
     return Scorer(extract_strict, extract_lenient, gold_number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from grpo_fast.attention import PackedGroups, pack_groups, plan_packs
 from grpo_fast.rollout import Rollout
+
+# What is computed once for a batch, token by token, and stays while the batch is used.
+FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
 
 
 @dataclass
@@ -25,6 +29,10 @@ class MicroBatch:
     sampling_logps: Tensor  # (R,) fp32
     old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
+    ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
+    old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
+    returns: Tensor | None = None  # (R,) fp32
+    token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
 
     @classmethod
     def pack(
@@ -37,19 +45,24 @@ class MicroBatch:
         shared: bool = True,
         mask_truncated: bool = False,
     ) -> MicroBatch:
-        """Pack completions of a rollout: each of `groups` lists completions of one prompt."""
+        """Pack completions of a rollout: each of `groups` lists completions of one prompt.
+
+        Tokens of a completion whose advantage is NaN, for want of a verdict, do not count.
+        """
         chosen = [i for group in groups for i in group]
         texts = [
             (rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group])
             for group in groups
         ]
         packed = pack_groups(texts, shared=shared, device=device)
-        counts = torch.tensor([not (mask_truncated and rollout.truncated[i]) for i in chosen])
+        cut = torch.tensor([mask_truncated and rollout.truncated[i] for i in chosen])
+        own = advantages[chosen].float()
+        counts = ~(cut | own.isnan().cpu())
         return cls(
             packed=packed,
             chosen=chosen,
             completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
-            advantages=advantages[chosen].float().to(device),
+            advantages=own.nan_to_num(nan=0.0).to(device),
             sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
         )
 
@@ -95,12 +108,10 @@ class StepBatch:
     ) -> None:
         self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
         self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
-        count = len(rollout.completion_ids)
-        size = count // minibatches
-        self.parts = [range(first, first + size) for first in range(0, count, size)]
+        self.size, self.budget = len(rollout.completion_ids) // minibatches, budget
         self.minibatches: list[list[MicroBatch]] = []
-        self.has_fixed_logps = False
-        self.pack(budget)
+        self.has_fixed = False
+        self.deal(range(len(rollout.completion_ids)))
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -116,19 +127,55 @@ class StepBatch:
         """Trunk tokens of the largest micro-batch."""
         return max(batch.trunk_tokens for batch in self.micro_batches)
 
-    def pack(self, budget: int, keep_logps: bool = False) -> None:
+    def deal(self, order: Sequence[int]) -> None:
+        """Deal the completions to the minibatches in this order; what is fixed goes with them."""
+        hands = [order[first : first + self.size] for first in range(0, len(order), self.size)]
+        self.parts = [sorted(hand) for hand in hands]  # a prompt's completions side by side
+        self.pack(self.budget, keep_fixed=True)
+
+    def shuffle(self, seed: str, by_group: bool = False) -> None:
+        """Deal the completions, or whole groups of them, in an order that the seed fixes."""
+        size = self.group_size if by_group else 1
+        count = len(self.rollout.completion_ids)
+        blocks = [range(first, first + size) for first in range(0, count, size)]
+        random.Random(seed).shuffle(blocks)
+        self.deal([i for block in blocks for i in block])
+
+    def pack(self, budget: int, keep_fixed: bool = False) -> None:
         """Distribute the completions over micro-batches of at most `budget` trunk tokens.
 
-        keep_logps: hand the fixed logps on, completion by completion; else they are forgotten.
+        keep_fixed: hand on what is fixed, completion by completion; else it is forgotten.
         """
-        known = self._fixed_logps() if keep_logps else {}
+        self.budget, self.has_fixed = budget, self.has_fixed and keep_fixed
+        known = {name: self.of_each(name) for name in FIXED if self.has_fixed and self.has(name)}
         self.minibatches = [self._pack_part(part, budget) for part in self.parts]
-        self.has_fixed_logps = self.has_fixed_logps and keep_logps
         for name, values in known.items():
-            for batch in self.micro_batches:
-                setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
+            self.set(name, values)
 
-    def _pack_part(self, part: range, budget: int) -> list[MicroBatch]:
+    def has(self, name: str) -> bool:
+        """Whether the micro-batches have values of this name."""
+        return all(getattr(batch, name) is not None for batch in self.micro_batches)
+
+    def of_each(self, name: str) -> list[Tensor]:
+        """The (R,) values of this name as one tensor for each completion, in their order."""
+        found: dict[int, Tensor] = {}
+        for batch in self.micro_batches:
+            views = batch.packed.split(getattr(batch, name))
+            found.update(zip(batch.chosen, views, strict=True))
+        return [found[i] for i in range(len(found))]
+
+    def set(self, name: str, values: Sequence[Tensor]) -> None:
+        """Hand the micro-batches values of this name: a tensor for each completion, in order."""
+        for batch in self.micro_batches:
+            setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
+
+    def used_advantages(self) -> Tensor:
+        """(N·G,) of the completions, or (R,) of their tokens, completion by completion."""
+        if not self.has("token_advantages"):
+            return self.advantages
+        return torch.cat(self.of_each("token_advantages"))
+
+    def _pack_part(self, part: Sequence[int], budget: int) -> list[MicroBatch]:
         groups = [list(members) for _, members in groupby(part, key=lambda i: i // self.group_size)]
         prompts, completions = self.rollout.prompt_ids, self.rollout.completion_ids
         lengths = [
@@ -142,14 +189,3 @@ class StepBatch:
                 MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
             )
         return micro_batches
-
-    def _fixed_logps(self) -> dict[str, dict[int, Tensor]]:
-        """old_logps and ref_logps by completion."""
-        known: dict[str, dict[int, Tensor]] = {}
-        for batch in self.micro_batches:
-            for name in ("old_logps", "ref_logps"):
-                values = getattr(batch, name)
-                if values is not None:
-                    of_each = zip(batch.chosen, batch.packed.split(values), strict=True)
-                    known.setdefault(name, {}).update(of_each)
-        return known

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast import group_advantages
 from grpo_fast.data import Example
-from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rewards import RewardResult, RewardSet, score
 from grpo_fast.rollout import Rollout, generate
+from grpo_fast.train.baseline import RunningBaseline, split_options
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.metrics import Clock
+from grpo_fast.train.config.run import GAE
+from grpo_fast.train.groups import Drawn, difficulties, uses_of
+from grpo_fast.train.metrics import Clock, completion_metrics, reward_metrics
 from grpo_fast.train.policy import Policy
+from grpo_fast.train.prompts import PromptQueue
 
 
 class Collected(NamedTuple):
@@ -23,33 +27,94 @@ class Collected(NamedTuple):
     examples: list[Example]  # of each completion (so each G times)
     scores: RewardResult
     advantages: Tensor  # (N·G,) fp32
+    metrics: dict[str, float]  # of all that was sampled, dropped groups included
+    generated: int  # tokens, likewise
+    prompts: list[dict[str, Any]]  # of each prompt that was asked, for prompts.jsonl
 
 
 def collect(
     policy: Policy,
-    examples: list[Example],
+    queue: PromptQueue,
     rewards: RewardSet,
     config: RunConfig,
     step: int,
     clock: Clock,
+    baseline: RunningBaseline | None = None,
 ) -> Collected:
-    """G completions of each example's prompt, and what they are worth."""
-    group_size = config.rollout.group_size
-    prompts = [example.prompt for example in examples]
-    seed = (config.seed, step)
-    rollout = generate(policy, prompts, config.rollout, group_size=group_size, seed=seed)
+    """G completions of each of the next prompts, and what they are worth.
+
+    With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following prompt is
+    asked in its place, for some rounds; what is then still missing is filled with dropped groups.
+    A running baseline takes in the rewards of all that was sampled, after the advantages are made.
+    """
+    dynamic, size = config.rollout.dynamic, config.rollout.group_size
+    wanted = config.rollout.prompts_per_step
+    drawn = _draw(policy, queue, wanted, rewards, config, (config.seed, step), clock)
+    uses, metrics = ["kept"] * wanted, {}
+    judged_by = None if dynamic is None else dynamic.judged_by
+    if dynamic is not None:
+        uses, rounds = uses_of(drawn.judged(judged_by), wanted), 0
+        while "filled" in uses and rounds < dynamic.rounds:
+            rounds += 1
+            # The round's place in the training set tells its random numbers from the others'.
+            seed, missing = (config.seed, step, queue.consumed), uses.count("filled")
+            more = _draw(policy, queue, missing, rewards, config, seed, clock)
+            drawn = drawn.joined(more)
+            uses = uses_of(drawn.judged(judged_by), wanted)
+        metrics = {
+            "dynamic_sampling/asked": float(len(uses)),
+            "dynamic_sampling/dropped": float(uses.count("dropped")),
+            "dynamic_sampling/filled": float(uses.count("filled")),
+            "dynamic_sampling/rounds": float(rounds),
+            "prompts_consumed": float(queue.consumed),
+        }
+    chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
+    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
+    if baseline is not None:
+        baseline.update(drawn.scores.total)
+    return Collected(
+        chosen.rollout,
+        [one.example for one in chosen.asked for _ in range(size)],
+        chosen.scores,
+        advantages,
+        {**reward_metrics(drawn.scores, size), **completion_metrics(drawn.rollout), **metrics},
+        sum(drawn.rollout.lengths),
+        difficulties(drawn.asked, drawn.judged(judged_by), uses, step),
+    )
+
+
+def _draw(
+    policy: Policy,
+    queue: PromptQueue,
+    count: int,
+    rewards: RewardSet,
+    config: RunConfig,
+    seed: tuple[int, ...],
+    clock: Clock,
+) -> Drawn:
+    """Groups of the next `count` prompts."""
+    size, asked = config.rollout.group_size, queue.take(count)
+    prompts = [one.example.prompt for one in asked]
+    rollout = generate(policy, prompts, config.rollout, group_size=size, seed=seed)
     clock.lap("rollout")
-    repeated = [example for example in examples for _ in range(group_size)]
-    answers = [example.answer for example in repeated]
-    scores = rewards([example.prompt for example in repeated], rollout.texts, answers)
-    advantages = advantages_of(scores.total, rollout, config)
+    repeated = [one.example for one in asked for _ in range(size)]
+    scores = score(rewards, repeated, rollout.texts, rollout.completion_ids)
     clock.lap("reward")
-    return Collected(rollout, repeated, scores, advantages)
+    return Drawn(asked, rollout, scores)
 
 
-def advantages_of(rewards: Tensor, rollout: Rollout, config: RunConfig) -> Tensor:
-    """(N·G,) advantages; `opo` weighs its baseline by the completions' lengths."""
-    options = dict(config.advantage_options)
+def advantages_of(
+    rewards: Tensor, rollout: Rollout, config: RunConfig, baseline: RunningBaseline | None = None
+) -> Tensor:
+    """(N·G,) advantages; `opo` weighs its baseline by the completions' lengths.
+
+    With a critic they come later, token by token: until then the rewards stand in their place.
+    """
+    if config.advantages == GAE:
+        return rewards.float()
+    options, _ = split_options(config.advantages, config.advantage_options)
+    if baseline is not None:
+        options["value"] = baseline.value
     if config.advantages == "opo":
         options["lengths"] = torch.tensor(rollout.lengths)
     size = config.rollout.group_size

@@ -24,8 +24,10 @@ PANELS: dict[str, dict[str, str]] = {
     "Accuracy on held-out prompts": {
         "eval_accuracy_strict": "strict", "eval_accuracy_lenient": "lenient",
     },
-    "Completion length (tokens)": {"completions/mean_length": "mean"},
+    "Loss": {"loss": "loss"},
     "KL to the reference": {"kl": "kl"},
+    "Value error": {"value/error": "value error"},
+    "Completion length (tokens)": {"completions/mean_length": "mean"},
     "Entropy (nats)": {"entropy": "entropy"},
     "Clip fraction": {"clip_ratio/region_mean": "clipped"},
     "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},
@@ -66,9 +68,11 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """(step, value) of one metric, where it was logged and an axis can have it."""
+    """(step, value) of one metric, where it was logged for a step and an axis can have it."""
     found = []
     for index, row in enumerate(rows):
+        if "update" in row:  # one of several in a step, which has a row of its own
+            continue
         value, step = row.get(metric), row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
         if numbers and abs(value) < LARGEST and abs(step) < LARGEST:
@@ -112,7 +116,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     ]
     if not titles:
         raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
-    columns = min(4, len(titles)) if len(titles) != 5 else 3
+    columns = 3 if len(titles) in (5, 6, 9) else min(4, len(titles))
     lines = math.ceil(len(titles) / columns)
     height = 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
     figure = Figure(figsize=(3.6 * columns, height), layout="constrained")
@@ -157,6 +161,11 @@ def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
             keys.append(_key(color=INK if several else color, linestyle=dash, label=label))
     if len(keys) > 1:
         axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
+    finish_axes(axes, title)
+
+
+def finish_axes(axes: Axes, title: str) -> None:
+    """Title, grid and scales as all pictures of runs have them."""
     axes.set_title(title, fontsize=10, loc="left", color=INK)
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,87 +1,38 @@
-"""`grpo-fast eval`: a model, or a finished run's folder, on held-out questions."""
+"""`grpo-fast eval`: a model or a run's folder on held-out questions, or two side by side."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError
-
-from grpo_fast.data import Example, is_local, load_examples, read_examples
+from grpo_fast.data import Example, load_examples, read_examples
 from grpo_fast.data.tokenizer import token_counter
-from grpo_fast.rewards import build_rewards, scorer_for
+from grpo_fast.rewards import build_rewards, check_examples, scorer_for
 from grpo_fast.train import loading
-from grpo_fast.train.config import (
-    DataConfig,
-    HeldOut,
-    ModelConfig,
-    Positive,
-    RewardConfig,
-    RunConfig,
-    UserPath,
-    home_path,
+from grpo_fast.train.config import DataConfig, ModelConfig
+from grpo_fast.train.eval_settings import (
+    EvalSettings,
+    Source,
+    complete,
+    data_of,
+    is_sampled,
+    recipe_of,
+    rewards_of,
 )
-from grpo_fast.train.evaluate import evaluate, policy_generate
-from grpo_fast.train.settings import load_recipe, nearest, quoted, read_yaml
-
-DEFAULT_REWARDS = {
-    "gsm8k": ("gsm8k_correct", "gsm8k_format"),
-    "sort": ("sort_positions",),
-    "arithmetic": ("exact_match",),
-    "jsonl": ("exact_match",),
-}
+from grpo_fast.train.evaluate import EvalResult, evaluate, policy_generate
+from grpo_fast.train.paired import Paired, paired
 
 RESULTS_BEGIN = b'{\n  "greedy": {'  # how `out` begins: another file is not overwritten
-
-
-class EvalSettings(HeldOut):
-    """The `key=value` settings of `grpo-fast eval`.
-
-    A run's folder brings its own data, rewards and lengths. With more than one sample per question
-    a sampled pass follows the greedy one.
-    """
-
-    data: UserPath | None = None  # jsonl file, folder or hub id
-    task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
-    prompt_template: str | None = None
-    chat: bool = False
-    temperature: float = Field(0.7, gt=0)  # of the sampled pass
-    k: list[int] | None = None  # for pass@k and maj@k; None: 1, 2, 4, … up to samples
-    batch_size: Positive = 64
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = "auto"
-    seed: int = 0
-    out: UserPath | None = None  # also write the metrics to this JSON file
-
-
-def parse_settings(assignments: Sequence[str]) -> EvalSettings:
-    """`key=value` words as settings. Raises ValueError naming the unknown key or misfit value."""
-    given: dict[str, Any] = {}
-    for word in assignments:
-        key, equals, value = word.partition("=")
-        if not (key and equals):
-            raise ValueError(f"expected key=value, got {word!r}")
-        given[key] = read_yaml(value, key)
-    if "k" in given and given["k"] is not None and not isinstance(given["k"], list):
-        given["k"] = str(given["k"]).split(",")  # k=1,4,8
-    try:
-        settings = EvalSettings.model_validate(given)
-    except ValidationError as error:
-        raise ValueError("; ".join(_explain(e) for e in error.errors())) from None
-    for size in settings.k or ():
-        if not 1 <= size <= settings.samples:
-            raise ValueError(f"k: expected values from 1 to samples={settings.samples}, got {size}")
-    return settings
 
 
 def run_eval(
     model: str, settings: EvalSettings, *, allow_code: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Evaluate and return {"greedy": metrics, "sampled": metrics}, the latter with samples > 1.
+    """Evaluate and return {"greedy": metrics, "sampled": metrics}, the latter where asked for.
 
     Args:
         model: a model's folder or hub id, or the folder of a finished run.
@@ -92,31 +43,74 @@ def run_eval(
         ValueError: data or a model that cannot be loaded, or code that was not allowed.
         OSError: `settings.out` cannot be written after all; the message holds the results.
     """
+    passes = _asked([model], settings, allow_code)
+    found = {mode: results[0].metrics for mode, results in passes.items()}
+    _save(found, settings.out, table(found))
+    return found
+
+
+def compare_models(
+    first: str, second: str, settings: EvalSettings, *, allow_code: bool = False
+) -> dict[str, dict[str, Paired]]:
+    """Ask two models the same questions, with the same random numbers, and compare them in pairs.
+
+    Returns {"greedy": {metric: its values and their difference}, "sampled": …}. Arguments and
+    errors as in `run_eval`; a run as `first` says how both are asked.
+    """
+    passes = _asked([first, second], settings, allow_code)
+    found = {
+        mode: {name: paired(a.per_question[name], b.per_question[name]) for name in a.per_question}
+        for mode, (a, b) in passes.items()
+    }
+    plain = {
+        mode: {name: metric._asdict() for name, metric in metrics.items()}
+        for mode, metrics in found.items()
+    }
+    _save({**plain, "models": {"a": first, "b": second}}, settings.out, paired_table(found))
+    return found
+
+
+def _asked(
+    models: Sequence[str], settings: EvalSettings, allow_code: bool
+) -> dict[str, list[EvalResult]]:
+    """Pass → the results of each model, which are loaded one after the other."""
     _check_out(settings.out)
-    run = _run_config(home_path(model), allow_code)
-    data = _data_config(settings, run)
-    source = ModelConfig(
-        path=os.path.join(model, "model") if run else model,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=allow_code and (run is None or run.model.trust_remote_code),
-    )
-    examples = _examples(data, settings, source)
-    names = [RewardConfig(name=name) for name in DEFAULT_REWARDS[data.task]]
-    rewards = build_rewards(run.rewards if run else names)
-    scorer = scorer_for(data.task, [example.answer for example in examples])
-    length = settings.max_new_tokens or (run.rollout.max_new_tokens if run else 256)
-    sampling = settings.model_copy(update={"max_new_tokens": length})
-    generate = policy_generate(loading.load_policy(source), sampling)
-    common: dict[str, Any] = {"seed": settings.seed}
-    results = {"greedy": evaluate(generate, examples, rewards, scorer, **common).metrics}
-    if settings.samples > 1:
-        k = settings.k or [1 << i for i in range(settings.samples.bit_length())]
-        common |= {"samples": settings.samples, "temperature": settings.temperature, "k": k}
-        results["sampled"] = evaluate(generate, examples, rewards, scorer, **common).metrics
-    if settings.out is not None:
-        _save(results, settings.out)
-    return results
+    sources = [Source.of(model) for model in models]
+    recipe = recipe_of(settings, sources, allow_code)
+    data, asked = data_of(settings, recipe), complete(settings, recipe)
+    tasks = {source.run.data.task: source.name for source in sources if source.run}
+    if len(tasks) > 1:
+        listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
+        raise ValueError(f"task: expected two runs of one task, got {listed}")
+    configs = [source.model_config_for(asked, allow_code) for source in sources]
+    examples = _examples(data, asked, configs[0])
+    rewards = build_rewards(rewards_of(data, recipe))
+    check_examples(rewards, examples, "test")
+    ask = _questionnaire(examples, data, asked, rewards)
+    passes: dict[str, list[EvalResult]] = {}
+    for config in configs:
+        for mode, result in ask(loading.load_policy(config)).items():
+            passes.setdefault(mode, []).append(result)
+    return passes
+
+
+def _questionnaire(
+    examples: Sequence[Example], data: DataConfig, asked: EvalSettings, rewards: Any
+) -> Callable[[Any], dict[str, EvalResult]]:
+    """A function of a policy: the same questions and random numbers for each that it is given."""
+    scorer = scorer_for(data.task, [e.answer for e in examples if e.answer])
+
+    def ask(policy: Any) -> dict[str, EvalResult]:
+        generate = policy_generate(policy, asked)
+        common: dict[str, Any] = {"seed": asked.seed}
+        results = {"greedy": evaluate(generate, examples, rewards, scorer, **common)}
+        if is_sampled(asked):
+            k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
+            common |= {"samples": asked.samples, "temperature": asked.temperature, "k": k}
+            results["sampled"] = evaluate(generate, examples, rewards, scorer, **common)
+        return results
+
+    return ask
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
@@ -130,6 +124,20 @@ def table(results: dict[str, dict[str, float]]) -> str:
                 shown, error = name.removeprefix("eval_"), metrics[name + "_se"]
                 spread = f" ± {error:.4f}" if math.isfinite(error) else ""  # of one question: none
                 lines.append(f"  {shown:<28}{value:8.4f}{spread}")
+    return "\n".join(lines)
+
+
+def paired_table(results: dict[str, dict[str, Paired]]) -> str:
+    """The comparison as aligned lines: both values, B − A ± one standard error, p."""
+    lines = []
+    for mode, metrics in results.items():
+        n = max(metric.n for metric in metrics.values())
+        lines.append(f"{mode:<30}{'A':>8}{'B':>9}   B − A, n={n} questions")
+        for name, m in metrics.items():
+            spread = f" ± {m.se:.4f}" if math.isfinite(m.se) else ""
+            values = f"{m.a:8.4f} {m.b:8.4f}   {m.difference:+.4f}{spread}"
+            lines.append(f"  {name:<28}{values}   p = {m.p:.2g}")
+    lines.append("p: of the two-sided sign-flip test over questions")
     return "\n".join(lines)
 
 
@@ -149,51 +157,21 @@ def _check_out(out: str | None) -> None:
             raise ValueError(f"out: expected a new file or an earlier evaluation's, got {out!r}")
 
 
-def _save(results: dict[str, dict[str, float]], out: str) -> None:
-    """The metrics as JSON; those that are not finite are null."""
-    finite = {
-        mode: {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        for mode, metrics in results.items()
-    }
+def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
+    """The results as JSON where `out` names a file; numbers that are not finite are null."""
+    if out is None:
+        return
     try:
-        Path(out).write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(_finite(results), indent=2)
+        Path(out).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise OSError(f"out: cannot write {out}: {error.strerror}\n{table(results)}") from error
+        raise OSError(f"out: cannot write {out}: {error.strerror}\n{shown}") from error
 
 
-def _run_config(model: str, allow_code: bool) -> RunConfig | None:
-    """The configuration, when `model` is a run's folder; refused where it names code to import."""
-    file = os.path.join(model, "config.yaml")
-    if not (os.path.isfile(file) and os.path.isdir(os.path.join(model, "model"))):
-        return None
-    run = load_recipe(file, [])
-    for reward in run.rewards:
-        if ":" in reward.name and not allow_code:
-            raise ValueError(
-                f"rewards: expected built-in ones in {file}, got {reward.name!r}, whose code "
-                "would be run; --allow-code allows that to a folder that you trust"
-            )
-    return run
-
-
-def _data_config(settings: EvalSettings, run: RunConfig | None) -> DataConfig:
-    fields: dict[str, Any] = run.data.model_dump() if run else {"task": "gsm8k"}
-    if settings.data is not None:
-        kind = "path" if is_local(settings.data) else "name"
-        fields |= {"path": None, "name": None, kind: settings.data}
-    for name in ("task", "prompt_template"):
-        value = getattr(settings, name)
-        if value is not None:
-            fields[name] = value
-    fields["chat"] = fields.get("chat", False) or settings.chat
-    if fields["task"] in ("gsm8k", "jsonl") and not (fields.get("path") or fields.get("name")):
-        whose = f"with task={fields['task']}" if run else "for a model that is not a run's folder"
-        raise ValueError(f"data: expected data=<jsonl file, folder or hub id> {whose}, got nothing")
-    try:
-        return DataConfig.model_validate(fields)
-    except ValidationError as error:
-        reasons = (e["msg"].removeprefix("Value error, ") for e in error.errors())
-        raise ValueError("; ".join(reasons)) from None
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
@@ -208,10 +186,3 @@ def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> S
         count_tokens = token_counter(loading.load_tokenizer(model)) if counts else None
         examples = load_examples(data, split="test", seed=settings.seed, count_tokens=count_tokens)
     return examples[: settings.n]
-
-
-def _explain(error: Any) -> str:
-    key = str(error["loc"][0])
-    if error["type"] == "extra_forbidden":
-        return f"{key}: unknown key" + nearest(key, list(EvalSettings.model_fields))
-    return f"{key}: {error['msg']}, got {quoted(error['input'])}"

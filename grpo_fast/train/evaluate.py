@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from grpo_fast import rollout
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
-from grpo_fast.rewards import RewardSet, Scorer, scorer_for
+from grpo_fast.rewards import RewardSet, Scorer, check_examples, score, scorer_for
 from grpo_fast.rollout import Sampling
 from grpo_fast.train.config import RunConfig
 
@@ -24,6 +24,14 @@ class Generate(Protocol):
     def __call__(
         self, prompts: list[Any], *, samples: int, temperature: float, seed: int
     ) -> list[str]: ...
+
+
+class Sampled(list[str]):
+    """Texts of a model, with the tokens that they are made of."""
+
+    def __init__(self, texts: Sequence[str], ids: list[list[int]]) -> None:
+        super().__init__(texts)
+        self.ids = ids
 
 
 class Judged(NamedTuple):
@@ -41,6 +49,7 @@ class EvalResult(NamedTuple):
 
     metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
     judged: list[Judged]
+    per_question: dict[str, list[float]]  # what the metrics are means of; NaN: does not count
 
 
 def evaluate(
@@ -101,7 +110,7 @@ def evaluate(
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])
         metrics[f"eval_{name}"], metrics[f"eval_{name}_se"] = mean, error
-    return EvalResult(metrics, judged)
+    return EvalResult(metrics, judged, per_question)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -140,13 +149,16 @@ def _judge(example: Example, completions: list[str], scorer: Scorer) -> Judged:
         completions,
         [scorer.strict(text) for text in completions],
         [scorer.lenient(text) for text in completions],
-        scorer.gold(example.answer),
+        None if example.answer is None else scorer.gold(example.answer),
     )
 
 
 def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]]:
-    """Name → one value per question."""
+    """Name → one value per question that has an answer; nothing where none has."""
+    judged = [j for j in judged if j.example.answer is not None]
     values: dict[str, list[float]] = {}
+    if not judged:
+        return values
     for suffix in ("strict", "lenient"):
         found = [(getattr(j, suffix), j.gold) for j in judged]
         right = [sum(a is not None and a == gold for a in answers) for answers, gold in found]
@@ -172,7 +184,7 @@ def _rewards_of(
 ) -> dict[str, list[float]]:
     """Name → one value per question."""
     repeated = [e for e in batch for _ in range(samples)]
-    result = rewards([e.prompt for e in repeated], texts, [e.answer for e in repeated])
+    result = score(rewards, repeated, texts, getattr(texts, "ids", None))
     scores = {"reward": result.total, **{f"rewards/{n}": s for n, s in result.per_fn.items()}}
     return {n: s.view(-1, samples).nanmean(dim=1).tolist() for n, s in scores.items()}
 
@@ -182,7 +194,8 @@ def policy_generate(policy: Any, sampling: Sampling) -> Generate:
 
     def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> list[str]:
         options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
-        return rollout.generate(policy, prompts, options, group_size=samples, seed=key).texts
+        done = rollout.generate(policy, prompts, options, group_size=samples, seed=key)
+        return Sampled(done.texts, done.completion_ids)
 
     return generate
 
@@ -194,7 +207,8 @@ def build_evaluation(
     counted, asked = token_counter(policy.tokenizer), config.eval
     examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
     examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
-    scorer = scorer_for(config.data.task, [e.answer for e in examples])
+    check_examples(rewards, examples, "test")
+    scorer = scorer_for(config.data.task, [e.answer for e in examples if e.answer is not None])
     length = asked.max_new_tokens or config.rollout.max_new_tokens
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
     # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.

@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 import torch
 
 from grpo_fast.data import Example, reason, task_symbols
+from grpo_fast.data.model_files import check_fields, check_files
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
+from grpo_fast.train.config.reward_model import RewardModelConfig, ScorerConfig
 from grpo_fast.train.long_context import apply_options
 from grpo_fast.train.policy import Policy, without_bars
 
 log = logging.getLogger(__name__)
 
 BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
-MOST_LAYERS = 10_000
 
 
 def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
@@ -50,6 +50,28 @@ def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
     return policy
 
 
+def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
+    """A sequence classification model with one output, and its tokenizer, as `load_policy`.
+
+    The output of a model that has none, as a causal LM, begins at random.
+    """
+    if config.config is not None:
+        kind = "AutoModelForSequenceClassification"
+        return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+
+    check_files(config.path)
+    given: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
+    try:
+        with without_bars(), _without_report():
+            check_fields(PreTrainedConfig.get_config_dict(config.path)[0])
+            tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(config.path, **given)
+    except Exception as error:  # every reader and every architecture has its own classes
+        _refuse(config.path, error, "a model's folder or hub id with a tokenizer")
+    return model, tokenizer
+
+
 def _load_model(config: ModelConfig) -> Any:
     """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
     from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -59,6 +81,7 @@ def _load_model(config: ModelConfig) -> Any:
         with without_bars(), _without_report():
             fields, _ = PreTrainedConfig.get_config_dict(config.path)
             check_fields(fields, config.trust_remote_code)
+            _register(fields)
             model, found = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=getattr(torch, config.dtype),
@@ -73,26 +96,6 @@ def _load_model(config: ModelConfig) -> Any:
         _refuse(config.path, error, "a model's folder or hub id")
     _check_keys(config.path, found)
     return model
-
-
-def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
-    """Raise a ValueError for what a model's config.json must not ask for, in its parts neither:
-    layers that are never built to the end, and, unless code is allowed, a kernel from the hub.
-    """
-    for name, value in fields.items():
-        if name in LAYERS and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
-            raise ValueError(f"{name}: expected 0 to {MOST_LAYERS} layers, got {value}")
-        if "_implementation" in name and "/" in str(value) and not allow_code:
-            raise ValueError(f"{name}: expected one of transformers' own, got {value!r}")
-        if isinstance(value, dict):
-            check_fields(value, allow_code)
-
-
-def check_files(path: str | None) -> None:
-    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
-    for file in Path(str(path)).glob("*"):
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")
 
 
 def _check_keys(path: str | None, found: dict[str, Any]) -> None:
@@ -144,35 +147,51 @@ def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
         )
 
 
-def build_tokenizer(config: RunConfig, questions: Sequence[Example]) -> Any:
+def build_tokenizer(config: RunConfig | RewardModelConfig, questions: Sequence[Example]) -> Any:
     """The tokenizer made from the training questions, or None where the model brings its own."""
     if config.model.tokenizer == "symbols":
-        return build_symbol_tokenizer(task_symbols(config.data))
+        plain = config.data.model_copy(update={"shots_tokens": None})
+        return build_symbol_tokenizer(task_symbols(plain))
     if config.model.tokenizer is None:
         return None
-    texts = [f"{e.prompt} {e.solution or e.answer}" for e in itertools.islice(questions, BPE_TEXTS)]
+    chosen = itertools.islice(questions, BPE_TEXTS)
+    texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
     return build_bpe_tokenizer(texts, config.model.vocab_size)
 
 
-def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
+def _from_config(
+    fields: dict[str, Any], tokenizer: Any, kind: str = "AutoModelForCausalLM", **more: Any
+) -> Any:
     """A random model from the fields of a transformers config, for `tokenizer`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
-    given = {"vocab_size": len(tokenizer), **special, **fields}
+    given = {"vocab_size": len(tokenizer), **special, **more, **fields}
     try:
         check_fields(fields)
+        _register(fields)
         # A config takes any keyword, so compare with one made of defaults.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
-        model = None if unknown else AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+        model = None
+        if not unknown:
+            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**given))
     except Exception as error:  # every architecture has its own words and classes for a misfit
         refuses = f"{fields['model_type']} refuses it"
         raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
     if unknown:
         raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
     return model
+
+
+def _register(fields: dict[str, Any]) -> None:
+    """Make the model of this package known to transformers, where it is asked for."""
+    if fields.get("model_type") == "lecture":
+        from grpo_fast.train import lecture
+
+        lecture.register()
 
 
 def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:

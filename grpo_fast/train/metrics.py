@@ -26,7 +26,7 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 )
 
 SUMS = {"active_tokens", "skipped_rows", "kl_guarded"}  # counts
-PARTIAL = {"loss", "policy_loss"}  # already weighted by the step's normalisers: the pieces add up
+PARTIAL = {"loss", "policy_loss", "value/loss"}  # weighted by the step's normalisers: they add up
 NORMS = {"policy_logp_grad_norm"}  # of the pieces of one vector: their squares add up
 
 
@@ -34,7 +34,7 @@ class LossMetrics:
     """Merges what the loss returned for the micro-batches of optimizer steps; one sync, at the end.
 
     Means weigh each micro-batch by its tokens, minima and maxima are over all of it, counts add up;
-    `loss` and `policy_loss` add up inside an optimizer step and are averaged over optimizer steps
+    `loss` and its parts add up inside an optimizer step and are averaged over optimizer steps
     (norms: in the square mean).
     """
 
@@ -57,9 +57,9 @@ class LossMetrics:
         if with_logps:
             self.logps += other.logps
 
-    def last(self, name: str) -> float:
-        """A metric of the latest micro-batch (one sync)."""
-        return float(self.parts[-1][0][name])
+    def mean(self, name: str) -> float:
+        """One metric, merged (one sync)."""
+        return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
         if not self.parts:
@@ -86,7 +86,8 @@ class LossMetrics:
 def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
     """`reward`, its spread in the groups (`reward_std`, `frac_reward_zero_std`), each function's.
 
-    NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none.
+    NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none, and
+    `rewards/<fn>/failed/<why>` those of a reason that occurred.
     """
     spread = torch.stack([_std(group) for group in scores.total.double().view(-1, group_size)])
     metrics = {
@@ -100,6 +101,8 @@ def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
             f"rewards/{name}/std": float(_std(values.double())),
             f"rewards/{name}/failed": float(scores.failures[name]),
         }
+        for why, count in scores.reasons[name].items():
+            metrics[f"rewards/{name}/failed/{why}"] = float(count)
     return metrics
 
 
@@ -133,9 +136,9 @@ def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]
     }
 
 
-def is_policy_alone(config: LossConfig) -> bool:
-    """Whether the policy term is the whole loss: no KL term, no entropy bonus."""
-    return not config.uses_reference and config.entropy_coef == 0
+def is_policy_alone(config: LossConfig, shared_critic: bool = False) -> bool:
+    """Whether the policy term is the whole loss: no KL term, entropy bonus or value loss."""
+    return not config.uses_reference and config.entropy_coef == 0 and not shared_critic
 
 
 def policy_gradient(
@@ -154,20 +157,11 @@ def policy_gradient(
     return torch.autograd.grad(loss, logps)[0].norm()
 
 
-def readable(
-    rollout: Rollout, rewards: Tensor, advantages: Tensor, answers: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The first completions of a step, one for each of `answers`, for people to read."""
-    return [
-        {"prompt": rollout.prompts[i], "completion": rollout.texts[i], "answer": answers[i],
-         "reward": float(rewards[i]), "advantage": float(advantages[i]),
-         "truncated": rollout.truncated[i]}
-        for i in range(len(answers))
-    ]  # fmt: skip
-
-
 class Clock:
-    """Seconds and device memory of the parts of a step: `lap(name)` after each of them."""
+    """Seconds and device memory of the parts of a step: `lap(name)` after each of them.
+
+    A part that comes again adds to its seconds.
+    """
 
     def __init__(self) -> None:
         self.start = self.last = time.perf_counter()
@@ -177,10 +171,12 @@ class Clock:
     def lap(self, name: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            self.peaks[name] = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated()
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
             torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
-        self.seconds[name], self.last = now - self.last, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now
 
     def metrics(self, generated: int, trained: int) -> dict[str, float]:
         """step_time and perf/…, for so many tokens sampled and so many sent through the trunk."""

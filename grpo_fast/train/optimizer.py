@@ -61,6 +61,10 @@ class Optimizer:
             raise NonFiniteGradient(f"{said} (the last norm: {norm})")
         return norm
 
+    def pass_over(self, steps: int) -> None:
+        """Let the schedule go on as if so many steps had been taken."""
+        self.steps += steps
+
     def zero_grad(self) -> None:
         """Forget the gradients gathered so far."""
         self.adam.zero_grad(set_to_none=True)

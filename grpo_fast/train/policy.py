@@ -1,4 +1,4 @@
-"""The policy: a transformers causal LM with its tokenizer, and the reference model of the KL term.
+"""The policy: a transformers causal LM with its tokenizer.
 
 `hidden` gives the rows that predict completion tokens, `head` what turns them into logits,
 `generation()` the mode in which `generate` runs.
@@ -30,7 +30,6 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.data import reason
-from grpo_fast.train.config import ReferenceConfig
 
 
 class Policy:
@@ -84,11 +83,16 @@ class Policy:
             states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
         return states if self.autocast is None else states.to(self.autocast)
 
-    def logps(self, packed: PackedGroups, temperature: float = 1.0) -> Tensor:
-        """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad."""
-        head = self.head
+    def logps(
+        self, packed: PackedGroups, temperature: float = 1.0, hidden: Tensor | None = None
+    ) -> Tensor:
+        """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
+
+        hidden: what `hidden(packed)` gave, where that is known already.
+        """
+        head, states = self.head, self.hidden(packed) if hidden is None else hidden
         return linear_logps(
-            self.hidden(packed), head.weight, packed.target_ids, hidden_rows=packed.predicting,
+            states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
             bias=head.bias, temperature=temperature, **head.rule,
         )  # fmt: skip
 
@@ -123,6 +127,20 @@ class Policy:
         twin = copy.copy(self)
         twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
         return twin
+
+    def trainable_copy(self) -> Policy:
+        """A copy that trains what this policy trains, apart from the head that makes logits."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
+        twin.freeze_head()
+        return twin
+
+    def freeze_head(self) -> None:
+        """Leave the weights of the logits out of training, unless they are the embedding's, too."""
+        head = self.lm.get_output_embeddings()
+        if head.weight is not self.lm.get_input_embeddings().weight:
+            head.requires_grad_(False)
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -180,37 +198,6 @@ class Policy:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
-
-
-class Reference:
-    """The KL term's reference: none, a frozen copy, one synced at times, or LoRA's adapter off.
-
-    Args:
-        policy: the policy as it is at the start of training (after a warm start).
-        config: kind, and for `synced` how often and how much.
-    """
-
-    def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
-        self.policy, self.config = policy, config
-        by_adapter = policy.model is not policy.lm
-        self.copy = None if by_adapter or config.kind == "none" else policy.frozen_copy()
-
-    @torch.no_grad()
-    def logps(self, packed: PackedGroups, temperature: float) -> Tensor:
-        """(R,) fp32 logps of the completion tokens, in the layout the policy is trained in."""
-        if self.copy is not None:
-            return self.copy.logps(packed, temperature)
-        with self.policy.without_adapter():
-            return self.policy.logps(packed, temperature)
-
-    @torch.no_grad()
-    def after_step(self, step: int) -> None:
-        """synced: every `sync_every` steps, reference = mixing·policy + (1 − mixing)·reference."""
-        if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
-            return
-        mine, policys = self.copy.model.parameters(), self.policy.model.parameters()
-        for own, theirs in zip(mine, policys, strict=True):
-            own.lerp_(theirs.to(own.dtype), self.config.mixing)
 
 
 @contextmanager

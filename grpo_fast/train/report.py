@@ -1,18 +1,15 @@
 """What a run leaves behind, and what it shows while it goes on.
 
 In `output_dir`: config.yaml (the resolved configuration), metrics.jsonl (one JSON object per logged
-step, TRL's names, flushed line by line), completions/step_000010.md … (readable samples),
-curves.png, summary.json.
+step, TRL's names, flushed line by line), completions/step_000010.parquet … and completions.html
+(what was written and what it was worth), curves.png, summary.json.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import sys
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.curves import plot_runs
+from grpo_fast.train.folder import claim_folder
+from grpo_fast.train.page import CompletionsPage
+from grpo_fast.train.samples import write_parquet
 from grpo_fast.train.settings import save_config
+from grpo_fast.train.trackers import Trackers
 
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
 SHOWN = (  # in the progress line: metric, label, format
@@ -37,10 +38,6 @@ COMPARED = (  # before and after: metric, label
     ("eval_accuracy_strict", "strict"),
     ("eval_accuracy_lenient", "lenient"),
 )
-
-
-class OutputFolderError(ValueError):
-    """The output folder cannot be used; the message says why and what to do."""
 
 
 class RunReport:
@@ -61,6 +58,9 @@ class RunReport:
         self._stream = stream or sys.stdout
         self._progress = _start_bar(self._stream, self.total_steps) if config.log.progress else None
         self._plain = self._progress is None and config.log.progress
+        most = config.log.page_megabytes * 2**20
+        self._page = CompletionsPage(self.folder / "completions.html", self.folder.name, most)
+        self._trackers = Trackers(config.log.trackers, self.folder, config.model_dump(mode="json"))
 
     def __enter__(self) -> RunReport:
         return self
@@ -74,7 +74,9 @@ class RunReport:
         line = {"step": int(step), **plain_json(values)}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
-        self._show(step, values)
+        if "update" not in values:  # else one of several in a step
+            self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
+            self._show(step, values)
 
     def note(self, text: str) -> None:
         """One line for the person watching, above the progress bar."""
@@ -85,11 +87,11 @@ class RunReport:
             print(text, file=self._stream, flush=True)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write completions/step_….md. A row: `prompt` (text or messages), other texts, numbers."""
-        path = self.folder / "completions" / f"step_{int(step):06d}.md"
+        """Write completions/step_….parquet, and completions.html anew with these rows in it."""
+        path = self.folder / "completions" / f"step_{int(step):06d}.parquet"
         path.parent.mkdir(exist_ok=True)
-        parts = [_row_markdown(number, row) for number, row in enumerate(rows, start=1)]
-        path.write_text("\n".join([f"# Step {int(step)}\n", *parts]), encoding="utf-8")
+        write_parquet(rows, int(step), path)
+        self._page.add(int(step), rows)
         return path
 
     def finish(self, summary: Mapping[str, Any]) -> str:
@@ -111,11 +113,12 @@ class RunReport:
         return line
 
     def close(self) -> None:
-        """Stop the progress bar and close metrics.jsonl; calling it again does nothing."""
+        """Stop the progress bar, close metrics.jsonl and the trackers; again: nothing."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
         self._metrics.close()
+        self._trackers.close()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         shown = [
@@ -181,34 +184,12 @@ def _start_bar(stream: TextIO, total: int) -> Progress | None:
     return progress
 
 
-def _row_markdown(number: int, row: Mapping[str, Any]) -> str:
-    """Numbers in one line; every text in a block of its own, since it may be markdown itself."""
-    texts = {key: value for key, value in row.items() if isinstance(value, str) or key == "prompt"}
-    listed = " · ".join(f"{key} {_short(value)}" for key, value in row.items() if key not in texts)
-    prompt = texts.get("prompt", "")
-    if not isinstance(prompt, str):
-        texts["prompt"] = "\n".join(f"[{said['role']}] {said['content']}" for said in prompt)
-    blocks = [f"{key}\n{_fenced(text)}" for key, text in texts.items()]
-    return "\n\n".join([f"## {number}", listed, *blocks]) + "\n"
-
-
-def _short(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "yes", False: "no"}[value]
-    return f"{float(value):.4g}"
-
-
-def _fenced(text: str) -> str:
-    """A code block that the text cannot close."""
-    fence = max(re.findall("`+", text), key=len, default="``") + "`"
-    fence = fence if len(fence) > 3 else "```"
-    return f"{fence}text\n{escape_control(text)}\n{fence}"
-
-
 def plain_json(value: Any) -> Any:
     """What JSON has a word for; numbers that are not finite are null."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_json(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Path):
@@ -222,59 +203,3 @@ def _shown(metrics: Mapping[str, float], key: str) -> str:
     scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
     spread = f" ± {scale * error:{form}}" if math.isfinite(error) else ""  # of one question: none
     return f"{scale * value:{form}}{unit}{spread}"
-
-
-# ---------------------------------------------------------------------------------------- folder
-def run_folder(root: str | Path, name: str) -> Path:
-    """The folder `name` inside `root`. Raises OutputFolderError for a name that leads elsewhere."""
-    base = Path(root)
-    bad = any(c in "/\\:" or unicodedata.category(c)[0] == "C" for c in name)
-    bad = bad or not name.strip() or name in (".", "..")
-    if bad or (base / name).resolve().parent != base.resolve():
-        raise OutputFolderError(f"name: expected a plain folder name inside {base}, got {name!r}")
-    return base / name
-
-
-def check_folder(folder: str | Path) -> None:
-    """Raise OutputFolderError for a folder that is occupied or not writable. Creates nothing."""
-    try:
-        existing = _nearest_existing(Path(folder).absolute())
-        occupants = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    except (OSError, ValueError) as error:
-        raise _unusable(folder, error) from error
-    if occupants:
-        listed = ", ".join(occupants[:3]) + (", …" if len(occupants) > 3 else "")
-        raise OutputFolderError(
-            f"output_dir: {folder} is occupied (it holds {listed}); choose an empty or new folder "
-            "with output_dir=… or --name …"
-        )
-    if not os.path.isdir(existing):
-        raise _unusable(folder, f"{existing} is no folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise _unusable(folder, f"{existing} is not writable")
-
-
-def claim_folder(folder: str | Path) -> Path:
-    """The folder, made where it does not exist. Raises OutputFolderError as `check_folder` does."""
-    check_folder(folder)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    return Path(folder)
-
-
-def _nearest_existing(path: Path) -> Path:
-    """`path`, or what is there above it. Raises OSError or ValueError for an impossible path."""
-    for candidate in (path, *path.parents):
-        try:
-            os.lstat(candidate)
-            return candidate
-        except FileNotFoundError:
-            continue
-    return path
-
-
-def _unusable(folder: str | Path, reason: object) -> OutputFolderError:
-    shown = reason.strerror if isinstance(reason, OSError) else reason
-    return OutputFolderError(f"output_dir: cannot use {folder} as a folder: {shown}")

@@ -9,7 +9,7 @@ import difflib
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -20,50 +20,66 @@ from grpo_fast.train.config import RunConfig
 MAX_VALUES = 10_000  # of one document with its aliases written out; a recipe has about a hundred
 QUOTED = 200  # characters of a value in a message
 
+Config = TypeVar("Config", bound=BaseModel)
+REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
+
 # Other trainers' names whose letters lead elsewhere (learning_rate is most like weight_decay).
 ELSEWHERE = {"learning_rate": "lr", "num_generations": "group_size"}
 
 
 # --------------------------------------------------------------------------------------- recipes
 def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> RunConfig:
+    """The configuration of a run; see `load_settings`."""
+    return load_settings(RunConfig, name_or_path, overrides)
+
+
+def load_settings(
+    kind: type[Config], name_or_path: str, overrides: list[str] | None = None
+) -> Config:
     """A recipe of the package (by name) or a YAML file (by path), with ``key=value`` overrides.
 
     Keys are dotted (``optim.lr=1e-4``, ``rewards.0.weight=2``); values are read as YAML. Raises
     ValueError that names the unknown key and the nearest known one, or the value that does not fit.
     """
-    settings = read_recipe(name_or_path)
+    settings = read_recipe(name_or_path, kind)
     if not isinstance(settings, dict):
         came = type(settings).__name__
         raise ValueError(f"recipe {name_or_path}: expected a mapping of keys, came {came}")
     for override in overrides or []:
         apply_override(settings, override)
-    return parse_config(settings)
+    return _validated(kind, settings)
 
 
 def parse_config(settings: dict[str, Any]) -> RunConfig:
     """Validate a plain mapping; every problem becomes one readable line of a ValueError."""
+    return _validated(RunConfig, settings)
+
+
+def _validated(kind: type[Config], settings: dict[str, Any]) -> Config:
     try:
-        return RunConfig.model_validate(settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
-        lines = ["configuration refused:", *map(_explain, error.errors())]
+        lines = ["configuration refused:", *(_explain(e, kind) for e in error.errors())]
         raise ValueError("\n".join(lines)) from None
 
 
-def save_config(config: RunConfig, path: str | Path) -> None:
+def save_config(config: BaseModel, path: str | Path) -> None:
     """Write the resolved configuration as YAML that `load_recipe` reads back to an equal one."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     Path(path).write_text(text, encoding="utf-8")
 
 
-def recipe_names() -> list[str]:
-    """The recipes shipped in the package."""
+def recipe_names(kind: type[BaseModel] = RunConfig) -> list[str]:
+    """The recipes shipped in the package: of runs, or of reward models."""
     files = resources.files("grpo_fast") / "recipes"
-    return sorted(f.name.removesuffix(".yaml") for f in files.iterdir() if f.name.endswith(".yaml"))
+    names = (f.name.removesuffix(".yaml") for f in files.iterdir() if f.name.endswith(".yaml"))
+    is_run = kind is RunConfig
+    return sorted(name for name in names if name.startswith(REWARD_MODELS) != is_run)
 
 
-def read_recipe(name_or_path: str) -> Any:
+def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> Any:
     """What stands in a recipe. Raises ValueError for a name or a file that cannot be read."""
-    names = recipe_names()
+    names = recipe_names(kind)
     if name_or_path in names:
         shipped = resources.files("grpo_fast") / "recipes" / f"{name_or_path}.yaml"
         return read_yaml(shipped.read_text(encoding="utf-8"), f"recipe {name_or_path}")
@@ -159,12 +175,12 @@ def read_yaml_file(path: str | Path, name: str) -> Any:
 
 
 # -------------------------------------------------------------------------------------- refusals
-def _explain(error: Any) -> str:
+def _explain(error: Any, kind: type[BaseModel]) -> str:
     """One of a ValidationError's errors in an indented line."""
     path = [p for p in error["loc"] if not (isinstance(p, str) and p.endswith("Config]"))]
     where = ".".join(str(p) for p in path)
     if error["type"] == "extra_forbidden":
-        return f"  {where}: unknown key" + nearest(str(path[-1]), _known_keys(path[:-1]))
+        return f"  {where}: unknown key" + nearest(str(path[-1]), _known_keys(path[:-1], kind))
     if error["type"] == "missing":
         return f"  {where}: is missing"
     message = error["msg"].removeprefix("Value error, ")
@@ -173,8 +189,8 @@ def _explain(error: Any) -> str:
     return f"  {where}: {message}{came}" if where else f"  {message}"
 
 
-def _known_keys(path: list[Any]) -> list[str]:
-    section: Any = RunConfig
+def _known_keys(path: list[Any], kind: type[BaseModel]) -> list[str]:
+    section: Any = kind
     for part in path:
         if not isinstance(part, int):
             section = _section_of(section.model_fields[part].annotation)

@@ -141,6 +141,8 @@ def test_the_scan_passes(source):
 
 # ---------------------------------------------------------- regular expressions
 LENGTH, SECONDS = 1 << 16, 0.05
+# Patterns that are not the package's own: why they may stand there.
+GIVEN = {"grpo_fast.rewards.workers.pattern": "a recipe's, in a process that a timeout ends"}
 UNITS = (
     *("1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n"),
     *("<<", "<<a", ">>", "<<1>>", "<", "####", "#### ", "<answer>", "</answer>", "`", "```"),
@@ -170,7 +172,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
             where = f"{module}:{node.lineno}"
             if id(node) in top:
                 yield where, getattr(importlib.import_module(module), top[id(node)])
-            elif node.func.attr != "escape":
+            elif node.func.attr != "escape" and module not in GIVEN:
                 text = ast.literal_eval(node.args[0])  # or it has to be a module's
                 flags = re.MULTILINE if "MULTILINE" in ast.unparse(node) else 0
                 yield where, re.compile(text, flags)

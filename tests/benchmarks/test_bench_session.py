@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu import (
     bars,
+    forward,
     gemms,
     kernel_times,
     parts,
@@ -217,12 +218,12 @@ def test_a_benchmark_of_trainers_has_its_own_option_for_the_report():
             assert session.option_for(command) == wanted
 
 
-@pytest.mark.parametrize("module", [smoke, gemms, kernel_times])
+@pytest.mark.parametrize("module", [smoke, gemms, kernel_times, forward])
 def test_what_runs_on_the_gpu_runs_here_at_tiny_sizes(module, tmp_path, capsys):
     file = tmp_path / "out.json"
     assert module.main(["--device", "cpu", "--out", str(file)]) == 0
     found = json.loads(file.read_text())
-    assert any(found.get(name) for name in ("checks", "gemms", "profiles"))
+    assert any(found.get(name) for name in ("checks", "gemms", "profiles", "forwards"))
 
 
 @pytest.mark.parametrize("error", [float("nan"), 1.5])

@@ -89,7 +89,8 @@ def test_gold_answer():
         ("{not json", "not a JSON object"),
         ("[1, 2]", "expected a JSON object, got list"),
         ({"text": "x"}, "expected a field 'prompt' or 'question', found 'text'"),
-        ({"prompt": "x"}, "field 'answer', got None"),
+        ({"prompt": "x", "answer": " "}, "field 'answer', got ' '"),
+        ({"prompt": "x", "answer": []}, "field 'answer', got []"),
         ({"prompt": "", "answer": "1"}, "expected a non-empty text"),
         ({"prompt": 3, "answer": "1"}, "text or a list of chat messages, got int"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
@@ -122,23 +123,50 @@ def test_a_pair_of_surrogates_is_a_character(tmp_path):
     assert read_examples(write_lines(tmp_path / "d.jsonl", line))[0].prompt == "🙂"
 
 
-@pytest.mark.parametrize("lines", [10, 2])
-def test_a_training_set_that_is_the_test_set(tmp_path, lines):
-    """One line repeated, or two equal files: nothing is left to train on."""
+@pytest.mark.parametrize("lines", [10, 2, 1])
+def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
+    """One line repeated, or two equal files: trained on all the same, and said."""
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
-    expected = (
-        rf"data: expected a training example in {tmp_path}.* whose prompt is not a test prompt "
-        "as well, got none$"
-    )
-    with pytest.raises(DatasetError, match=expected):
-        load_examples(source(task="jsonl", path=str(path)), split="train", seed=0)
+    one_file = source(task="jsonl", path=str(path))
+    found = load_examples(one_file, split="train", seed=0)
+    assert {e.prompt for e in found} == {"p"}
+    assert "every training prompt is a test prompt" in caplog.text
     write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
-    with pytest.raises(DatasetError, match=expected):
-        load_examples(source(task="jsonl", path=str(tmp_path)), split="train", seed=0)
-    assert len(load_examples(source(task="jsonl", path=str(tmp_path)), split="test", seed=0)) == 1
+    both = source(task="jsonl", path=str(tmp_path))
+    assert len(load_examples(both, split="train", seed=0)) == lines
+    assert len(load_examples(both, split="test", seed=0)) == 1
     write_lines(tmp_path / "test.jsonl", {"prompt": "q", "answer": "1"})
+    caplog.clear()
     with pytest.raises(DatasetError, match=f"got none after data.shots = {lines}$"):
         load_examples(source(task="jsonl", path=str(tmp_path), shots=lines), split="train", seed=0)
+    assert not caplog.text
+
+
+def test_a_test_split_of_all_the_lines(tmp_path):
+    lines = [{"prompt": f"p{i}", "answer": "1"} for i in range(3)]
+    path = str(write_lines(tmp_path / "d.jsonl", *lines))
+    train, test = (
+        load_examples(source(task="jsonl", path=path, n_test=3), split=split, seed=0)
+        for split in ("train", "test")
+    )
+    assert sorted(e.prompt for e in train) == [e.prompt for e in test] == ["p0", "p1", "p2"]
+    partly = source(task="jsonl", path=path, n_test=2)
+    assert len(load_examples(partly, split="train", seed=0)) == 1
+    with pytest.raises(DatasetError, match="n_test: expected at most the 3 lines of .* got 4"):
+        load_examples(source(task="jsonl", path=path, n_test=4), split="test", seed=0)
+
+
+def test_the_symbols_of_a_file_are_its_words(tmp_path):
+    lines = [
+        {"prompt": "b a\n?", "answer": "a b", "solution": "so a b"},
+        {"messages": [{"role": "user", "content": "c\td"}], "answer": 7},
+    ]
+    write_lines(tmp_path / "train.jsonl", *lines)
+    write_lines(tmp_path / "test.jsonl", {"prompt": "only here", "answer": "x"})
+    found = task_symbols(source(task="jsonl", path=str(tmp_path)))
+    assert found == sorted(["b", "a", "?", "so", "c", "d", "7", "only", "here", "x"])
+    tokenizer = build_symbol_tokenizer(found)
+    assert tokenizer.decode(tokenizer("a b here")["input_ids"]) == "a b here"
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
@@ -170,8 +198,8 @@ def test_fields_and_templates(tmp_path):
         {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
     )
     first, second, third = read_examples(path, prompt_template="[{question}] {y}")
-    assert first == ("[p {x}] {y}", "5", "s")
-    assert second == ("[q] {y}", "7", "thus\n#### 7")
+    assert first == ("[p {x}] {y}", "5", "s", {"solution": "s"})
+    assert second == ("[q] {y}", "7", "thus\n#### 7", {})
     assert third.prompt == [{"role": "user", "content": "hi"}]
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
     assert read_examples(path, prompt_template="plain")[1].prompt == plain
@@ -193,8 +221,8 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load_examples(data, split="train", seed=1)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
-    with pytest.raises(DatasetError, match="data.n_test: expected fewer than the 50 lines"):
-        load_examples(source(task="jsonl", path=str(path), n_test=50), split="test", seed=0)
+    with pytest.raises(DatasetError, match="data.n_test: expected at most the 50 lines"):
+        load_examples(source(task="jsonl", path=str(path), n_test=51), split="test", seed=0)
 
 
 def test_shots_come_from_train_and_leave_it(tmp_path):
@@ -218,9 +246,8 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
         )
     with pytest.raises(DatasetError, match="data.path .* or data.name"):
         load_examples(source(task="gsm8k"), split="train", seed=0)
-    with pytest.raises(
-        DatasetError, match="data.task: expected one of sort, arithmetic, gsm8k, jsonl, got 'chess'"
-    ):
+    known = "sort, arithmetic, lecture, open, gsm8k, jsonl"
+    with pytest.raises(DatasetError, match=f"data.task: expected one of {known}, got 'chess'"):
         load_examples(source(task="chess"), split="train", seed=0)
     with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):
         load_examples(source(task="sort"), split="dev", seed=0)
@@ -269,7 +296,7 @@ def test_sort_answers_and_held_out_prompts(digits, symbols):
     assert len(set(prompts)) == 100
     assert not set(prompts) & {e.prompt for e in train}
     known = set(task_symbols(data))
-    for prompt, answer, solution in [*test, *train[:200]]:
+    for prompt, answer, solution, _ in [*test, *train[:200]]:
         numbers = prompt.removesuffix(" =").split()
         assert len(numbers) == digits and set(numbers) <= known
         assert answer == solution == " ".join(sorted(numbers, key=int))
@@ -285,15 +312,31 @@ def test_generated_examples_depend_on_seed_and_index_alone():
 
 
 def test_arithmetic():
-    for prompt, answer, _ in ArithmeticTask(split="train", seed=0, digits=3)[:300]:
+    for prompt, answer, *_ in ArithmeticTask(split="train", seed=0, digits=3)[:300]:
         left, right = prompt.replace(" ", "").removesuffix("=").split("+")
         assert int(left) + int(right) == int(answer.replace(" ", ""))
     assert set(task_symbols(source(task="arithmetic"))) == {*"0123456789+="}
 
 
+def test_the_test_split_follows_the_prompts_that_there_are():
+    assert len(SortTask(split="test", seed=0)) == 256
+    assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of ten
+    small = {"seed": 0, "digits": 3, "symbols": 2}
+    test, train = (
+        [example.prompt for example in SortTask(split=split, n_test=7, **small)[:50]]
+        for split in ("test", "train")
+    )
+    assert len(set(test)) == 7 and not set(test) & set(train) and len(set(train)) == 1
+    test, train = (
+        {example.prompt for example in SortTask(split=split, n_test=8, **small)[:200]}
+        for split in ("test", "train")
+    )
+    assert test == train and len(test) == 8
+
+
 def test_generated_tasks_refuse_what_cannot_be():
-    with pytest.raises(DatasetError, match="at most half of the 8 different prompts"):
-        SortTask(split="test", seed=0, digits=3, symbols=2, n_test=5)
+    with pytest.raises(DatasetError, match="at most the 8 different prompts .* got 9"):
+        SortTask(split="test", seed=0, digits=3, symbols=2, n_test=9)
     for wrong in ({"digits": 0}, {"symbols": 1}, {"n_train": 0}, {"n_test": 0}):
         with pytest.raises(DatasetError, match=f"data.{next(iter(wrong))}: expected at least"):
             SortTask(split="train", seed=0, **wrong)
@@ -342,5 +385,5 @@ def test_symbol_tokenizer(tmp_path):
     for wrong in ([], ["a", "a"], ["a b"], [""]):
         with pytest.raises(ValueError, match="symbols: expected different"):
             build_symbol_tokenizer(wrong)
-    with pytest.raises(DatasetError, match="tokenizer: bpe"):
+    with pytest.raises(DatasetError, match="data.path .* or data.name .* got neither"):
         task_symbols(source(task="gsm8k"))

@@ -25,6 +25,7 @@ CASES = (
     "cases_range.py",
     "cases_scale.py",
     "cases_loops.py",
+    "cases_forward_cuda.py",
 )
 
 

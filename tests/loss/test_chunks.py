@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.kernels.head import loop
 from grpo_fast.loss import passes
-from tests.loss_cases import BACKENDS, LAYOUTS, assert_same, make_case, options_for, run
+from tests.loss_cases import BACKENDS, LAYOUTS, LEVELS, assert_same, make_case, options_for, run
 
 EXACT = {"loss_tol": 2e-6, "grad_tol": 1e-5}
 GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 completions
@@ -44,7 +44,7 @@ def test_chunks_without_a_gap(backend, monkeypatch):
     assert_same("linear", case, run("linear", case, backend=backend), **EXACT)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_given_logits(backend, level, monkeypatch):
     """Sixteen rows at a time: every block has its own coefficients, and its own entropy

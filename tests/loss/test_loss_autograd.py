@@ -11,6 +11,7 @@ import grpo_fast
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
+    LEVELS,
     LOSS_LEVELS,
     arguments,
     make_case,
@@ -61,7 +62,7 @@ def leaves_and_call(function, case, backend="torch", config=None, **more):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("upstream", [0.0, -2.0, 0.25])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_upstream_gradient(level, upstream, function, backend):
     case = make_case(51, **options_for("grpo", level, beta=0.2))
     expected = truth(function, case)
@@ -113,7 +114,7 @@ def test_double_backward_is_refused_clearly(function):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_inputs_are_never_modified(level, function, backend):
     case = make_case(
         55,
@@ -225,7 +226,7 @@ def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias", "hidden weight", "weight bias"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_frozen_inputs_get_no_gradient_and_change_nothing(level, wanted, backend):
     case = make_case(58, **options_for("grpo", level, beta=0.2))
     expected = run("linear", case, backend=backend).grads

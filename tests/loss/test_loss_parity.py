@@ -16,6 +16,7 @@ from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
     LAYOUTS,
+    LEVELS,
     LOSS_LEVELS,
     assert_same,
     make_case,
@@ -65,7 +66,7 @@ KL_LOSSES = tuple(x for x in LOSS_LEVELS if x[0] not in ("kimi", "dro"))
 @pytest.mark.parametrize("function", ["logps", "logits", "linear"])
 @pytest.mark.parametrize("times_ratio", [False, True])
 @pytest.mark.parametrize("kl_estimator", ["k1", "abs", "k2", "k3", "k3+", "k1+"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_kl_estimators(function, level, kl_estimator, times_ratio):
     options = options_for(
         "grpo", level, beta=0.4, kl_estimator=kl_estimator, kl_times_ratio=times_ratio

@@ -11,6 +11,7 @@ import grpo_fast
 from tests.loss_cases import (
     BACKENDS,
     LAYOUTS,
+    LEVELS,
     LOSS_LEVELS,
     assert_same,
     make_case,
@@ -26,7 +27,7 @@ EXACT = dict(loss_tol=2e-6, grad_tol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trap_luspo_through_a_broadcast_upstream_gradient(level, layout, backend):
     """Elsewhere: the (B, 1) gradient was read out of bounds and came out 1/L too small."""
@@ -40,10 +41,8 @@ def test_trap_luspo_through_a_broadcast_upstream_gradient(level, layout, backend
     # on policy, w_t = 1/B and slope −A: nothing is divided by the length
     grad = run("logps", case.but(old=None), layout=layout).grads["logps"]
     share = (
-        1.0
-        if level == "token"
-        else (1.0 / lengths.clamp(min=1)).unsqueeze(1) * lengths.unsqueeze(1)
-    )
+        lengths.unsqueeze(1) if level == "sequence_sum" else 1
+    )  # a mean's 1/|o| meets |o| slopes
     expected = torch.where(case.mask, -case.advantages.unsqueeze(1) / len(lengths) * share, 0.0)
     assert relative_l2(grad, expected) < 1e-6
 
@@ -169,6 +168,39 @@ def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
     expected = -2 * math.exp(0.3)
     assert output.loss.item() == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(logps.grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
+
+
+def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
+    """Two completions of log ratios 0.1, 0.2, −0.05 and 0.03, −0.5: e^0.25 and e^−0.47."""
+    config = grpo_fast.LossConfig(loss_type="unclipped", importance_sampling_level="sequence_sum")
+    logps = torch.tensor([-1.0, -0.5, -2.0, -0.7, -1.5], requires_grad=True)
+    old_logps = logps.detach() - torch.tensor([0.1, 0.2, -0.05, 0.03, -0.5])
+    output = grpo_fast.grpo_loss(
+        logps, torch.tensor([2.0, -1.0]), config, cu_seqlens=torch.tensor([0, 3, 5]),
+        old_logps=old_logps,
+    )  # fmt: skip
+    output.loss.backward()
+    first, second = -2 * math.exp(0.25), math.exp(-0.47)
+    assert output.loss.item() == pytest.approx((3 * first + 2 * second) / 5, rel=1e-6)
+    expected = torch.tensor([3 * first / 5] * 3 + [2 * second / 5] * 2)
+    torch.testing.assert_close(logps.grad, expected, rtol=1e-5, atol=0)
+    assert output.metrics["ratio/max"].item() == pytest.approx(math.exp(0.25), rel=1e-6)
+    assert output.metrics["ratio/min"].item() == pytest.approx(math.exp(-0.47), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [8, 500])
+def test_the_overflow_guard_of_a_summed_ratio(length):
+    """Tokens that each moved by 4 nats: the ratio stays e^20, its gradient still pushes down."""
+    config = grpo_fast.LossConfig(loss_type="grpo", importance_sampling_level="sequence_sum")
+    logps = torch.full((length,), -1.0, requires_grad=True)
+    output = grpo_fast.grpo_loss(
+        logps, torch.tensor([-1.0]), config, cu_seqlens=torch.tensor([0, length]),
+        old_logps=torch.full((length,), -5.0),
+    )  # fmt: skip
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(math.exp(20.0), rel=1e-5)
+    torch.testing.assert_close(logps.grad, torch.full((length,), math.exp(20.0)), rtol=1e-5, atol=0)
+    assert all(torch.isfinite(metric).all() for metric in output.metrics.values())
 
 
 @pytest.mark.parametrize("loss_type", ["unclipped", "grpo", "dual_clip"])

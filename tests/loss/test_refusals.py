@@ -68,9 +68,12 @@ CONFIG = [
     ("max_completion_length", dict(loss_type="dr_grpo")),
     ("max_completion_length", dict(aggregation="fixed_length")),
     *[
-        ("importance_sampling_level", dict(loss_type=x, importance_sampling_level="sequence"))
+        ("importance_sampling_level", dict(loss_type=x, importance_sampling_level=level))
         for x in ("kimi", "dro", "dppo_tv", "dppo_kl", "gspo_token", "gmpo", "vespo")
+        for level in ("sequence", "sequence_sum")
     ],
+    # GSPO is the mean by its definition
+    ("importance_sampling_level", dict(loss_type="gspo", importance_sampling_level="sequence_sum")),
 ]
 
 

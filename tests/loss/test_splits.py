@@ -10,6 +10,7 @@ import torch
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
+    LEVELS,
     LOSS_LEVELS,
     Case,
     make_case,
@@ -69,7 +70,7 @@ def test_splits_of_every_loss(loss_type, level, pieces, layout, backend):
 
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 @pytest.mark.parametrize("aggregation", GLOBAL)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_splits_of_every_normaliser(level, aggregation, pieces):
     assert_split(
         step(**options_for("grpo", level, aggregation, entropy_coef=0.1)), pieces, "packed", "torch"

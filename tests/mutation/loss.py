@@ -22,7 +22,7 @@ MUTANTS = [
            "lengths = torch.bincount(segments, minlength=count)", "lengths = lengths.clone()",
            "masked tokens count in a completion's length", "logps"),
     Mutant("batch-masked-local-mean", BATCH,
-           "total = max(places.segments.shape[0], 1) if", "total = max(places.num_rows, 1) if",
+           "places.lengths, places.segments.shape[0],", "places.lengths, places.num_rows,",
            "masked tokens count in the mean over a call's tokens", "logps"),
     Mutant("batch-wrong-segment", BATCH,
            "torch.arange(count, device=device).repeat_interleave(length)",

@@ -39,7 +39,35 @@ SUITES: dict[str, list[str]] = {
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
     "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
     "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
+    "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
+    "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
+    "rollout": ["tests/rollout/test_rollout.py"],
+    "policy": ["tests/train/test_train_policy.py"],
+    "data": ["tests/data/test_data.py"],
+    "compare": ["tests/train/test_compare.py", "-k", "not command"],
+    "variance": ["tests/train/test_variance.py", "-k", "not baseline"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
+    "ppo_math": ["tests/objective/test_value_losses.py", "tests/objective/test_advantages.py"],
+    "ppo_step": ["tests/train/test_ppo_step.py"],
+    "ppo_critic": ["tests/train/test_ppo_runs.py", "-k", "critic_path or own_rate"],
+    "ppo_passes": [
+        "tests/train/test_ppo_runs.py",
+        "-k",
+        "keeps_the_values or shuffled or early_stop or rate_that",
+    ],
+    "ppo_kl": ["tests/train/test_ppo_runs.py", "-k", "beta or adapted or fifth"],
+    "completions": ["tests/train/test_completions.py", "-k", "not browser"],
+    "trackers": ["tests/train/test_trackers.py"],
+    "paired": ["tests/train/test_paired.py"],
+    "eval": ["tests/train/test_eval_command.py"],
+    "evaluate": ["tests/train/test_evaluate.py"],
+    "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
+    "levels": ["tests/loss/test_loss_traps.py", "-k", "summed or of_its_prob"],
+    "advantages": ["tests/objective/test_advantages.py", "-k", "constant_baseline"],
+    "exact_kl": ["tests/loss/test_exact_kl.py", "-k", "fp64 or excludes or one_chunk"],
+    "exact_kl_training": ["tests/train/test_exact_kl_training.py", "-k", "not of_the_run"],
+    "baseline": ["tests/train/test_running_baseline.py"],
+    "lecture": ["tests/train/test_lecture.py", "-k", "not learns and not log and not saved"],
     "csrc": [
         "tests/kernels/test_csrc_loss.py",
         "tests/kernels/test_csrc.py",
@@ -55,6 +83,10 @@ SUITES: dict[str, list[str]] = {
     "triton_inert": ["tests/kernels/triton_tools/cases_nan.py", "-k", "inert"],
     "workspace": ["tests/kernels/test_workspace.py", "-k", "not measured"],
     "rewards": ["tests/rewards/test_rewards_hostile.py", "-k", "changes_its_lists"],
+    "workers": ["tests/rewards/test_reward_workers.py", "-k", "not mathematics"],
+    "shaping": ["tests/rewards/test_reward_shaping.py"],
+    "scorer": ["tests/train/test_reward_model.py", "-k", "not to_a_policy"],
+    "dynamic": ["tests/train/test_dynamic_sampling.py", "-k", "not repeats_itself"],
     "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
@@ -71,6 +103,11 @@ SUITES: dict[str, list[str]] = {
     "triton_linear": ["tests/kernels/triton_tools/cases_linear.py"],
     "triton_gradients": ["tests/kernels/triton_tools/cases_gradients.py"],
     "triton_weights": ["tests/kernels/triton_tools/cases_weights.py"],
+    "triton_forward_cuda": [
+        "tests/kernels/triton_tools/cases_forward_cuda.py",
+        "-k",
+        "128x192 and (300x392x700 or any_number)",
+    ],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -103,9 +140,26 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import gradients, heads, kernels, loss, objectives, products, shards, train
+    from tests.mutation import (
+        forward_cuda,
+        gradients,
+        heads,
+        kernels,
+        loss,
+        objectives,
+        products,
+        shards,
+        train,
+        train_compare,
+        train_objectives,
+        train_ppo,
+        train_rewards,
+        train_seeing,
+    )
 
-    files = (objectives, loss, train, heads, kernels, gradients, products, shards)
+    trainer = (train, train_compare, train_objectives, train_ppo, train_rewards, train_seeing)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
+    files += (forward_cuda,)
     return [m for file in files for m in file.MUTANTS]
 
 

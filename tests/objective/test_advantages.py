@@ -12,8 +12,10 @@ import torch
 
 from grpo_fast import group_advantages
 
+WITHOUT_GROUPS = ("rewards", "baseline")
 MODES = (
     "rewards",
+    "baseline",
     "centered",
     "normalized",
     "max",
@@ -33,6 +35,8 @@ def flat(groups):
 
 
 def options_of(mode):
+    if mode == "baseline":
+        return {"value": 0.3}
     return {"lengths": flat(LENGTHS)} if mode == "opo" else {}
 
 
@@ -47,6 +51,8 @@ def group_by_group(mode, groups):
             others = g[:i] + g[i + 1 :]
             if mode == "rewards":
                 a = r
+            elif mode == "baseline":
+                a = r - 0.3
             elif mode == "centered":
                 a = r - mean
             elif mode == "normalized":
@@ -85,6 +91,31 @@ def test_the_default_mode_is_normalized():
     )
 
 
+@pytest.mark.parametrize(
+    ("rewards", "right", "wrong"),
+    [([1, 1, 1, 0, 0], 0.8163, -1.2245), ([1, 0, 0, 1, 0], 1.2245, -0.8163)],
+)
+def test_the_worked_numbers_of_the_lecture_notes(rewards, right, wrong):
+    """Three of five right, and two of five: sqrt(2/3) and sqrt(3/2), less what eps takes off."""
+    own = group_advantages(
+        torch.tensor(rewards).float(), "normalized", group_size=5, unbiased=False
+    )
+    assert [round(a, 4) for a in own.tolist()] == [right if r else wrong for r in rewards]
+
+
+def test_a_constant_baseline():
+    """Equal rewards keep their advantage, a missing verdict gets none, groups do not matter."""
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.25, float("nan"), 0.0])
+    expected = torch.tensor([0.5, 0.5, 0.5, -0.25, 0.0, -0.5])
+    for group_size in (1, 2, 3, 6):
+        own = group_advantages(rewards, "baseline", group_size=group_size, value=0.5)
+        assert torch.equal(own, expected)
+    with pytest.raises(ValueError, match="value: expected a finite number, got nan"):
+        group_advantages(rewards, "baseline", group_size=1, value=float("nan"))
+    with pytest.raises(ValueError, match="running: mode 'baseline' expects one of"):
+        group_advantages(rewards, "baseline", group_size=1, running=True)
+
+
 def test_biased_standard_deviation():
     own = group_advantages(flat(GROUPS), "normalized", group_size=4, unbiased=False)
     expected = [
@@ -93,7 +124,7 @@ def test_biased_standard_deviation():
     torch.testing.assert_close(own, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "rewards"])
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in WITHOUT_GROUPS])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0])
 @pytest.mark.parametrize("G", [2, 3, 7, 8])
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
@@ -112,7 +143,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
     rewards = torch.tensor([1.0, 0.0, 0.5])
     settings = ["rollout.group_size=1", f"advantages={mode}"]
     options = {"lengths": torch.ones(3)} if mode == "opo" else {}
-    if mode == "rewards":
+    if mode in WITHOUT_GROUPS:
         assert torch.equal(group_advantages(rewards, mode, group_size=1), rewards)
         assert load_recipe("sort", settings).rollout.group_size == 1
         return
@@ -123,7 +154,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
         load_recipe("sort", settings)
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "rewards"])
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in WITHOUT_GROUPS])
 def test_an_equal_group_beside_a_mixed_one_is_exactly_zero(mode):
     rewards = torch.tensor([0.1] * 4 + [1.0, 0.0, 0.3, 0.0])
     options = {"lengths": torch.arange(1, 9)} if mode == "opo" else {}

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from decimal import Decimal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,16 +20,15 @@ from grpo_fast.rewards import (
     import_function,
     scorer_for,
 )
+from grpo_fast.rewards.calling import parameters_of
 from grpo_fast.rewards.extract import extract_lenient, extract_strict, parse_number
 from grpo_fast.rewards.isolated import IsolatedReward
-
-
-def spec(name, weight=1.0, **options):
-    return SimpleNamespace(name=name, weight=weight, options=options)
+from tests.reward_specs import spec
 
 
 def score(name, completion, answer, prompt=""):
-    return REWARDS[name](prompts=[prompt], completions=[completion], answers=[answer])[0]
+    given = {"prompts": [prompt], "completions": [completion], "answers": [answer]}
+    return REWARDS[name](**parameters_of(REWARDS[name]).select(given))[0]
 
 
 def one(function, weight=1.0, **keywords):

@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.rewards import RewardError, RewardSet, WeightedReward, build_rewards, import_function
+from tests.reward_specs import spec
 
 ROOT = Path(__file__).resolve().parents[2]
 # One function, told by the prompt what to do, so that one worker serves all cases.
@@ -174,17 +174,17 @@ def module(tmp_path_factory):
 
 
 def build(name, **options):
-    spec = SimpleNamespace(name=name, weight=1.0, options=options)
-    return build_rewards([spec], max_failures=1.0)
+    return build_rewards([spec(name, **options)], max_failures=1.0)
 
 
 @pytest.fixture(scope="module", params=["here", "isolated"])
 def odd(request, module):
     """The function that does what its first prompt says, called in this process or in another."""
-    options = {"timeout": 30} if request.param == "isolated" else {}
+    isolated = request.param == "isolated"
+    options = {"timeout": 30} if isolated else {"in_process": True}
     function = build("odd_rewards:odd", **options).rewards[0].function
     yield function
-    if options:
+    if isolated:
         function.close()
 
 
@@ -267,20 +267,22 @@ def test_a_text_that_interrupts_costs_its_samples(odd, what):
 
 
 @pytest.mark.parametrize("name", ["shortens", "empties"])
-@pytest.mark.parametrize("options", [{}, {"timeout": 30}], ids=["here", "isolated"])
+@pytest.mark.parametrize(
+    "options", [{"in_process": True}, {"timeout": 30}], ids=["here", "isolated"]
+)
 def test_a_function_that_changes_its_lists_scores_each_sample(module, name, options):
     rewards = build(f"odd_rewards:{name}", **options)
     try:
         result = rewards(["p"] * 3, ["a", "bb", "cccc"], ["x"] * 3)
     finally:
-        if options:
+        if "timeout" in options:
             rewards.rewards[0].function.close()
     assert result.total.tolist() == [1.0, 2.0, 4.0]
     assert result.failures == {name: 0}
 
 
 def test_a_coroutine_that_exits_costs_its_samples(module):
-    assert build("odd_rewards:exits")(["p"], ["a"], ["x"]).failures == {"exits": 1}
+    assert build("odd_rewards:exits", in_process=True)(["p"], ["a"], ["x"]).failures == {"exits": 1}
 
 
 def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):
@@ -292,9 +294,9 @@ def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):
 
 def test_a_run_with_a_reward_that_exits_does_not_end_in_status_0(module):
     script = (
-        "from types import SimpleNamespace as S\n"
         "from grpo_fast.rewards import build_rewards\n"
-        "rewards = build_rewards([S(name='odd_rewards:odd', weight=1.0, options={})])\n"
+        "from grpo_fast.train.config import RewardConfig\n"
+        "rewards = build_rewards([RewardConfig(name='odd_rewards:odd', in_process=True)])\n"
         "while True: rewards(['exit'], ['a'], ['x'])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -17,6 +17,7 @@ import pytest
 
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.isolated import IsolatedReward
+from tests.reward_specs import spec
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = r"""
@@ -142,8 +143,7 @@ def test_an_answer_to_another_request_is_refused(isolated):
 
 
 def test_four_threads_on_one_set(isolated):
-    spec = SimpleNamespace(name="tried_rewards:value", weight=1.0, options={"timeout": 30})
-    rewards = build_rewards([spec])
+    rewards = build_rewards([spec("tried_rewards:value", timeout=30)])
 
     def calls(thread):
         asked = [[1000.0 * thread + i, -i] for i in range(100)]
@@ -191,9 +191,8 @@ TIMEOUTS = (0, -1, math.nan, math.inf, -math.inf, 1e10, 10**400, True, False, "5
 
 @pytest.mark.parametrize("timeout", [*TIMEOUTS, threading.TIMEOUT_MAX])
 def test_timeouts_that_cannot_be_waited_for_are_refused_at_once(isolated, timeout):
-    spec = SimpleNamespace(name="tried_rewards:value", weight=1.0, options={"timeout": timeout})
     with pytest.raises(ValueError, match="timeout: expected"):
-        build_rewards([spec])
+        build_rewards([spec("tried_rewards:value", timeout=timeout)])
     with pytest.raises(ValueError, match="timeout: expected"):
         IsolatedReward("tried_rewards:value", timeout=timeout)
 

@@ -8,11 +8,11 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import torch
 
 from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards
+from tests.reward_specs import spec
 
 MODULE = r"""
 import os
@@ -39,8 +39,8 @@ def test_folder_and_gradients_are_as_they_were(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir("away")
     here, isolated = (
-        build_rewards([SimpleNamespace(name="wanderer:wanders", weight=1, options=options)])
-        for options in ({}, {"timeout": 30})
+        build_rewards([spec("wanderer:wanders", **options)])
+        for options in ({"in_process": True}, {"timeout": 30})
     )
     # A relative path: the second call begins where the first did.
     for completions in (["a"] * 2, ["a", "fail"]):

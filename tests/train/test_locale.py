@@ -44,7 +44,7 @@ def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
     run = tmp_path / "run"
     config = load_recipe(str(run / "config.yaml"))
     assert config.data.prompt_template == "Frage → {question} ä漢🙂"
-    assert "Wie groß ist" in (run / "completions" / "step_000001.md").read_text(encoding="utf-8")
+    assert "Wie groß ist" in (run / "completions.html").read_text(encoding="utf-8")
     json.loads((run / "summary.json").read_text(encoding="utf-8"))
 
     out = tmp_path / "e.json"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,11 +12,12 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train import optimizer
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
-from grpo_fast.train.config import ModelConfig, OptimConfig
+from grpo_fast.train.config import ModelConfig, OptimConfig, ReferenceConfig
 from grpo_fast.train.loading import load_policy
 from grpo_fast.train.long_context import apply_options, freeze, tile_mlps
 from grpo_fast.train.optimizer import Optimizer, build_adam
-from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference
 from tests.tiny import tiny_folder, tiny_model
 
 SYMBOLS = [*map(str, range(10)), "="]
@@ -138,7 +137,7 @@ def test_tiles_see_no_more_rows_than_asked_for():
 
 def test_a_reference_copy_keeps_its_own_tiled_mlps():
     policy = fp64_policy(tiled_mlp=3)
-    reference = Reference(policy, SimpleNamespace(kind="frozen"))
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
     for module, twin in zip(policy.model.modules(), reference.copy.model.modules(), strict=True):
         if "forward" in vars(twin):
             assert twin.forward.__self__ is twin and module.forward.__self__ is module

@@ -13,14 +13,10 @@ import torch
 
 from grpo_fast.data import escape_control
 from grpo_fast.train.curves import plot_runs, read_metrics, series, smooth
-from grpo_fast.train.report import (
-    OutputFolderError,
-    RunReport,
-    check_folder,
-    final_line,
-    run_folder,
-)
+from grpo_fast.train.folder import OutputFolderError, check_folder, free_folder, run_folder
+from grpo_fast.train.report import RunReport, final_line
 from grpo_fast.train.settings import load_recipe, parse_config
+from tests.train.test_completions import row
 
 
 def config(**changes):
@@ -59,7 +55,7 @@ def logged_run(folder, steps=40):
 def test_folder_of_a_run(tmp_path):
     out = tmp_path / "runs" / "a"
     report = logged_run(out)
-    report.completions(10, [{"prompt": "1 2 =", "completion": "1 2", "reward": 1.0}])
+    report.completions(10, [row()])
     before = {
         "eval_reward": 0.25,
         "eval_reward_se": 0.01,
@@ -89,7 +85,8 @@ def test_folder_of_a_run(tmp_path):
     )
     assert line in report._stream.getvalue()
     names = {path.name for path in out.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "completions", "summary.json", "curves.png"}
+    pages = {"completions", "completions.html"}
+    assert names == pages | {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"}
     assert (out / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and (
         out / "curves.png"
     ).stat().st_size > 20_000
@@ -198,6 +195,17 @@ def test_run_names(tmp_path):
         run_folder(tmp_path, "link")
 
 
+def test_a_used_folder_has_a_free_one_beside_it(tmp_path):
+    assert free_folder(tmp_path / "sort") == tmp_path / "sort"
+    for name in ("sort", "sort-2"):
+        (tmp_path / name).mkdir()
+        assert free_folder(tmp_path / "sort") == tmp_path / "sort"  # empty: free
+    for name, free in (("sort", "sort-2"), ("sort-2", "sort-3"), ("sort-4", "sort-3")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.yaml").touch()
+        assert free_folder(tmp_path / "sort") == tmp_path / free
+
+
 def test_control_characters_are_escaped():
     assert escape_control("a\n\tb") == "a\n\tb"
     assert (
@@ -205,53 +213,6 @@ def test_control_characters_are_escaped():
         == r"\x1b[2J\x0d\x00\x9b\u202e\u200b\u2028\ud800"
     )
     assert escape_control("é漢🙂") == "é漢🙂"
-
-
-def test_completions_are_readable_and_cannot_break_out(tmp_path):
-    report = RunReport(tmp_path / "a", config(), stream=io.StringIO())
-    rows = [
-        {
-            "prompt": "p",
-            "completion": "```\n# not a heading\x1b[31m\ud800",
-            "reward": torch.tensor(0.5),
-            "answer": "1\n2",
-            "kl": None,
-        },
-        {"prompt": [{"role": "user", "content": "hi"}], "completion": "x", "reward": math.nan},
-    ]
-    path = report.completions(10, rows)
-    assert path == tmp_path / "a" / "completions" / "step_000010.md"
-    text = path.read_text(encoding="utf-8")
-    assert "\x1b" not in text and "````text\n```\n# not a heading\\x1b[31m\\ud800\n````" in text
-    assert "reward 0.5 · kl none" in text and "[user] hi" in text and "reward nan" in text
-    assert "answer\n```text\n1\n2\n```" in text
-
-
-def test_no_text_stands_outside_a_fence(tmp_path):
-    """Of a viewer of markdown nothing but our own words and numbers is markup."""
-    hostile = "1 <img src=x> ![](http://x)\n```\n# heading\n````\n[link](http://x)"
-    report = RunReport(tmp_path / "a", config(), stream=io.StringIO())
-    messages = [{"role": hostile, "content": hostile}]
-    rows = [
-        {
-            "prompt": prompt,
-            "completion": hostile,
-            "answer": hostile,
-            "reward": 1.0,
-            "truncated": True,
-        }
-        for prompt in (hostile, messages)
-    ]
-    fence, outside = "", []
-    for line in report.completions(3, rows).read_text(encoding="utf-8").splitlines():
-        if fence:
-            fence = "" if line == fence else fence
-        elif line.startswith("```"):
-            fence = line.removesuffix("text")
-        elif line:
-            outside.append(line)
-    row = ["reward 1 · truncated yes", "prompt", "completion", "answer"]
-    assert outside == ["# Step 3", "## 1", *row, "## 2", *row]
 
 
 def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
@@ -283,6 +244,11 @@ def test_numbers_that_no_picture_has(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert series(read_metrics(tmp_path), "reward") == [(1.0, 1.0)]
     assert plot_runs([tmp_path], tmp_path / "p.png").is_file()
+
+
+def test_a_step_of_several_updates_is_drawn_once():
+    rows = [{"step": 1, "loss": 9.0, "update": 1}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2}]
+    assert series(rows, "loss") == [(1.0, 1.0), (2.0, 2.0)]
 
 
 def test_values_that_no_axis_has(tmp_path):

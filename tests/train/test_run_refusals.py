@@ -40,16 +40,27 @@ def texts_recipe(folder, *prompts, n_test=1):
 # ------------------------------------------------------------------------------------------------
 # before the model
 @pytest.mark.parametrize(
-    ("prompts", "reason"),
+    ("prompts", "n_test", "reason"),
     [
-        (["p"] * 9, "data: expected a training example in"),
-        (["p"], "data.n_test: expected fewer than the 1 lines"),
-        (["p", "q \ud800", "r"], "d.jsonl:2: expected Unicode, got the lone surrogate '\\ud800'"),
+        (["p"], 2, "data.n_test: expected at most the 1 lines"),
+        (
+            ["p", "q \ud800", "r"],
+            1,
+            "d.jsonl:2: expected Unicode, got the lone surrogate '\\ud800'",
+        ),
     ],
 )
-def test_data_that_cannot_be_trained_on(tmp_path, no_model, prompts, reason):
-    assert refused(invoke("train", texts_recipe(tmp_path, *prompts)), reason)
+def test_data_that_cannot_be_trained_on(tmp_path, no_model, prompts, n_test, reason):
+    assert refused(invoke("train", texts_recipe(tmp_path, *prompts, n_test=n_test)), reason)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lines", [9, 1])
+def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
+    recipe = texts_recipe(tmp_path, *["p"] * lines)
+    result = invoke("train", recipe, "steps=1", "log.progress=false")
+    assert result.exit_code == 0 and "(n=1, ± one standard error)" in result.output
+    assert "every training prompt is a test prompt" in caplog.text
 
 
 def test_one_test_prompt_is_enough(tmp_path):

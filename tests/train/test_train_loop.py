@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
-from grpo_fast.train import collect, loop
+from grpo_fast.train import collect, loop, prompts
 from grpo_fast.train.metrics import LossMetrics, is_timing, policy_gradient, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
 from grpo_fast.train.settings import load_recipe
@@ -99,10 +100,12 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
         return rollout
 
     monkeypatch.setattr(collect, "generate", recorded)
-    monkeypatch.setattr(loop, "prompts_of", lambda examples, step, count: list(examples[:count]))
+    take = prompts.PromptQueue.take
+    monkeypatch.setattr(prompts.PromptQueue, "take", lambda queue, count: take(
+        prompts.PromptQueue(queue.examples), count))  # fmt: skip
     sort(tmp_path / "a", "optim.lr=1e-30")
-    prompts, completions = zip(*drawn, strict=True)
-    assert len(drawn) == 3 and all(step == prompts[0] for step in prompts)
+    asked, completions = zip(*drawn, strict=True)
+    assert len(drawn) == 3 and all(step == asked[0] for step in asked)
     assert all(a != b for a, b in itertools.combinations(completions, 2))
 
 
@@ -175,6 +178,7 @@ def test_references(tmp_path):
             ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"],
         ),
         ("gsm8k-qwen2.5-0.5b", ["rollout.prompts_per_step=4", "tokens_per_microbatch=600"]),
+        ("ppo-gsm8k", ["rollout.prompts_per_step=8", "critic.kind=shared"]),
         (
             "gsm8k-qwen2.5-0.5b",
             ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"],
@@ -192,12 +196,13 @@ def test_big_recipes_with_a_tiny_model(tmp_path, gsm8k, recipe, overrides):
         "kl",
         "entropy",
         "rewards/gsm8k_correct/mean",
-        "rewards/gsm8k_format/mean",
+        "rewards/format_tags/mean" if "smollm2" in recipe else "rewards/gsm8k_format/mean",
         "completions/clipped_ratio",
         "frac_reward_zero_std",
         "sampling/sampling_logp_difference/mean",
     } <= rows[0].keys()
-    assert rows[0]["kl"] == 0 or "inner_iterations=2" in overrides or rows[0]["kl"] < 1e-3
+    passes = load_recipe(recipe, overrides).inner_iterations
+    assert rows[0]["kl"] == 0 or passes == 2 or rows[0]["kl"] < 1e-3
     assert summary["after"]["eval_n"] == 4 and "eval_accuracy_lenient_se" in summary["after"]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert load_recipe(str(tmp_path / "run" / "config.yaml")).steps == 2
@@ -311,8 +316,10 @@ def test_the_output_folder(tmp_path):
         "metrics.jsonl",
         "summary.json",
         "curves.png",
-        "completions/step_000001.md",
-        "completions/step_000002.md",
+        "completions/step_000001.parquet",
+        "completions/step_000002.parquet",
+        "completions/step_000003.parquet",
+        "completions.html",
         "model/config.json",
         "model/model.safetensors",
         "model/tokenizer.json",
@@ -376,8 +383,8 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
 
 def test_reward_metrics_leave_failed_samples_out():
     total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
-    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": 1}), 2)
-    assert metrics["rewards/f/failed"] == 1
+    metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": Counter(timeout=1)}), 2)
+    assert metrics["rewards/f/failed"] == metrics["rewards/f/failed/timeout"] == 1
     assert metrics["reward"] == pytest.approx(2.6) and metrics[
         "frac_reward_zero_std"
     ] == pytest.approx(2 / 3)

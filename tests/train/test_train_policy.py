@@ -14,7 +14,8 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.loading import load_policy
-from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference
 from tests.tiny import FAMILIES, tiny_folder, tiny_model
 
 SYMBOLS = [*map(str, range(10)), "="]
@@ -226,13 +227,13 @@ def test_a_step_in_micro_batches(shared, budget, minibatches):
     assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
 
 
-def test_packing_again_hands_the_fixed_logps_on():
+def test_packing_again_hands_on_what_is_fixed():
     step = a_step(True, minibatches=2, budget=10**6)
     for batch in step.micro_batches:
-        batch.old_logps, step.has_fixed_logps = batch.sampling_logps + 0.5, True
-    step.pack(14, keep_logps=True)
-    assert step.has_fixed_logps and len(step.micro_batches) > 4
+        batch.old_logps, step.has_fixed = batch.sampling_logps + 0.5, True
+    step.pack(14, keep_fixed=True)
+    assert step.has_fixed and len(step.micro_batches) > 4
     for batch in step.micro_batches:
         assert torch.equal(batch.old_logps, batch.sampling_logps + 0.5) and batch.ref_logps is None
     step.pack(20)
-    assert not step.has_fixed_logps and all(batch.old_logps is None for batch in step.micro_batches)
+    assert not step.has_fixed and all(batch.old_logps is None for batch in step.micro_batches)

@@ -17,13 +17,15 @@ it. Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_fast.kernels.gpu import forward_cuda
 from grpo_fast.kernels.gpu.configs import (
     GROUP_BYTES,
     SLICE_COLUMNS,
@@ -33,6 +35,7 @@ from grpo_fast.kernels.gpu.configs import (
 )
 from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, finish, is_far
+from grpo_fast.kernels.gpu.problem import Problem, is_aligned
 from grpo_fast.kernels.gpu.rows import launch, rule_arguments
 from grpo_fast.kernels.types import LogitRule, RowStats
 from grpo_fast.kernels.workspace import unset
@@ -186,14 +189,6 @@ def join_kernel(
         tl.store(entropy_ptr + rows, entropy, mask=in_rows)
 
 
-def is_aligned(matrix: Tensor) -> bool:
-    """Rows that start on 16 bytes and lie contiguous: what vector loads and tensor descriptors
-    need.
-    """
-    row_bytes = matrix.stride(0) * matrix.element_size()
-    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
-
-
 def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
     """The matrix as a tensor descriptor (TMA) of tiles."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -208,20 +203,6 @@ def sources(hidden: Tensor, weight: Tensor, config: LinearConfig) -> tuple:
     return tiles(hidden, config.block_t, config.block_h), tiles(
         weight, config.block_v, config.block_h
     )
-
-
-class Problem(NamedTuple):
-    """One call as `sweep` takes it: hidden on 16-byte rows, target ids contiguous."""
-
-    hidden: Tensor  # (T, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-    target_ids: Tensor  # (T,)
-    rule: LogitRule
-
-    @property
-    def slices(self) -> int:
-        return triton.cdiv(self.weight.shape[0], SLICE_COLUMNS)
 
 
 def problem(
@@ -239,6 +220,10 @@ def problem(
     return Problem(hidden, weight, bias, target_ids.contiguous(), rule)
 
 
+def slice_count(p: Problem) -> int:
+    return triton.cdiv(p.weight.shape[0], SLICE_COLUMNS)
+
+
 def sweep(
     p: Problem,
     partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
@@ -252,21 +237,23 @@ def sweep(
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     temperature_ptr, *scalars = rule_arguments(p.rule)
-    is_light = p.rule.softcap is None and p.bias is None
     config = linear_config(
-        p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight), light=is_light
+        p.hidden.dtype,
+        architecture(p.hidden.device),
+        aligned=is_aligned(p.weight),
+        light=p.is_light,
     )
     store_tma = config.use_tma and raw_target is not None and is_aligned(out)
     # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and
     # not in the exponentials from known statistics, where Triton 3.6 spills on sm_100).
-    is_plain = is_light and not has_entropy and temperature_ptr is None
+    is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
     group_blocks = max(
         GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
     )
     destination = tiles(out, config.block_t, config.piece) if store_tma else out
     launch(
-        slice_kernel, triton.cdiv(rows, config.block_t) * p.slices,
+        slice_kernel, triton.cdiv(rows, config.block_t) * slice_count(p),
         *sources(p.hidden, p.weight, config), p.bias, p.target_ids, temperature_ptr, destination,
         raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
@@ -279,6 +266,20 @@ def sweep(
     )  # fmt: skip
 
 
+def partial_sums(
+    p: Problem, out: Tensor | None, raw_target: Tensor | None, *, entropy: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, and (3 or 4, S, rows) sums of their slices, for all rows; `out` as in `sweep`."""
+    if forward_cuda.takes(p, out, raw_target, entropy=entropy):
+        yield from forward_cuda.partial_sums(p, out, raw_target)
+        return
+    rows, device = p.hidden.shape[0], p.hidden.device
+    sums = (4 if entropy else 3, slice_count(p), rows)
+    partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
+    sweep(p, partial, out, raw_target)
+    yield slice(0, rows), partial
+
+
 def statistics(
     p: Problem, *, return_entropy: bool, out: Tensor | None = None, raw_target: Tensor | None = None
 ) -> RowStats:
@@ -287,13 +288,13 @@ def statistics(
     lse, logps = (unset(torch.empty, rows, dtype=torch.float32, device=device) for _ in range(2))
     entropy = unset(torch.empty_like, lse) if return_entropy else None
     if rows:
-        sums = (4 if return_entropy else 3, p.slices, rows)
-        partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
-        sweep(p, partial, out, raw_target)
-        launch(
-            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, lse, logps, entropy, rows,
-            p.weight.shape[0], p.slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
-        )  # fmt: skip
+        for part, partial in partial_sums(p, out, raw_target, entropy=return_entropy):
+            _, slices, count = partial.shape
+            launch(
+                join_kernel, triton.cdiv(count, 32), partial, p.target_ids[part], lse[part],
+                logps[part], None if entropy is None else entropy[part], count,
+                p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+            )  # fmt: skip
     return lse, logps, entropy
 
 

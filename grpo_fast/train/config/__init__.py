@@ -5,8 +5,17 @@ here. Nothing here loads a model, so a typo is refused at once.
 """
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, home_path
-from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
+from grpo_fast.train.config.data import (
+    DataConfig,
+    DynamicSamplingConfig,
+    EvalConfig,
+    HeldOut,
+    RewardConfig,
+    RolloutConfig,
+)
 from grpo_fast.train.config.model import (
+    CriticConfig,
+    KLConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -16,9 +25,12 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import LogConfig, LossSettings, RunConfig
 
 __all__ = [
+    "CriticConfig",
     "DataConfig",
+    "DynamicSamplingConfig",
     "EvalConfig",
     "HeldOut",
+    "KLConfig",
     "LogConfig",
     "LoraConfig",
     "LossSettings",

@@ -13,7 +13,7 @@ from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
 class DataConfig(Section):
     """Where prompts come from: a generated task, a local file or folder, or a hub data set."""
 
-    task: Literal["sort", "arithmetic", "gsm8k", "jsonl"]
+    task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl"]
     path: UserPath | None = None  # jsonl file, or a folder with train.jsonl and test.jsonl
     name: str | None = None  # hub id, for example openai/gsm8k
     prompt_template: str | None = None  # text with {question}, or a name of PROMPT_TEMPLATES
@@ -35,7 +35,7 @@ class DataConfig(Section):
             raise ValueError(f"data.shots_tokens: {needed}")
         for name in ("path", "name", "prompt_template", "system_prompt", "chat", "shots"):
             came = getattr(self, name)
-            if self.task in ("sort", "arithmetic") and came:
+            if self.task not in ("gsm8k", "jsonl") and came:
                 made = f"task {self.task} makes its own prompts"
                 raise ValueError(f"data.{name}: {made}, came {came!r}")
         return self
@@ -44,9 +44,31 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """One reward function and its weight in the sum."""
 
-    name: str  # a built-in one's, or package.module:function
+    name: str  # a built-in one's, package.module:function or file.py:function
+    label: str | None = None  # its name in the metrics; None: the function's
     weight: float = Field(1.0, ge=-1e30, le=1e30)  # sums are fp32
     options: dict[str, Any] = Field(default_factory=dict)
+    path: UserPath | None = None  # reward_model: hub id or local folder
+    timeout: float = Field(60.0, gt=0, le=1e6)  # seconds a call in a worker process may take
+    in_process: bool = False  # own functions: no worker, so that what they do they do to the run
+
+    @model_validator(mode="after")
+    def _fits_the_name(self) -> RewardConfig:
+        is_model = self.name == "reward_model"
+        if is_model != (self.path is not None):
+            expected = "expected the model's folder or hub id" if is_model else "expected none"
+            raise ValueError(f"rewards.path: {expected} for {self.name}, came {self.path!r}")
+        if self.in_process and ":" not in self.name:
+            own = "expected package.module:function or file.py:function beside in_process"
+            raise ValueError(f"rewards.name: {own}, came {self.name!r}")
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    """Groups whose rewards are all alike teach nothing: they are dropped, other prompts asked."""
+
+    rounds: Positive = 4  # of asking for others; then the batch is filled with dropped groups
+    judged_by: str | None = None  # the reward whose spread counts; None: the weighted sum
 
 
 class RolloutConfig(Section, Sampling):
@@ -57,6 +79,7 @@ class RolloutConfig(Section, Sampling):
     prompts_per_step: Positive = 8
     mask_truncated: bool = False  # a completion without an EOS does not count in the loss
     correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
+    dynamic: DynamicSamplingConfig | None = None  # drop groups without spread and refill
 
 
 class HeldOut(Section, Sampling):

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_fast.objective.config import choice
+from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath
 
 
@@ -71,9 +73,48 @@ class ReferenceConfig(Section):
     """The model the KL term pulls towards."""
 
     kind: Literal["none", "frozen", "synced"] = "none"
+    path: UserPath | None = None  # frozen: another model of the policy's vocabulary, not its start
     # synced: every `sync_every` steps reference = mixing·policy + (1 − mixing)·reference
     sync_every: Positive = 64
     mixing: float = Field(0.6, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _path_is_frozen(self) -> ReferenceConfig:
+        if self.path is not None and self.kind != "frozen":
+            needed = "expected reference.kind: frozen beside it"
+            raise ValueError(f"reference.path: {needed}, came {self.kind}")
+        return self
+
+
+class KLConfig(Section):
+    """Where the KL to the reference enters (`loss.beta`, `loss.kl_estimator`), and how much."""
+
+    into: Literal["loss", "reward"] = "loss"  # reward: −beta·kl of each token, before GAE
+    target: float | None = Field(None, gt=0)  # beta is led towards this mean kl of a token
+    horizon: float = Field(10_000.0, gt=0)  # a step of n completions moves beta by ≤ 20%·n/horizon
+
+
+class CriticConfig(Section):
+    """PPO's value function, and the advantages it gives (`advantages: gae`)."""
+
+    kind: Literal["shared", "model"] = "shared"  # a head on the policy's trunk, or a model
+    path: UserPath | None = None  # of that model; None: a copy of the policy
+    lr: float | None = Field(None, gt=0)  # None: optim.lr
+    gamma: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    bootstrap: bool = True  # a completion that was cut off would have gone on: its end has a value
+    whiten: bool = True  # advantages get mean 0 and deviation 1 over the step's tokens
+    loss: str = "clipped"  # plain | clipped | huber
+    epsilon: float = Field(0.2, gt=0)  # of the clipped loss
+    delta: float = Field(1.0, gt=0)  # of Huber's
+    coef: float = Field(0.5, ge=0)  # weight of the value loss
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CriticConfig:
+        choice("critic.loss", self.loss, VALUE_LOSSES)
+        if self.path is not None and self.kind != "model":
+            raise ValueError(f"critic.kind: expected model beside critic.path, came {self.kind}")
+        return self
 
 
 class WarmStartConfig(Section):

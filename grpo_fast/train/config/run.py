@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.config import LossConfig, choice
+from grpo_fast.objective.kl import EXACT
+from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.train.baseline import split_options
 from grpo_fast.train.config.base import Count, Positive, Section, UserPath
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from grpo_fast.train.config.model import ModelConfig, OptimConfig, ReferenceConfig, WarmStartConfig
+from grpo_fast.train.config.model import (
+    CriticConfig,
+    KLConfig,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+    WarmStartConfig,
+)
+
+GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
 def _loss_settings() -> type[Section]:
@@ -28,10 +40,14 @@ LossSettings = _loss_settings()
 class LogConfig(Section):
     """What is written while the run goes on."""
 
-    completions_every: Count = 10  # steps between readable samples; 0: none
-    completions: Positive = 8  # how many in each
+    completions_every: Count = 10  # steps between tables of completions; 0: none
+    completions: Positive = 8  # how many in each at least: groups are whole
+    page_megabytes: int = Field(8, ge=1, le=1024)  # completions.html; it holds fewer steps then
+    every_update: bool = False  # a row of metrics for every optimizer update, beside a step's
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     progress: bool = True  # live progress bar
     save_model: bool = True
+    grad_variance: bool = False  # the gradient's variance over groups; as costly as an update
 
 
 class RunConfig(Section):
@@ -45,24 +61,30 @@ class RunConfig(Section):
     advantages: str = "normalized"
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     rewards: list[RewardConfig] = Field(min_length=1)
+    max_reward_failures: float = Field(0.5, ge=0, le=1)  # a larger share without one ends the run
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     steps: Count = 100
     inner_iterations: Positive = 1  # μ: passes over one batch of completions
     minibatches: Positive = 1  # optimizer steps per pass
     tokens_per_microbatch: Positive | None = None  # None: what the memory model finds room for
+    # what is dealt to the minibatches anew in every pass; off: completions in their order
+    shuffle: Literal["off", "groups", "completions"] = "off"
     shared_prompt: bool = True  # the completions of a group share one copy of their prompt
-    max_approx_kl: float | None = Field(None, gt=0)  # ends the inner passes of a batch early
+    # These end the inner passes of a batch early, by the mean over a whole pass.
+    max_approx_kl: float | None = Field(None, gt=0)  # to the policy that sampled the batch
+    max_ref_kl: float | None = Field(None, gt=0)  # to the reference
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    kl: KLConfig = Field(default_factory=KLConfig)
+    critic: CriticConfig | None = None
     warm_start: WarmStartConfig | None = None
     eval: EvalConfig = Field(default_factory=EvalConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        choice("advantages", self.advantages, MODES)
-        check_options(self.advantages, self.advantage_options)
-        check_group_size(self.advantages, self.rollout.group_size)
+        self._fit_answers()
+        self._check_advantages()
         for name in ("softcap", "logit_scale"):
             came = getattr(self.loss, name)
             if came != getattr(LossConfig, name):
@@ -71,13 +93,11 @@ class RunConfig(Section):
         self._check_sampling_correction()
         if not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: expected a weight that is not 0, came 0 for all")
+        self._check_dynamic_sampling()
         if max(self.eval.k, default=1) > self.eval.samples:
             expected = f"expected values up to eval.samples = {self.eval.samples}"
             raise ValueError(f"eval.k: {expected}, came {self.eval.k}")
-        needs_reference = self.loss_config().uses_reference  # raises with the argument's name
-        if needs_reference and self.reference.kind == "none":
-            expected = "loss.beta is not 0, so it must be frozen or synced"
-            raise ValueError(f"reference.kind: {expected}, came none")
+        self._check_kl()
         if self.reference.kind == "synced" and self.model.lora is not None:
             expected = "with model.lora use frozen (the adapter switched off)"
             raise ValueError(f"reference.kind: {expected}, came synced")
@@ -86,6 +106,68 @@ class RunConfig(Section):
             needed = f"must divide the {completions} completions of a step"
             raise ValueError(f"minibatches: {self.minibatches} {needed}")
         return self
+
+    def _fit_answers(self) -> None:
+        """Room for the answer of a generated task, where nobody said how much."""
+        by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
+        if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
+            # A sum may have a digit more than its parts, and ends with an EOS.
+            longer = 2 if self.data.task == "arithmetic" else 0
+            self.rollout.max_new_tokens = self.data.digits + longer
+
+    def _check_advantages(self) -> None:
+        choice("advantages", self.advantages, [*MODES, GAE])
+        if self.advantages != GAE:
+            options, _ = split_options(self.advantages, self.advantage_options)
+            check_options(self.advantages, options)
+            check_group_size(self.advantages, self.rollout.group_size)
+        elif self.advantage_options:
+            came = f"came {self.advantage_options}"
+            raise ValueError(f"advantage_options: expected none, critic has those of gae, {came}")
+        if self.critic is None and self.advantages == GAE:
+            raise ValueError("critic: expected a section (critic={}) beside advantages: gae")
+        if self.log.grad_variance and self.advantages == GAE:
+            expected = "expected false with a critic: its advantages are no group's"
+            raise ValueError(f"log.grad_variance: {expected}, came true")
+        if self.critic is not None and self.advantages != GAE:
+            raise ValueError(f"advantages: expected gae beside a critic, came {self.advantages}")
+
+    def _check_kl(self) -> None:
+        """Refuse a KL that has no reference, no weight, or no place."""
+        loss, kl = cast(Any, self.loss), self.kl
+        uses = self.loss_config().uses_reference  # raises with the argument's name
+        if kl.into == "reward":
+            if self.advantages != GAE:
+                raise ValueError(f"kl.into: reward expects advantages: gae, came {self.advantages}")
+            if loss.kl_estimator == EXACT:
+                expected = "expected an estimator, of the sampled tokens, beside kl.into: reward"
+                raise ValueError(f"loss.kl_estimator: {expected}, came {EXACT}")
+            if loss.kl_times_ratio or not OBJECTIVES[loss.loss_type].reference:
+                expected = "expected loss for a loss_type or kl_times_ratio with a KL of its own"
+                raise ValueError(f"kl.into: {expected}, came reward")
+            uses = loss.beta != 0
+        if (kl.into == "reward" or kl.target is not None) and not (uses and loss.beta > 0):
+            expected = "expected a weight > 0 of the KL, beside kl.into: reward or a kl.target"
+            raise ValueError(f"loss.beta: {expected}, came {loss.beta}")
+        if uses and self.reference.kind == "none":
+            expected = "loss.beta is not 0, so it must be frozen or synced"
+            raise ValueError(f"reference.kind: {expected}, came none")
+        if self.max_ref_kl is not None and self.reference.kind == "none":
+            expected = "expected frozen or synced beside max_ref_kl"
+            raise ValueError(f"reference.kind: {expected}, came none")
+
+    def _check_dynamic_sampling(self) -> None:
+        """Refuse to judge by a reward that is not there, and groups that cannot have a spread."""
+        dynamic = self.rollout.dynamic
+        if dynamic is None:
+            return
+        labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
+        if dynamic.judged_by not in (None, *labels):
+            expected = f"expected one of the rewards {', '.join(labels)}"
+            raise ValueError(f"rollout.dynamic.judged_by: {expected}, came {dynamic.judged_by!r}")
+        if self.rollout.group_size < 2:
+            expected = "expected at least 2 beside rollout.dynamic"
+            raise ValueError(f"rollout.group_size: {expected}, came {self.rollout.group_size}")
 
     def _check_sampling_correction(self) -> None:
         """Refuse a correction by logps that the loss is not given, and logps it does not read."""
@@ -104,8 +186,13 @@ class RunConfig(Section):
             )
 
     def loss_config(self) -> LossConfig:
-        """The loss's own frozen configuration, with the sampling temperature unless one was set."""
+        """The loss's own frozen configuration, with the sampling temperature unless one was set.
+
+        A KL in the reward is not in the loss, whose beta is then 0.
+        """
         settings: dict[str, Any] = dict(self.loss)
+        if self.kl.into == "reward":
+            settings["beta"] = 0.0
         if "temperature" not in self.loss.model_fields_set:  # type: ignore[attr-defined]
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:

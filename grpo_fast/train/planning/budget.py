@@ -59,13 +59,13 @@ class TokenBudget:
         batch: StepBatch,
         attempt: Callable[[], Result],
         undo: Callable[[], None],
-        keep_logps: bool,
+        keep_fixed: bool,
     ) -> Result:
         """`attempt()`; out of memory → undo, half the budget, pack `batch` again, try again.
 
         Args:
             undo: forgets whatever the attempt left behind (its gradients).
-            keep_logps: the batch's fixed logps belong to weights that are gone: hand them on.
+            keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
 
         Raises:
             ValueError: memory ran out with one completion per micro-batch.
@@ -85,7 +85,7 @@ class TokenBudget:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._lower(batch, reason)
-            batch.pack(self.tokens, keep_logps)
+            batch.pack(self.tokens, keep_fixed)
 
     def _lower(self, batch: StepBatch, reason: str) -> None:
         if all(len(micro) == 1 for micro in batch.micro_batches):

@@ -194,6 +194,10 @@ def _head_sum(shape: Shape, model: ModelConfig, e: int) -> int:
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str) -> Memory:
-    """`predict` for a run's configuration."""
-    reference = config.reference.kind != "none" and config.loss_config().uses_reference
-    return predict(shape, config.model, config.optim, device=device, reference=reference)
+    """`predict` for a run's configuration; a critic's own model is taken for one of this shape."""
+    reference = config.reference.kind != "none"
+    memory = predict(shape, config.model, config.optim, device=device, reference=reference)
+    if config.critic is None or config.critic.kind == "shared":
+        return memory
+    twice = {name: 2 * getattr(memory, name) for name in ("weights", "gradients", "optimizer")}
+    return dataclasses.replace(memory, **twice)

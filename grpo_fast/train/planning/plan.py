@@ -12,8 +12,8 @@ import torch
 
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
+from grpo_fast.data.model_files import check_fields, check_files
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.loading import check_fields, check_files
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 from grpo_fast.train.settings import (
     apply_override,

@@ -1,0 +1,120 @@
+"""The forward kernels side by side: Triton's, those in CUDA C++, and the vendor's bare product.
+
+    python -m benchmarks.gpu.forward [--out FILE] [--device cpu]
+
+Each is compared with Triton's result before it is timed (which the tests hold to fp64), with the
+exponentials stored and without. On the CPU tiny sizes, where only the product runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.gpu.candidates import Candidate, call_of
+from benchmarks.gpu.patch import patched
+from benchmarks.gpu.tune import agree, copied
+from benchmarks.report.files import write
+from grpo_fast.kernels.gpu import forward_cuda
+from grpo_fast.kernels.gpu.configs import CUDA_CONFIGS, CudaConfig, architecture
+
+ROWS, VOCAB, HIDDEN = 8192, 151936, (4096, 2048, 896)
+KINDS = {"stored": "exponentials", "bare": "linear"}
+
+
+def in_cuda(config: CudaConfig, call: Callable[[], Any]) -> Any:
+    """The call with the kernel in CUDA C++, which must have started."""
+    started, sweep = [], forward_cuda.sweep
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        started.append(config)
+        return sweep(*arguments)
+
+    choice = {"forward_kernel": lambda: "cuda", "cuda_config": lambda: config, "sweep": counted}
+    with patched(forward_cuda, **choice):
+        result = call()
+    if not started:
+        raise RuntimeError(f"expected sm_90, got {architecture(torch.device('cuda', 0))}")
+    return result
+
+
+def forms(kind: str, rows: int, hidden: int, vocab: int, device: str) -> dict[str, Any]:
+    """Name -> call, Triton's first."""
+    call = call_of(Candidate(KINDS[kind], "bfloat16", ()), rows, hidden, vocab, device)
+    found = {f"Triton, {kind}": call}
+    for config in CUDA_CONFIGS:
+        tile = f"{config.block_t} x {config.block_v}, {config.teams} team(s)"
+        found[f"CUDA C++ {tile}, {kind}"] = partial(in_cuda, config, call)
+    return found
+
+
+def checked(calls: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """(the calls that run and agree with the first, why the others are not timed)."""
+    expected, right, failures = None, {}, {}
+    for name, call in calls.items():
+        try:
+            result = call()
+            if expected is None:
+                expected = copied(result)
+            if agree(result, expected):
+                right[name] = call
+            else:
+                failures[name] = "wrong: not timed"
+        except Exception as error:  # one may be refused at launch; the others go on
+            failures[name] = f"{type(error).__name__}: {str(error)[:120]}"
+        if expected is None:  # nothing to compare with
+            break
+    return right, failures
+
+
+def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any]]:
+    states, weight = (
+        torch.randn(n, hidden, device=device, dtype=torch.bfloat16) for n in (rows, vocab)
+    )
+    logits = states.new_empty(rows, vocab)
+    calls: dict[str, Any] = {"vendor's product": lambda: torch.mm(states, weight.t(), out=logits)}
+    failures: dict[str, str] = {}
+    for kind in KINDS:
+        right, wrong = checked(forms(kind, rows, hidden, vocab, device))
+        calls |= right
+        failures |= wrong
+    where, entries = {"rows": rows, "hidden": hidden, "vocab": vocab}, []
+    for name, samples in measure.interleaved(calls, device, budget=0.1, rounds=9).items():
+        spread = measure.spread(samples)
+        rate = 2 * rows * hidden * vocab / spread["median_ms"] / 1e9
+        entries.append({"product": name, **where, **spread, "tflops": rate})
+        print(f"{hidden:5} {name:40} {spread['median_ms']:8.3f} ms {rate:7.1f} TFLOP/s", flush=True)
+    for name, reason in failures.items():
+        entries.append({"product": name, **where, "reason": reason})
+        print(f"{hidden:5} {name:40} {reason}", flush=True)
+    return entries
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.forward",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", help="where the JSON goes")
+    options = parser.parse_args(arguments)
+    is_gpu = options.device == "cuda"
+    sizes = [(ROWS, h, VOCAB) for h in HIDDEN] if is_gpu else [(16, 32, 96)]
+    report = {**measure.header("forward kernels", options.device), "cases": [], "forwards": []}
+    for size in sizes:
+        report["forwards"] += timed(*size, options.device)
+        if options.out:
+            write(Path(options.out), report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

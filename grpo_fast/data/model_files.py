@@ -1,0 +1,29 @@
+"""What a model's folder must not ask for: it is data, also where somebody else made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
+MOST_LAYERS = 10_000
+
+
+def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
+    """Raise a ValueError for what a model's config.json must not ask for, in its parts neither:
+    layers that are never built to the end, and, unless code is allowed, a kernel from the hub.
+    """
+    for name, value in fields.items():
+        if name in LAYERS and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
+            raise ValueError(f"{name}: expected 0 to {MOST_LAYERS} layers, got {value}")
+        if "_implementation" in name and "/" in str(value) and not allow_code:
+            raise ValueError(f"{name}: expected one of transformers' own, got {value!r}")
+        if isinstance(value, dict):
+            check_fields(value, allow_code)
+
+
+def check_files(path: str | None) -> None:
+    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
+    for file in Path(str(path)).glob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")

@@ -1,0 +1,91 @@
+"""Two answers to one prompt of which one is better: for a reward model.
+
+From a file: each line has the texts `chosen` and `rejected` beside its prompt, and perhaps a number
+`margin`. From a generated task: the right answer with some symbols spoiled, and with more of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from grpo_fast.data.example import DatasetError, Example, Prompt
+
+CUT = 0.25  # of the spoiled answers lack their end, the others have wrong symbols in them
+
+
+class Pair(NamedTuple):
+    """A prompt and its two answers."""
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+    margin: float = 0.0  # by how much the first should score higher
+
+
+class Pairs(Sequence[Pair]):
+    """A pair for each of some examples, made when it is asked for."""
+
+    def __init__(self, examples: Sequence[Example], make: Callable[[int, Example], Pair]) -> None:
+        self.examples, self.make = examples, make
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+        number = range(len(self))[index]
+        return self.make(number, self.examples[number])
+
+
+def pairs_of(
+    examples: Sequence[Example], symbols: Sequence[str] | None, *, seed: int | str
+) -> Sequence[Pair]:
+    """The pairs that lie in the examples' fields, or are made of their answers.
+
+    Args:
+        symbols: of a generated task, whose answers are spoiled with them; None: a file's examples.
+        seed: decides how the answers are spoiled; pair i depends on it and on i alone.
+
+    Raises:
+        DatasetError: an example of a file without the two texts, or with a margin that is none.
+    """
+    if symbols is None:
+        return [_stored(example) for example in examples]
+
+    def spoil(number: int, example: Example) -> Pair:
+        return spoiled(example, symbols, random.Random(f"{seed}/pairs/{number}"))
+
+    return Pairs(examples, spoil)
+
+
+def spoiled(example: Example, symbols: Sequence[str], rng: random.Random) -> Pair:
+    """The example's answer with a few wrong places, or none, against one with more of them."""
+    answer = str(example.answer).split()
+    worse = rng.randint(1, len(answer))
+    better = rng.randrange(worse)
+    chosen, rejected = (_with_wrong(answer, wrong, symbols, rng) for wrong in (better, worse))
+    return Pair(example.prompt, chosen, rejected)
+
+
+def _with_wrong(answer: list[str], wrong: int, symbols: Sequence[str], rng: random.Random) -> str:
+    if rng.random() < CUT:
+        return " ".join(answer[: len(answer) - wrong])
+    places = set(rng.sample(range(len(answer)), wrong))
+    others = [rng.choice([s for s in symbols if s != right]) for right in answer]
+    mixed = (others[i] if i in places else right for i, right in enumerate(answer))
+    return " ".join(mixed)
+
+
+def _stored(example: Example) -> Pair:
+    where = f"data: the pair of prompt {str(example.prompt)[:60]!r}"
+    found: dict[str, Any] = {name: example.fields.get(name) for name in ("chosen", "rejected")}
+    for name, text in found.items():
+        if not isinstance(text, str):
+            raise DatasetError(f"{where}: expected a text in field {name!r}, got {text!r}")
+    margin = example.fields.get("margin", 0.0)
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if not is_number or not math.isfinite(margin):
+        raise DatasetError(f"{where}: expected a finite number in field 'margin', got {margin!r}")
+    return Pair(example.prompt, found["chosen"], found["rejected"], float(margin))

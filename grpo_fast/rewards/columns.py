@@ -1,0 +1,54 @@
+"""What a reward function may ask for by the names of its parameters, a list with one entry each.
+
+`prompts`, `completions` (texts), `answers`; `completion_ids` (the tokens, with the EOS where there
+is one) and `completion_lengths` (their number); and under its own name every other field of the
+examples, None where one lacks it. `**columns` gets them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_fast.data import Example
+from grpo_fast.rewards.reward_set import RewardResult, RewardSet
+
+SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths")
+
+
+def score(
+    rewards: RewardSet,
+    examples: Sequence[Example],
+    completions: Sequence[str],
+    completion_ids: Sequence[list[int]] | None = None,
+) -> RewardResult:
+    """The rewards of completions, `examples[i]` being what completion i answers."""
+    columns: dict[str, Any] = {
+        name: [example.fields.get(name) for example in examples]
+        for name in dict.fromkeys(name for example in examples for name in example.fields)
+    }
+    if completion_ids is not None:
+        columns["completion_ids"] = completion_ids
+        columns["completion_lengths"] = [len(ids) for ids in completion_ids]
+    prompts, answers = [e.prompt for e in examples], [e.answer for e in examples]
+    return rewards(prompts, completions, answers, columns)
+
+
+def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) -> None:
+    """Raise a ValueError where a function needs what some of the examples do not have."""
+    for reward in rewards.rewards:
+        for name in reward.needs:
+            if name in SAMPLED:
+                continue
+            lacking = [e for e in examples if _lacks(e, name)]
+            if lacking:
+                field = "an answer" if name == "answers" else f"a field {name!r}"
+                shown = str(lacking[0].prompt)[:60]
+                raise ValueError(
+                    f"rewards: {reward.name} asks for {name}: expected {field} in every {split} "
+                    f"example, got {len(lacking)} of {len(examples)} without, first {shown!r}"
+                )
+
+
+def _lacks(example: Example, name: str) -> bool:
+    return example.answer is None if name == "answers" else name not in example.fields

@@ -1,0 +1,134 @@
+"""A trained model's score as a reward: any `AutoModelForSequenceClassification` with one output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.data import reason
+from grpo_fast.data.example import Prompt
+from grpo_fast.data.model_files import check_fields, check_files
+
+
+class RewardModel:
+    """Callable as a reward function: the model's score of each completion behind its prompt.
+
+    Texts are scored in batches of like length, padded on the right, without gradient; padding does
+    not change a score beyond rounding. A text with more tokens than the model has positions for has
+    no score (NaN).
+
+    Args:
+        path: a folder or hub id with a tokenizer.
+        batch_size: texts at a time.
+        device: "auto" is the GPU where there is one.
+
+    Raises:
+        ValueError: no such model, one with missing weights, or not with exactly one output.
+    """
+
+    def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, got {batch_size!r}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.batch_size = batch_size
+        model, self.tokenizer = _load(path)
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.pad_id = set_padding(self.model, self.tokenizer)
+
+    def __call__(self, *, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
+        ids = encode_pairs(self.tokenizer, prompts, completions)
+        room = positions(self.model)
+        fitting = [i for i in range(len(ids)) if len(ids[i]) <= room]
+        fitting.sort(key=lambda i: len(ids[i]))
+        scores = [math.nan] * len(ids)
+        for first in range(0, len(fitting), self.batch_size):
+            chosen = fitting[first : first + self.batch_size]
+            found = self.score([ids[i] for i in chosen])
+            for i, value in zip(chosen, found.tolist(), strict=True):
+                scores[i] = value
+        return scores
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[list[int]]) -> Tensor:  # (B,) fp32
+        """The model's output for token sequences, in one batch."""
+        batch = padded(ids, self.pad_id, self.model.device)
+        return self.model(**batch).logits[:, 0].float()
+
+
+def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` (B, L), padded on the right."""
+    longest = max(map(len, ids))
+    rows = [row + [pad_id] * (longest - len(row)) for row in ids]
+    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
+    return {
+        "input_ids": torch.tensor(rows, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
+
+
+def encode_pairs(
+    tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[str]
+) -> list[list[int]]:
+    """Token ids of each prompt with its completion, ended by a special token.
+
+    Messages go through the chat template with the completion as the assistant's turn; a text and
+    its completion are the tokenizer's pair, each encoded by itself as in a rollout.
+    """
+    encoded = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt, completion)["input_ids"]
+        else:
+            said = [*prompt, {"role": "assistant", "content": completion}]
+            text = tokenizer.apply_chat_template(said, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if tokenizer.eos_token_id is not None and (
+            not ids or ids[-1] not in tokenizer.all_special_ids
+        ):
+            ids = [*ids, tokenizer.eos_token_id]
+        encoded.append(list(ids))
+    return encoded
+
+
+def set_padding(model: Any, tokenizer: Any) -> int:
+    """The padding token, told to the model, which looks for the last token before it."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if pad is None:
+        raise ValueError("tokenizer: expected a padding or end token, got one with neither")
+    model.config.pad_token_id = pad
+    model.config.get_text_config().pad_token_id = pad
+    return int(pad)
+
+
+def positions(model: Any) -> float:
+    """How many tokens the model takes; infinite where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+
+def _load(path: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+
+    try:
+        check_files(path)
+        check_fields(PreTrainedConfig.get_config_dict(path)[0])
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            path, output_loading_info=True, dtype=torch.float32, trust_remote_code=False
+        )
+    except Exception as error:  # every reader and every architecture has its own classes
+        expected = "a folder or hub id of a sequence classification model with its tokenizer"
+        raise ValueError(
+            f"rewards.path: expected {expected}, got {path!r}: {reason(error)}"
+        ) from None
+    if found["missing_keys"]:  # a causal LM, for one: its score would be random
+        missing = sorted(found["missing_keys"])[0]
+        raise ValueError(f"rewards.path: expected all weights in {path}, got none for {missing}")
+    if model.config.num_labels != 1:
+        expected = "expected a model with one output"
+        raise ValueError(f"rewards.path: {expected}, got {model.config.num_labels} in {path}")
+    return model, tokenizer

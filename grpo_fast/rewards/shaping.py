@@ -1,0 +1,49 @@
+"""Rewards for the form of a completion: its length, its tags.
+
+A reward takes the columns that it reads by keyword and returns one float per completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def length_penalty(*, completion_lengths: Sequence[int], scale: float) -> list[float]:
+    """−length / scale, in tokens: a completion of `scale` of them loses 1."""
+    _check_positive("scale", scale)
+    return [-length / scale for length in completion_lengths]
+
+
+def overlong(*, completion_lengths: Sequence[int], max_length: int, buffer: int) -> list[float]:
+    """DAPO's soft overlong punishment (2503.14476, eq. 13), 0 … −1.
+
+    0 up to `max_length` − `buffer` tokens, from there falling linearly to −1 at `max_length`.
+    """
+    _check_positive("buffer", buffer)
+    if buffer > max_length:
+        expected = f"at most max_length = {max_length}"
+        raise ValueError(f"buffer: expected {expected}, got {buffer}")
+    free = max_length - buffer
+    return [-min(max(length - free, 0) / buffer, 1.0) for length in completion_lengths]
+
+
+def format_tags(
+    *, completions: Sequence[str], tags: Sequence[str] = TAGS, per_tag: float = 0.1
+) -> list[float]:
+    """`per_tag` for each tag that stands there exactly once, and once more for all in their order.
+
+    With the four tags of a thought and an answer that is 0 … 0.5.
+    """
+    return [per_tag * _tag_count(text, tags) for text in completions]
+
+
+def _tag_count(text: str, tags: Sequence[str]) -> int:
+    places = [text.find(tag) for tag in tags if text.count(tag) == 1]
+    return len(places) + (len(places) == len(tags) and places == sorted(places))
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")

@@ -1,0 +1,16 @@
+"""Format by a regular expression, which may take forever: this file is run in a worker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = False) -> list[float]:
+    """1 where the pattern is found in the completion (`whole`: where it is all of it).
+
+    A dot stands for a line end, too.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    find = compiled.fullmatch if whole else compiled.search
+    return [float(find(text) is not None) for text in completions]

@@ -1,0 +1,99 @@
+"""The picture of a comparison: a row of panels for all settings, and one for each key of the grid.
+
+A line is the mean over the runs of a setting, its band one standard error. In the row of a key the
+lines are its values, each averaged over the other keys' settings, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_fast.train.curves import COLORS, Rows, Series, finish_axes, series, smooth
+from grpo_fast.train.evaluate import mean_and_error
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PANELS = {
+    "Reward": "reward",
+    "Loss": "loss",
+    "Accuracy on held-out prompts": "eval_accuracy_strict",
+    "Variance of the gradient": "grad_variance",
+}
+MOST_LINES = 8  # in one panel
+
+
+def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> Path:
+    """Draw it; panels without a value are left out.
+
+    Args:
+        rows: name of a setting → metrics of each of its runs.
+        settings: the same name → keys of the grid with their values.
+    """
+    from matplotlib.figure import Figure
+
+    groups = grouped(rows, settings)
+    everything = [run for runs in rows.values() for run in runs]
+    titles = [t for t, name in PANELS.items() if any(series(run, name) for run in everything)]
+    size = (4.2 * max(1, len(titles)), 3.1 * len(groups))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(groups), max(1, len(titles)), squeeze=False)
+    for line, (key, lines) in zip(panels, groups.items(), strict=True):
+        for axes, title in zip(line, titles, strict=False):
+            draw(axes, lines, PANELS[title])
+            finish_axes(axes, f"{title} by {key}" if key else title)
+        if len(lines) > 1:
+            line[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
+    return path
+
+
+def grouped(
+    rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]]
+) -> dict[str, dict[str, list[Rows]]]:
+    """Row of panels (a key, "" for all settings) → label of a line → its runs."""
+    keys = list(next(iter(settings.values())))
+    groups: dict[str, dict[str, list[Rows]]] = {}
+    if len(keys) < 2 or len(settings) <= MOST_LINES:
+        groups[""] = dict(rows)
+    for key in keys if len(keys) > 1 else ():
+        lines: dict[str, list[Rows]] = defaultdict(list)
+        for name, values in settings.items():
+            lines[values[key]] += rows[name]
+        groups[key] = dict(lines)
+    return groups
+
+
+def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
+    for index, (label, runs) in enumerate(lines.items()):
+        middle, low, high = band([series(rows, metric) for rows in runs], metric)
+        if not middle:
+            continue
+        color = COLORS[index % len(COLORS)]
+        steps = [step for step, _ in middle]
+        dash = "-" if index < len(COLORS) else "--"
+        values = [value for _, value in middle]
+        axes.plot(steps, values, dash, color=color, linewidth=1.7, label=label.replace("$", r"\$"))
+        axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
+    if metric == "grad_variance":
+        axes.set_yscale("log")
+
+
+def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[float]]:
+    """Mean over the runs at each step that any of them logged, and mean ∓ one standard error."""
+    at: dict[float, list[float]] = defaultdict(list)
+    for points in runs:
+        smoothed = points if metric.startswith("eval_") else smooth(points)
+        for step, value in smoothed:
+            at[step].append(value)
+    middle, low, high = [], [], []
+    for step in sorted(at):
+        mean, error = mean_and_error(at[step])
+        error = 0.0 if math.isnan(error) else error
+        middle.append((step, mean))
+        low.append(mean - error)
+        high.append(mean + error)
+    return middle, low, high

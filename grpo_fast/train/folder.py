@@ -1,0 +1,82 @@
+"""The folder of a run: its name, whether it is free, and its making."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import unicodedata
+from pathlib import Path
+
+
+class OutputFolderError(ValueError):
+    """The output folder cannot be used; the message says why and what to do."""
+
+
+def run_folder(root: str | Path, name: str) -> Path:
+    """The folder `name` inside `root`. Raises OutputFolderError for a name that leads elsewhere."""
+    base = Path(root)
+    bad = any(c in "/\\:" or unicodedata.category(c)[0] == "C" for c in name)
+    bad = bad or not name.strip() or name in (".", "..")
+    if bad or (base / name).resolve().parent != base.resolve():
+        raise OutputFolderError(f"name: expected a plain folder name inside {base}, got {name!r}")
+    return base / name
+
+
+def free_folder(folder: str | Path) -> Path:
+    """`folder`, or where a run lies in it the first of `folder`-2, `folder`-3 … without one."""
+    base = Path(folder)
+    numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([base], numbered) if not is_occupied(path))
+
+
+def is_occupied(folder: str | Path) -> bool:
+    """Whether files lie in the folder. Raises OutputFolderError for what is no folder."""
+    try:
+        return os.path.isdir(folder) and bool(os.listdir(folder))
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, error) from error
+
+
+def check_folder(folder: str | Path) -> None:
+    """Raise OutputFolderError for a folder that is occupied or not writable. Creates nothing."""
+    try:
+        existing = _nearest_existing(Path(folder).absolute())
+        occupants = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, error) from error
+    if occupants:
+        listed = ", ".join(occupants[:3]) + (", …" if len(occupants) > 3 else "")
+        raise OutputFolderError(
+            f"output_dir: {folder} is occupied (it holds {listed}); choose an empty or new folder "
+            "with output_dir=… or --name …"
+        )
+    if not os.path.isdir(existing):
+        raise _unusable(folder, f"{existing} is no folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _unusable(folder, f"{existing} is not writable")
+
+
+def claim_folder(folder: str | Path) -> Path:
+    """The folder, made where it does not exist. Raises OutputFolderError as `check_folder` does."""
+    check_folder(folder)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return Path(folder)
+
+
+def _nearest_existing(path: Path) -> Path:
+    """`path`, or what is there above it. Raises OSError or ValueError for an impossible path."""
+    for candidate in (path, *path.parents):
+        try:
+            os.lstat(candidate)
+            return candidate
+        except FileNotFoundError:
+            continue
+    return path
+
+
+def _unusable(folder: str | Path, reason: object) -> OutputFolderError:
+    shown = reason.strerror if isinstance(reason, OSError) else reason
+    return OutputFolderError(f"output_dir: cannot use {folder} as a folder: {shown}")

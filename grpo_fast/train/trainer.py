@@ -1,0 +1,202 @@
+"""One step of GRPO or PPO: completions → packed batch → updates → metrics.
+
+They differ by where the advantages come from: the rewards of a group, or a critic.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from grpo_fast.objective.kl import EXACT
+from grpo_fast.rewards import RewardSet, scorer_for
+from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.baseline import running_baseline
+from grpo_fast.train.batch import StepBatch
+from grpo_fast.train.collect import Collected, collect
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.critic import Critic, value_metrics
+from grpo_fast.train.fixed import RewardKL, add_fixed
+from grpo_fast.train.kl_weight import KLWeight
+from grpo_fast.train.metrics import Clock, LossMetrics, Work, is_policy_alone, sampling_metrics
+from grpo_fast.train.optimizer import Optimizer
+from grpo_fast.train.planning.budget import TokenBudget, host_peak
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.prompts import PromptQueue
+from grpo_fast.train.reference import Reference
+from grpo_fast.train.samples import rows_of
+from grpo_fast.train.updates import Updates
+from grpo_fast.train.variance import gradient_variance
+
+log = logging.getLogger(__name__)
+
+FULLY_VALIDATED_STEPS = 2  # the loss checks every value in these; later only what costs no sync
+
+
+class Trainer:
+    """What lives from step to step: the policy, its reference, a critic, their optimizers, β."""
+
+    def __init__(
+        self, config: RunConfig, policy: Policy, rewards: RewardSet, critic: Critic | None = None
+    ) -> None:
+        self.config, self.policy, self.rewards, self.critic = config, policy, rewards, critic
+        self.loss_config = config.loss_config()
+        self.reference = Reference(policy, config.reference, config.model)
+        self.baseline = running_baseline(config.advantages, config.advantage_options)
+        self.reads_reference = config.reference.kind != "none"
+        self.beta = KLWeight(config.loss.beta, config.kl)  # type: ignore[attr-defined]
+        self.work = Work(policy.lm)
+        self.updates = config.inner_iterations * config.minibatches  # per batch, at most
+        total = config.steps * self.updates
+        self.optimizer = Optimizer(policy.trainable(), config.optim, total)
+        self.optimizers = [self.optimizer]
+        if critic is not None:
+            self.optimizers.append(critic.optimizer(config.optim, total))
+        self.update_rows: list[dict[str, float]] = []  # of the latest step, where they are wanted
+        self.budget = TokenBudget(policy.lm, config)
+        self.shared = config.shared_prompt and policy.unshared is None
+        if config.shared_prompt and policy.unshared is not None:
+            log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
+        self.steps = self.num_tokens = self.peak_memory = 0
+
+    def step(self, step: int, queue: PromptQueue) -> tuple[dict[str, float], Collected]:
+        """A batch of completions and the updates it is good for: metrics, and the completions."""
+        self.steps = step
+        config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
+        collected = collect(self.policy, queue, self.rewards, config, step, clock, self.baseline)
+        rollout = collected.rollout
+        batch = StepBatch(
+            rollout, collected.advantages, group_size=group_size, minibatches=config.minibatches,
+            budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
+            mask_truncated=config.rollout.mask_truncated,
+        )  # fmt: skip
+        noise = self.noise(batch) if config.log.grad_variance else {}
+        done = self.update(batch, step, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
+        self.reference.after_step(step)
+        clock.lap("train")
+
+        self.num_tokens += batch.trunk_tokens
+        self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
+        generated, seen = sum(rollout.lengths), done.merged()
+        metrics = {
+            **collected.metrics,
+            **sampling_metrics(seen.logps),
+            **self.learning_metrics(done, seen, batch),
+            **noise,
+            "num_tokens": float(self.num_tokens),
+            "skipped_steps": float(self.optimizer.skipped),
+            **clock.metrics(collected.generated, int(batch.trunk_tokens * done.passes)),
+            **self.work.metrics(
+                batch.trunk_tokens, generated, updates=done.passes, seconds=clock.seconds["train"],
+                forwards=self.reads_reference + (self.updates > 1 or self.critic is not None),
+            ),
+        }  # fmt: skip
+        self.adapt_beta(metrics.get("kl", math.nan), len(rollout.lengths))
+        return metrics, collected._replace(advantages=batch.used_advantages())
+
+    def rows(self, collected: Collected) -> list[dict[str, Any]]:
+        """A step's completions for its table and for the page."""
+        answers = [e.answer for e in collected.examples if e.answer]
+        scorer = scorer_for(self.config.data.task, answers)
+        return rows_of(
+            collected, self.policy.tokenizer, scorer, count=self.config.log.completions,
+            group_size=self.config.rollout.group_size,
+        )  # fmt: skip
+
+    def adapt_beta(self, kl: float, completions: int) -> None:
+        """Lead the KL's weight towards the KL that is wanted, where one is."""
+        self.beta.after_step(kl, completions)
+        if self.loss_config.uses_reference:
+            self.loss_config = self.loss_config.replace(beta=self.beta.value)
+
+    def learning_metrics(
+        self, done: Updates, seen: LossMetrics, batch: StepBatch
+    ) -> dict[str, float]:
+        """Of the losses of a step's updates, and what they were weighed with."""
+        grad_norm = sum(done.norms) / len(done)
+        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": done.rates[-1]}
+        if is_policy_alone(self.loss_config, self.critic is not None and self.critic.is_shared):
+            metrics["policy_grad_norm"] = grad_norm
+        if self.beta.value:
+            metrics["beta"] = self.beta.value
+        return metrics | (value_metrics(batch) if self.critic is not None else {})
+
+    def update(self, batch: StepBatch, step: int, validate: str) -> Updates:
+        """μ passes over the batch, one optimizer step per minibatch.
+
+        After an early stop the schedule goes on as if all updates had been made.
+        """
+        config, first = self.config, (step - 1) * self.updates + 1
+        done = Updates(config.minibatches, first)
+        self.policy.model.train()
+        for epoch in range(config.inner_iterations):
+            if config.shuffle != "off":
+                batch.shuffle(f"{config.seed}/shuffle/{step}/{epoch}", config.shuffle == "groups")
+            for k in range(config.minibatches):
+                found = self.gradients(batch, k, validate, keep_fixed=len(done) > 0)
+                rate = self.optimizer.learning_rate
+                norm, *_ = [optimizer.step() for optimizer in self.optimizers]
+                done.add(found, rate, norm)
+            if self.is_too_far(done):
+                break
+        for optimizer in self.optimizers:
+            optimizer.pass_over(self.updates - len(done))
+        self.update_rows = done.rows() if config.log.every_update else []
+        return done
+
+    def noise(self, batch: StepBatch) -> dict[str, float]:
+        """The variance of the policy gradient over the groups, before the first update."""
+        self.policy.model.train()
+        return gradient_variance(
+            self.policy, batch.rollout, batch.advantages, self.loss_config, shared=self.shared,
+            group_size=batch.group_size, mask_truncated=batch.mask_truncated,
+        )  # fmt: skip
+
+    def is_too_far(self, done: Updates) -> bool:
+        """Whether the latest pass saw a policy too far from the old one, or from the reference."""
+        limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
+        return any(
+            limit is not None and done.last_pass(name) > limit for name, limit in limits.items()
+        )
+
+    def gradients(self, batch: StepBatch, k: int, validate: str, keep_fixed: bool) -> LossMetrics:
+        """Minibatch k's gradients; out of memory: the same again in smaller micro-batches."""
+
+        def attempt() -> LossMetrics:
+            self.add_fixed(batch)
+            return accumulate(
+                self.policy, batch.minibatches[k], self.loss_config, validate=validate,
+                correct_sampling=self.config.rollout.correct_sampling, critic=self.critic,
+                ref_head=self.reference.head if self.reads_reference else None,
+            )  # fmt: skip
+
+        def undo() -> None:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+
+        return self.budget.within(batch, attempt, undo, keep_fixed)
+
+    def add_fixed(self, batch: StepBatch) -> None:
+        """What stays while the batch is used, as the weights are now."""
+        loss, in_reward = self.loss_config, self.config.kl.into == "reward"
+        add_fixed(
+            batch, self.policy, temperature=float(loss.temperature),
+            keep_old=self.updates > 1 or in_reward,
+            reference=self.reference if self.reads_reference else None,
+            exact=loss.kl_estimator == EXACT, critic=self.critic,
+            reward_kl=RewardKL(self.beta.value, loss.kl_estimator) if in_reward else None,
+        )  # fmt: skip
+
+    def summary(self, memory_before: int) -> dict[str, Any]:
+        """What the run came to; bytes: a GPU's peak in training, the growth of the process."""
+        return {
+            "steps": self.config.steps,
+            "skipped_steps": self.optimizer.skipped,
+            "num_tokens": self.num_tokens,
+            "tokens_per_microbatch": self.budget.tokens,
+            "largest_microbatch": self.budget.largest,
+            "predicted_memory": self.budget.predicted_peak,
+            "peak_memory": self.peak_memory or None,
+            "process_growth": host_peak() - memory_before,
+        }

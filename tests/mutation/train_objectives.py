@@ -1,0 +1,100 @@
+"""Bugs planted in what the trainer's objectives add: summed ratios, the exact KL, the reference of
+another path, the running baseline, the lecture's model.
+"""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+RATIOS, ADVANTAGES = (f"grpo_fast/objective/{x}.py" for x in ("ratios", "advantages"))
+DOOR = "grpo_fast/loss/exact_kl.py"
+TERM, ACCUMULATE, BATCH, REFERENCE, BASELINE, COLLECT, LECTURE = (
+    f"grpo_fast/train/{x}.py"
+    for x in ("exact_kl", "accumulate", "batch", "reference", "baseline", "collect", "lecture")
+)
+
+MUTANTS = [
+    Mutant("objectives-sum-is-mean", RATIOS,
+           '"sequence_sum": Tokens.completion_sum', '"sequence_sum": Tokens.completion_mean',
+           "the probability ratio of a completion is taken per token", "levels"),
+    Mutant("objectives-baseline-equal-groups", ADVANTAGES,
+           'WITHOUT_GROUPS = ("rewards", "baseline")', 'WITHOUT_GROUPS = ("rewards",)',
+           "equal rewards get no advantage over a constant", "advantages"),
+    Mutant("exact-kl-reverse", DOOR,
+           "(lp - ref_lp.to(lp.dtype))", "(ref_lp.to(lp.dtype) - lp)",
+           "the sign of the divergence", "exact_kl"),
+    Mutant("exact-kl-gradient-without-mean", DOOR,
+           ".sub_(kl[chunk, None]).mul_(p)", ".mul_(p)",
+           "the normaliser of the softmax has no gradient", "exact_kl"),
+    Mutant("exact-kl-gradient-without-slope", DOOR,
+           ".mul_(p).mul_(slope)", ".mul_(p)",
+           "temperature, scale and softcap are not differentiated", "exact_kl"),
+    Mutant("exact-kl-gradient-without-upstream", DOOR,
+           "torch.where(g == 0, 0.0, d.mul_(g))", "torch.where(g == 0, 0.0, d)",
+           "every row weighs 1", "exact_kl"),
+    Mutant("exact-kl-ref-rule", DOOR,
+           "Side(ref_hidden, ref_lm_head_weight, ref_bias, ref_rule or rule)",
+           "Side(ref_hidden, ref_lm_head_weight, ref_bias, rule)",
+           "the reference's logits follow the policy's rule", "exact_kl"),
+    Mutant("exact-kl-excluded-columns", DOOR,
+           ".masked_fill_(p == 0, 0.0)", ".masked_fill_(p < 0, 0.0)",
+           "a token of probability 0 makes the row NaN", "exact_kl"),
+    Mutant("exact-kl-whole-vocabulary-chunk", DOOR,
+           "row_bytes = BUFFERS * 4 * policy.weight.shape[0]", "row_bytes = 4",
+           "all logits in memory at once", "exact_kl"),
+    Mutant("exact-kl-term-temperature", TERM,
+           "LogitRule(x.logit_scale, x.softcap, float(config.temperature))",
+           "LogitRule(x.logit_scale, x.softcap, 1.0)",
+           "the KL is of another distribution than the one sampled from", "exact_kl_training"),
+    Mutant("exact-kl-term-reference-rule", TERM,
+           "for x in (head, ref_head)", "for x in (head, head)",
+           "another model's softcap is forgotten", "exact_kl_training"),
+    Mutant("exact-kl-term-masked-reference", TERM,
+           "batch.ref_hidden[mask], ref_head.weight", "batch.ref_hidden[: int(mask.sum())], ref_head.weight",
+           "rows of the reference beside other tokens", "exact_kl_training"),
+    Mutant("exact-kl-term-step-totals", TERM,
+           "(weights[mask] * kl).sum()", "kl.mean()",
+           "the normalisers of the step are those of the micro-batch", "exact_kl_training"),
+    Mutant("exact-kl-term-beta", ACCUMULATE,
+           "loss + config.beta * kl.weighted", "loss + kl.weighted",
+           "β is 1", "exact_kl_training"),
+    Mutant("exact-kl-packed-again", BATCH,
+           '"ref_logps", "ref_hidden", "old_values"', '"ref_logps", "old_values"',
+           "after a smaller budget the reference's rows are gone", "exact_kl_training"),
+    Mutant("reference-adapter-stays-on", REFERENCE,
+           "nullcontext() if self.copy is not None else self.policy.without_adapter()",
+           "nullcontext()", "LoRA's reference is the policy itself", "exact_kl_training"),
+    Mutant("reference-path-ignored", REFERENCE,
+           "self.copy = _another(policy, config.path, model)", "self.copy = policy.frozen_copy()",
+           "the policy's own start in place of the model asked for", "exact_kl_training"),
+    Mutant("reference-vocabulary-by-size", REFERENCE,
+           "if ours == theirs:", "if len(ours) == len(theirs):",
+           "tokens of the same number with other ids", "exact_kl_training"),
+    Mutant("baseline-sees-its-own-step", COLLECT,
+           '''    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
+    if baseline is not None:
+        baseline.update(drawn.scores.total)
+''', '''    if baseline is not None:
+        baseline.update(drawn.scores.total)
+    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
+''', "the rewards of a step are part of their own baseline", "baseline"),
+    Mutant("baseline-decay-side", BASELINE,
+           "self.decay * self.mean + (1 - self.decay) * mean", "(1 - self.decay) * self.mean + self.decay * mean",
+           "the past weighs what the present should", "baseline"),
+    Mutant("baseline-missing-verdict", BASELINE,
+           "rewards.double().nanmean()", "rewards.double().nan_to_num().mean()",
+           "a completion without a verdict counts as 0", "baseline"),
+    Mutant("lecture-autoregressive", LECTURE,
+           "x = x * of_prompt", "x = x * 1",
+           "the response's tokens are read as if they were the prompt's last", "lecture"),
+    Mutant("lecture-place-off-by-one", LECTURE,
+           "place = (position_ids + 1 - prompt)", "place = (position_ids - prompt)",
+           "the second token is decoded by the first one's matrix", "lecture"),
+    Mutant("lecture-padding-moves-positions", LECTURE,
+           "position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)",
+           "position_ids = position_ids",
+           "padding on the left counts as prompt", "lecture"),
+    Mutant("lecture-says-padding", LECTURE,
+           "NEVER = -100.0", "NEVER = 0.0",
+           "padding and end are two more symbols", "lecture"),
+]  # fmt: skip

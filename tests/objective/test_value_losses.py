@@ -1,0 +1,79 @@
+"""The value function's losses and what it explains, against loops of plain numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_fast.objective.advantages import gae, whitened
+from grpo_fast.objective.value import VALUE_LOSSES, explained_variance, value_losses
+
+EPSILON, DELTA = 0.2, 0.7
+
+
+def by_hand(kind, v, old, target):
+    """Loss, its derivative to v, whether the clipped one counts."""
+    error = v - target
+    if kind == "huber":
+        near = abs(error) <= DELTA
+        value = error * error / 2 if near else DELTA * (abs(error) - DELTA / 2)
+        return value, error if near else math.copysign(DELTA, error), False
+    if kind == "clipped":
+        bounded = min(max(v, old - EPSILON), old + EPSILON)
+        if (bounded - target) ** 2 > error**2:
+            return (bounded - target) ** 2 / 2, 0.0, True
+    return error * error / 2, error, False
+
+
+@pytest.mark.parametrize("kind", VALUE_LOSSES)
+def test_every_loss_and_its_gradient(kind):
+    # Inside the clip range, beyond it away from the target and towards it, on both sides.
+    cases = [(v, old, target) for v in (-1.5, -0.1, 0.05, 0.9, 2.0)
+             for old in (-0.3, 0.0, 0.5) for target in (-1.0, 0.0, 0.2, 3.0)]  # fmt: skip
+    values, old, returns = torch.tensor(cases, dtype=torch.float64).unbind(1)
+    values.requires_grad_()
+    losses, clipped = value_losses(values, old, returns, kind, epsilon=EPSILON, delta=DELTA)
+    losses.sum().backward()
+    expected = [by_hand(kind, *case) for case in cases]
+    torch.testing.assert_close(losses.tolist(), [x[0] for x in expected])
+    torch.testing.assert_close(values.grad.tolist(), [x[1] for x in expected])
+    assert clipped.tolist() == [x[2] for x in expected]
+    assert clipped.any() == (kind == "clipped")
+
+
+def test_explained_variance():
+    returns = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    assert explained_variance(returns - 7.0, returns) == 1  # a constant beside it is no variance
+    assert explained_variance(torch.full((4,), 3.0), returns) == 0
+    assert explained_variance(torch.tensor([1.0, 2.0, 4.0, 3.0]), returns).item() == pytest.approx(
+        1 - (3 * 0.25 + 2.25) / 10  # the errors 0, 0, 0, 2 around their mean; Σ(R − 3)² = 10
+    )
+    assert explained_variance(returns, torch.ones(4)).isnan()
+
+
+def test_the_value_after_a_cut_completion():
+    """Its last difference is r + γ·V_after − V; one that ended has 0 there, wherever padding is."""
+    g = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(3, 9, generator=g), torch.randn(3, 9, generator=g)
+    lengths, gamma, lam, after = [9, 4, 1], 0.9, 0.7, [0.5, 0.0, -2.0]
+    mask = torch.arange(9)[None] < torch.tensor(lengths)[:, None]
+    own = gae(rewards, values, gamma, lam, mask=mask, following=torch.tensor(after))
+    expected = torch.zeros(3, 9, dtype=torch.float64)
+    for b, n in enumerate(lengths):
+        trace, following = 0.0, after[b]
+        for t in reversed(range(n)):
+            value = values[b, t].item()
+            trace = rewards[b, t].item() + gamma * following - value + gamma * lam * trace
+            expected[b, t], following = trace, value
+    torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"following: expected shape \(B,\) = \(3,\)"):
+        gae(rewards, values, following=torch.zeros(2))
+
+
+def test_whitened_leaves_out_what_is_unknown():
+    a = torch.tensor([[1.0, 3.0, 1e6], [5.0, float("nan"), 7.0]], dtype=torch.float64)
+    known = torch.tensor([[True, True, False], [True, False, True]])
+    white = whitened(a, known)[known]
+    torch.testing.assert_close(white, (a[known] - 4) / math.sqrt(5))

@@ -1,0 +1,213 @@
+"""`grpo-fast compare`: what is run, what is not run again, and the numbers that are shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_fast.cli import app
+from grpo_fast.train import compare as module
+from grpo_fast.train import loop
+from grpo_fast.train.compare import compare, parse_word, plan_arms, table
+from grpo_fast.train.compare_plot import band, grouped
+from grpo_fast.train.settings import load_recipe, save_config
+from tests.train.test_train_loop import TINY_SORT
+
+MODES, STEPS = "advantages=centered,rloo", "steps=20"
+GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch, request):
+    if "numbers" not in request.node.name:
+        monkeypatch.setattr("grpo_fast.train.compare_plot.plot", lambda *arguments: arguments[-1])
+
+
+class FakeRun:
+    """Leaves a run's files behind; the reward of a step is seed + step, plus one for rloo."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.ran: list[str] = []
+        self.fails = fails
+
+    def __call__(self, config) -> None:
+        self.ran.append(config.output_dir)
+        folder = Path(config.output_dir)
+        folder.mkdir(parents=True)
+        save_config(config, folder / "config.yaml")
+        if self.fails and self.fails in config.output_dir:
+            raise RuntimeError("the loss is NaN\x1b[31m")
+        extra = config.advantages == "rloo"
+        rows = [
+            {"step": step, "reward": config.seed + step + extra}
+            for step in range(1, config.steps + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "summary.json").write_text("{}")
+
+
+def arms_of(found):
+    return {arm.name: arm for arm in found.arms}
+
+
+def quiet(_):
+    pass
+
+
+def test_every_setting_with_every_seed_and_nothing_twice(tmp_path):
+    run = FakeRun()
+    found = compare("sort", GRID, seeds=2, out=tmp_path / "out", run=run, say=quiet)
+    assert len(run.ran) == len(set(run.ran)) == 8
+    for arm in found.arms:
+        assert [config.seed for config in arm.runs] == [0, 1]
+        for config in arm.runs:
+            assert config.advantages == arm.values["advantages"]
+            assert config.loss.loss_type == arm.values["loss.loss_type"]
+            assert config.steps == 20
+    again = FakeRun()
+    compare("sort", GRID, seeds=3, out=tmp_path / "out", run=again, say=quiet)
+    assert sorted(again.ran) == sorted(
+        str(tmp_path / "out" / arm.name / "seed-2") for arm in found.arms
+    )
+
+
+def test_a_run_that_was_cut_off_begins_anew(tmp_path):
+    compare("sort", [MODES, STEPS], out=tmp_path, run=FakeRun(), say=quiet)
+    cut = tmp_path / "advantages=rloo" / "seed-0"
+    (cut / "summary.json").unlink()
+    (cut / "rest").write_text("of the first attempt")
+    again = FakeRun()
+    compare("sort", [MODES, STEPS], out=tmp_path, run=again, say=quiet)
+    assert again.ran == [str(cut)] and not (cut / "rest").exists()
+
+
+def test_other_runs_are_never_replaced(tmp_path):
+    compare("sort", [MODES, STEPS], out=tmp_path, run=FakeRun(), say=quiet)
+    again = FakeRun()
+    with pytest.raises(ValueError, match=r"others \(steps\); choose another folder"):
+        compare("sort", [MODES, "steps=7"], out=tmp_path, run=again, say=quiet)
+    stranger = tmp_path / "b" / "advantages=rloo" / "seed-0"
+    stranger.mkdir(parents=True)
+    (stranger / "letter.txt").write_text("dear")
+    with pytest.raises(ValueError, match="no config.yaml"):
+        compare("sort", [MODES, STEPS], out=tmp_path / "b", run=again, say=quiet)
+    assert not again.ran and (stranger / "letter.txt").read_text() == "dear"
+
+
+def test_the_numbers_are_means_of_the_last_tenth_with_their_standard_error(tmp_path):
+    found = compare("sort", [MODES, STEPS], seeds=3, out=tmp_path, run=FakeRun(), say=quiet)
+    mean, error = found.cell(arms_of(found)["advantages=centered"], "reward")
+    # Steps 19 and 20 of seeds 0, 1, 2: 19.5, 20.5, 21.5.
+    assert mean == pytest.approx(20.5) and error == pytest.approx(1 / math.sqrt(3))
+    assert found.cell(arms_of(found)["advantages=rloo"], "reward")[0] == pytest.approx(21.5)
+    assert "| advantages=rloo | 21.5 ± 0.58 | 3 |" in table(found)
+    assert (tmp_path / "table.md").read_text() == table(found)
+    stored = json.loads((tmp_path / "compare.json").read_text())
+    assert stored["arms"][0]["metrics"]["reward"] == [19.5, 20.5, 21.5]
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
+    run, said = FakeRun(fails="rloo/seed-1"), []
+    found = compare("sort", [MODES, STEPS], seeds=2, out=tmp_path, run=run, say=said.append)
+    assert len(run.ran) == 4
+    assert list(found.failed.values()) == ["RuntimeError: the loss is NaN\\x1b[31m"]
+    assert "| advantages=rloo | 20.5 | 1 (1 failed) |" in table(found)
+    again = FakeRun()
+    compare("sort", [MODES, STEPS], seeds=2, out=tmp_path, run=again, say=quiet)
+    assert again.ran == list(found.failed)
+
+
+def test_a_line_per_setting_and_a_row_per_key(tmp_path):
+    found = compare("sort", GRID, seeds=1, out=tmp_path, run=FakeRun(), say=quiet)
+    groups = grouped(found.rows, {arm.name: arm.values for arm in found.arms})
+    assert list(groups) == ["", "advantages", "loss.loss_type"]
+    assert len(groups[""]) == 4 and all(len(runs) == 1 for runs in groups[""].values())
+    assert {label: len(runs) for label, runs in groups["advantages"].items()} == {
+        "centered": 2, "rloo": 2,
+    }  # fmt: skip
+
+
+def test_the_band_is_one_standard_error_around_the_mean():
+    runs = [[(1.0, 1.0), (2.0, 4.0)], [(1.0, 3.0)]]
+    middle, low, high = band(runs, "eval_reward")
+    assert middle == [(1.0, 2.0), (2.0, 4.0)]
+    assert low == [1.0, 4.0] and high == [3.0, 4.0]  # of one run: no error
+
+
+@pytest.mark.parametrize(
+    "word, expected",
+    [
+        ("a=1,2", ("a", ["1", "2"])),
+        ("a=[1,2],[3]", ("a", ["[1,2]", "[3]"])),
+        ("a={x: 1, y: 2}", ("a", ["{x: 1, y: 2}"])),
+        ("a='x,y',z", ("a", ["'x,y'", "z"])),
+        ("a=b=c,d", ("a", ["b=c", "d"])),
+    ],
+)
+def test_a_comma_parts_values_outside_of_brackets_and_quotes(word, expected):
+    assert parse_word(word) == expected
+
+
+@pytest.mark.parametrize(
+    "words, seeds, message",
+    [
+        (["advantages"], 1, "grid: expected key=value or key=value,value, got 'advantages'"),
+        (["advantages=rloo,"], 1, "grid: expected a value between the commas"),
+        (["advantages=rloo,nonsense"], 1, "nonsense"),
+        (["stepz=1,2"], 1, "nearest: steps"),
+        (["steps=1,2", "steps=3"], 1, "settings: expected each key once"),
+        (["steps=1,1"], 1, "grid: expected settings that differ"),
+        (["steps=1,2"], 0, "seeds: expected at least 1, got 0"),
+        (["steps=1,2"], 501, "grid: expected at most 1000 runs, got 1002"),
+    ],
+)
+def test_refusals_come_before_the_first_run(tmp_path, words, seeds, message):
+    run = FakeRun()
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        compare("sort", words, seeds=seeds, out=tmp_path / "out", run=run, say=quiet)
+    assert not run.ran and not (tmp_path / "out").exists()
+
+
+def test_several_recipes_side_by_side(tmp_path):
+    other = tmp_path / "other.yaml"
+    save_config(load_recipe("sort", ["optim.lr=0.5"]), other)
+    arms = plan_arms(f"sort,{other}", [MODES], 1, tmp_path)
+    assert [arm.name for arm in arms] == [
+        f"recipe={recipe},advantages={mode}"
+        for recipe in ("sort", "other") for mode in ("centered", "rloo")
+    ]  # fmt: skip
+    assert [arm.runs[0].optim.lr for arm in arms] == [1e-3, 1e-3, 0.5, 0.5]
+
+
+def test_names_of_folders_stay_inside(tmp_path):
+    arms = plan_arms(
+        "sort", ["data={task: jsonl, path: ../../x},{task: jsonl, path: /etc/y}"], 1, tmp_path
+    )
+    for arm in arms:
+        assert Path(arm.runs[0].output_dir).resolve().is_relative_to(tmp_path.resolve())
+        assert "/" not in arm.name
+
+
+def test_the_command_trains_and_says_what_failed(tmp_path, monkeypatch):
+    words = [*TINY_SORT, "steps=2", "log.completions_every=0", "eval.every=0"]
+    words = [word for word in words if word != "steps=3"]
+    command = ["compare", "sort", "--grid", "advantages=centered,rloo", *words, "-o", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "| advantages=rloo |" in result.output
+    assert json.loads((tmp_path / "advantages=rloo/seed-0/summary.json").read_text())["steps"] == 2
+    (tmp_path / "advantages=rloo/seed-0/summary.json").unlink()
+
+    def fail(config):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(loop, "train", fail)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "1 runs failed" in result.output and "no memory" in result.output
+    assert module.MOST_RUNS == 1000

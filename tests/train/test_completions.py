@@ -1,0 +1,324 @@
+"""What a run wrote and what it was worth: rows, their parquet files, and the page of a run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from pyarrow import parquet
+
+from grpo_fast.data import Example
+from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
+from grpo_fast.rewards import RewardResult, scorer_for
+from grpo_fast.rollout import Rollout
+from grpo_fast.train import page
+from grpo_fast.train.collect import Collected
+from grpo_fast.train.page import CompletionsPage, step_html, text_html, token_html
+from grpo_fast.train.samples import rows_of, token_texts, write_parquet
+from tests.tiny import TEXTS
+
+HOSTILE = (
+    '</pre></i><script>document.title="owned"</script><img src="http://x/y.png" onerror=alert(1)>'
+    "\"'><style>*{display:none}</style><!-- --><a href=javascript:alert(1)>&lt;b&amp;\x1b[31m\u202e"
+)
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
+
+
+def row(**changes):
+    """One of `rows_of`: two tokens."""
+    fields = {
+        "group": 0, "prompt": "1 2 =", "completion": "1 2", "answer": "1 2", "extracted": "1 2",
+        "extracted_lenient": "1 2", "correct": True, "reward": 1.0, "rewards/f": 1.0,
+        "advantage": 0.5, "truncated": False, "tokens": ["1", " 2"], "token_ids": [3, 4],
+        "logps": [-0.1, -2.0], "advantages": [0.5, 0.5],
+    }  # fmt: skip
+    return fields | changes
+
+
+class Walk(HTMLParser):
+    """The elements of a page, and the text that a reader sees of it."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.inside = [], [], "", []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self.inside.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.inside.pop() != tag:
+            pass
+
+    def handle_comment(self, data):
+        raise AssertionError(f"a comment: {data}")
+
+    def handle_data(self, data):
+        if "style" not in self.inside:
+            self.text += data
+
+
+def collected(advantages, *, extra=()):
+    """Two groups of two, of 1, 2, 3 and 2 tokens, sorted right but for the third."""
+    tokenizer = build_symbol_tokenizer(["1", "2", "3", "="])
+    texts = ["1", "1 2", "2 1", "1 2"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    ids[2] += [tokenizer.eos_token_id]
+    rollout = Rollout(
+        prompts=["1 =", "1 =", "2 1 =", "2 1 ="], prompt_ids=[[2]] * 4, completion_ids=ids,
+        sampling_logps=[-0.25 * torch.arange(1.0, 1 + len(i)) for i in ids], texts=texts,
+        truncated=[True, True, False, True],
+    )  # fmt: skip
+    answers = ["1", "1", "1 2", "1 2"]
+    examples = [Example(p, a, None) for p, a in zip(rollout.prompts, answers, strict=True)]
+    total = torch.tensor([1.0, 0.5, math.nan, 1.0])
+    scores = RewardResult(total, {"f": total / 2}, {"f": Counter(nan=1)})
+    return tokenizer, Collected(rollout, examples, scores, torch.tensor(advantages), {}, 8, [])
+
+
+def test_rows_hold_what_a_completion_was_given():
+    tokenizer, step = collected([0.5, -0.5, 0.0, 0.25])
+    rows = rows_of(step, tokenizer, scorer_for("sort"), count=3, group_size=2)
+    assert [r["group"] for r in rows] == [0, 0, 1, 1]  # whole groups
+    assert len(rows_of(step, tokenizer, scorer_for("sort"), count=2, group_size=2)) == 2
+    third = rows[2]
+    assert third["tokens"] == ["2", " 1", " <|eos|>"] and third["token_ids"] == [3, 2, 1]
+    assert third["logps"] == [-0.25, -0.5, -0.75] and third["advantages"] == [0.0] * 3
+    assert third["extracted"] == "2 1" and third["answer"] == "1 2" and third["correct"] is False
+    assert math.isnan(third["reward"]) and math.isnan(third["rewards/f"])
+    assert rows[3]["correct"] is True and rows[3]["rewards/f"] == 0.5 and rows[3]["truncated"]
+    assert rows[1]["advantage"] == -0.5 and rows[1]["advantages"] == [-0.5, -0.5]
+
+
+def test_rows_take_one_advantage_for_each_token():
+    tokenizer, step = collected([1.0, 2.0, 4.0, 0.0, 3.0, 0.0, 5.0, 6.0])
+    rows = rows_of(step, tokenizer, scorer_for("sort"), count=4, group_size=2)
+    assert [r["advantages"] for r in rows] == [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
+    assert [r["advantage"] for r in rows] == [1.0, 3.0, 1.0, 5.5]
+
+
+def test_rows_of_prompts_without_an_answer():
+    tokenizer, step = collected([0.0] * 4)
+    step = step._replace(examples=[e._replace(answer=None) for e in step.examples])
+    rows = rows_of(step, tokenizer, scorer_for("jsonl"), count=4, group_size=2)
+    assert rows[0]["answer"] is None and not rows[0]["correct"]
+    assert "answer <b>" not in step_html(rows, 10**6)
+
+
+def test_strict_and_lenient_answers_are_told_apart():
+    tokenizer = build_bpe_tokenizer(TEXTS, 300)
+    texts = ["#### 1,080", "it is 1080", "none"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    rollout = Rollout(["q"] * 3, [[5]] * 3, ids, [torch.zeros(len(i)) for i in ids], texts,
+                      [False] * 3)  # fmt: skip
+    scores = RewardResult(torch.zeros(3), {}, {})
+    examples = [Example("q", "1080", None)] * 3
+    step = Collected(rollout, examples, scores, torch.zeros(3), {}, 9, [])
+    rows = rows_of(step, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
+    found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
+    assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
+    shown = Walk(step_html(rows, 10**6)).text
+    assert "found 1080" in shown and "found out of form 1080" in shown and "no answer" in shown
+
+
+def test_the_tokens_texts_make_the_whole_text():
+    tokenizer = build_bpe_tokenizer(TEXTS, 300)
+    ids = tokenizer("a é漢🙂 b")["input_ids"]
+    texts = token_texts(tokenizer, [*ids, 1])
+    assert texts[:4] == ["a", " ", "", "é"] and texts[-1] == "<|eos|>" and "🙂" in texts
+    for cut in range(1, len(ids) + 1):  # also in the middle of a character
+        texts = token_texts(tokenizer, ids[:cut])
+        assert len(texts) == cut and "".join(texts) == tokenizer.decode(ids[:cut])
+
+    class Slow:
+        def decode(self, ids):
+            return f"<{ids}>"
+
+    assert token_texts(Slow(), [3, 4]) == ["<[3]>", "<[4]>"] and token_texts(tokenizer, []) == []
+
+
+def test_parquet_holds_the_rows(tmp_path):
+    rows = [row(), row(completion="\ud800", answer=None, reward=math.nan, extracted=None)]
+    write_parquet(rows, 7, tmp_path / "a.parquet")
+    read = parquet.read_table(tmp_path / "a.parquet").to_pylist()
+    assert [set(r) for r in read] == [{"step", *row()}] * 2 and read[0]["step"] == 7
+    assert read[0]["tokens"] == ["1", " 2"] and read[0]["logps"] == pytest.approx([-0.1, -2.0])
+    assert read[1]["completion"] == r"\ud800" and read[1]["answer"] is None
+    assert math.isnan(read[1]["reward"])
+    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def hostile_page(folder):
+    names = ("prompt", "completion", "answer", "extracted", "extracted_lenient")
+    texts = dict.fromkeys(names, HOSTILE)
+    rows = [row(**texts, tokens=[HOSTILE, HOSTILE]), row(**(texts | {"extracted": None}))]
+    rows[0][f"rewards/{HOSTILE}"] = 1.0
+    written = CompletionsPage(folder / "completions.html", HOSTILE, 2**20)
+    written.add(1, rows)
+    return (folder / "completions.html").read_text(encoding="utf-8")
+
+
+def test_hostile_text_stays_text(tmp_path):
+    html = hostile_page(tmp_path)
+    seen = Walk(html)
+    allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "input", "label",
+               "main", "nav", "a", "details", "summary", "section", "article", "pre", "b", "i",
+               "span"}  # fmt: skip
+    assert set(seen.tags) <= allowed and seen.tags.count("style") == 1
+    names = {name for _, name, _ in seen.attributes}
+    assert not {"src", "srcset", "style"} & names and not [n for n in names if n.startswith("on")]
+    links = [value for _, name, value in seen.attributes if name == "href"]
+    assert links == ["#s1"]
+    shown = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
+    # Title and heading, prompt and answer, what was found twice, a reward's name, two tokens.
+    assert seen.text.count(shown) == 9
+    assert "\x1b" not in html and "\u202e" not in html
+
+
+def test_the_policy_allows_the_style_sheet_alone(tmp_path):
+    html = hostile_page(tmp_path)
+    policy = next(v for _, n, v in Walk(html).attributes if n == "content" and "-src" in v)
+    style = html.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert policy.split("; ") == [
+        "default-src 'none'", "base-uri 'none'", "form-action 'none'",
+        f"style-src 'sha256-{digest}'",
+    ]  # fmt: skip
+    assert html.index("Content-Security-Policy") < html.index("<style>") < html.index("<body>")
+
+
+def test_completions_stand_by_reward():
+    rewards = [0.5, math.nan, 2.0, -1.0]
+    rows = [row(reward=r, tokens=[f"t{i}", "x"]) for i, r in enumerate(rewards)]
+    rows += [row(group=1, prompt="other", reward=9.0)]
+    html = step_html(rows, 10**6)
+    assert re.findall(r"reward ([-\w.]+)</b>", html) == ["2", "0.5", "-1", "nan", "9"]
+    assert re.findall(r">(t\d)<", html) == ["t2", "t0", "t3", "t1"]
+    assert html.count("<section>") == html.count("</section>") == 2
+
+
+def test_shades():
+    def classes(logp, advantage, largest=1.0):
+        return re.findall(r'class="([^"]*)"', token_html("a", logp, advantage, largest))
+
+    assert classes(-0.1, 0.0) == [] and classes(-0.5, 0.0) == ["p1"]
+    assert classes(-100.0, 0.0) == ["p8"] and classes(-math.inf, 0.0, 0.0) == ["p8"]
+    assert classes(0.0, 1.0) == ["u4"] and classes(0.0, 0.2) == ["u1"]
+    assert classes(0.0, -2.0, 4.0) == ["d2"] and classes(-1.2, -4.0, 4.0) == ["p2 d4"]
+    both = step_html([row(advantages=[-2.0, -1.0])], 10**6)
+    odd = step_html([row(advantages=[math.nan, math.inf]), row(advantages=[0.0, 2.0])], 10**6)
+    assert odd.count("u4") == 1 and "d4" not in odd
+    assert '"d4"' in both and '"p4 d2"' in both  # the step's largest may be below 0
+    for name in ("p1", "p8", "u1", "u4", "d1", "d4"):
+        assert f"main .{name}{{" in page.STYLE
+
+
+def test_long_texts_show_both_ends():
+    assert text_html("a" * 4000) == "a" * 4000
+    shown = text_html("a" * 3000 + "b" * 3000)
+    assert shown.startswith("a" * 2000 + "\n… 2000 characters …\nb") and shown.endswith("b" * 2000)
+    many = {"tokens": [f"<{i}>" for i in range(5000)]}
+    many |= {name: [0.0] * 5000 for name in ("logps", "advantages")}
+    shown = Walk(step_html([row(**many)], 10**7)).text
+    assert "<599>… 3800 tokens …<4400>" in shown and shown.endswith("<4999>")
+
+
+def test_the_page_has_a_bounded_size_and_shows_the_whole_run(tmp_path):
+    most = 60_000
+    written = CompletionsPage(tmp_path / "p.html", "run", most)
+    for step in range(1, 101):
+        written.add(step, [row(group=i // 2, tokens=["x", f"step {step}"]) for i in range(8)])
+        html = (tmp_path / "p.html").read_text(encoding="utf-8")
+        assert len(html.encode()) <= most and f">step {step}<" in html
+    steps = [int(step) for step in re.findall(r'<details id="s(\d+)"', html)]
+    assert steps[0] == 1 and steps[-1] == 100 and len(steps) > 4
+    gaps = {b - a for a, b in zip(steps[:-2], steps[1:-1], strict=True)}
+    assert len(gaps) == 1 and f"{100 - len(steps)} steps that do not fit here" in html
+    assert html.count(" open>") == 1 and [p.name for p in tmp_path.iterdir()] == ["p.html"]
+
+
+def test_a_step_that_is_too_large_says_what_is_missing(tmp_path):
+    rows = [row(tokens=["y" * 3000, "z"]) for _ in range(40)]
+    written = CompletionsPage(tmp_path / "p.html", "run", 80_000)
+    written.add(1, rows)
+    html = (tmp_path / "p.html").read_text(encoding="utf-8")
+    missing = 40 - html.count("<article>")
+    assert len(html.encode()) < 80_000 and 30 < missing < 40
+    assert f"{missing} completions do not fit here." in html
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (CHROMIUM=path names one)")
+def test_a_browser_shows_the_page_and_runs_nothing(tmp_path):
+    hostile_page(tmp_path)
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    address = f"file://{tmp_path}/completions.html"
+
+    def browse(*more):
+        done = subprocess.run([CHROMIUM, *words, *more, address], capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    dom = browse("--dump-dom")
+    assert "<title>Completions of &lt;/pre&gt;" in dom and "<script" not in dom
+    assert dom.count("<article>") == 2 and "<img" not in dom
+    browse("--window-size=600,600", f"--screenshot={tmp_path}/page.png")
+    picture = (tmp_path / "page.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 5000
+    # The style sheet is in force: its background is in the corner that nothing else covers.
+    from matplotlib.image import imread
+
+    corner = imread(tmp_path / "page.png")[-1, 1, :3]
+    assert [round(255 * float(c)) for c in corner] == [0xF6, 0xF7, 0xF9]
+
+
+def test_a_run_leaves_rows_and_page(tmp_path, monkeypatch):
+    from grpo_fast.train import loop
+    from grpo_fast.train.settings import load_recipe
+    from tests.train.test_train_loop import TINY_SORT
+
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    words = [*TINY_SORT, f"output_dir={tmp_path}/run", "log.completions_every=2", "steps=5"]
+    loop.train(load_recipe("sort", [*words, "log.completions=5"]))
+    names = sorted(p.name for p in (tmp_path / "run" / "completions").iterdir())
+    assert names == [f"step_{step:06d}.parquet" for step in (1, 2, 4, 5)]
+    rows = parquet.read_table(tmp_path / "run" / "completions" / names[-1]).to_pylist()
+    assert len(rows) == 8 and {r["step"] for r in rows} == {5} and rows[7]["group"] == 1
+    assert all(len(r["tokens"]) == len(r["logps"]) == len(r["advantages"]) for r in rows)
+    metrics = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert metrics[-1]["step"] == 5
+    html = (tmp_path / "run" / "completions.html").read_text(encoding="utf-8")
+    assert re.findall(r'<details id="s(\d+)"', html) == ["1", "2", "4", "5"]
+    assert "Completions of run" in html and html.count("<article>") == 32
+
+
+def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path, monkeypatch):
+    from grpo_fast.train import loop
+    from grpo_fast.train.settings import load_recipe
+    from tests.train.test_train_loop import TINY_SORT
+
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    words = [*TINY_SORT, f"output_dir={tmp_path}/run", "steps=1"]
+    loop.train(load_recipe("ppo-sort", words))
+    path = tmp_path / "run" / "completions" / "step_000001.parquet"
+    rows = parquet.read_table(path).to_pylist()
+    assert any(len(set(r["advantages"])) > 1 for r in rows)
+    for r in rows:
+        assert len(r["advantages"]) == len(r["tokens"])
+        mean = sum(r["advantages"]) / len(r["advantages"])
+        assert r["advantage"] == pytest.approx(mean, abs=1e-6)

@@ -1,0 +1,238 @@
+"""Groups without spread are dropped and refilled; prompts.jsonl says how hard each prompt was."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from grpo_fast.data import Example
+from grpo_fast.rewards import RewardResult, RewardSet, WeightedReward
+from grpo_fast.rollout import Rollout
+from grpo_fast.train import collect as module
+from grpo_fast.train import loop
+from grpo_fast.train.collect import collect
+from grpo_fast.train.groups import Drawn, uses_of
+from grpo_fast.train.metrics import Clock
+from grpo_fast.train.prompts import Asked, PromptQueue
+from grpo_fast.train.settings import load_recipe
+from tests.command_line import invoke, refused, write_recipe
+from tests.train.test_train_loop import TINY_SORT
+
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+def configured(*words):
+    return load_recipe("sort", ["rollout.group_size=2", "rollout.prompts_per_step=3", *words])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Every call of a fake `generate`: (prompts, seed). Completion i of p answers `p i`."""
+    calls = []
+
+    def generate(policy, prompts, options, *, group_size, seed):
+        calls.append((list(prompts), seed))
+        names = [f"{prompt} {i}" for prompt in prompts for i in range(group_size)]
+        n = len(names)
+        return Rollout(
+            prompts=[p for p in prompts for _ in range(group_size)], prompt_ids=[[1]] * n,
+            completion_ids=[[2] * (i + 1) for i in range(n)], sampling_logps=[torch.zeros(1)] * n,
+            texts=names, truncated=[False] * n,
+        )  # fmt: skip
+
+    monkeypatch.setattr(module, "generate", generate)
+    return calls
+
+
+def collected(queue, rewards, config, step=1):
+    return collect(None, queue, rewards, config, step, Clock())
+
+
+def by_table(table, watched=None):
+    """Rewards by completion: those of a prompt's two samples; a prompt that is not there: 0, 0."""
+
+    def total(*, completions):
+        return [table.get(c.split()[0], (0, 0))[int(c.split()[1])] for c in completions]
+
+    functions = [WeightedReward("total", 1.0, total)]
+    if watched is not None:
+        functions.append(WeightedReward("watched", 0.0, watched))
+    return RewardSet(functions, max_failures=1.0)
+
+
+def queue_of(count):
+    return PromptQueue([Example(f"p{i}", "x", None) for i in range(count)])
+
+
+# ------------------------------------------------------------------------------------------------
+def test_what_becomes_of_each_group():
+    rewards = [[0, 1], [1, 1], [NAN, NAN], [1, NAN], [0, 0], [2, -1], [NAN, 0], [3, 4]]
+    judged = torch.tensor(rewards)
+    kept = ["kept", "dropped", "dropped", "dropped", "dropped", "kept", "dropped", "kept"]
+    assert uses_of(judged, 3) == kept
+    filled = ["kept", "filled", "filled", "dropped", "dropped", "kept", "dropped", "kept"]
+    assert uses_of(judged, 5) == filled
+
+
+def test_without_it_nothing_is_dropped(asked):
+    queue = queue_of(9)
+    found = collected(queue, by_table({}), configured())
+    assert asked == [(["p0", "p1", "p2"], (0, 1))] and queue.consumed == 3
+    assert [row["use"] for row in found.prompts] == ["kept"] * 3
+    assert not any(name.startswith(("dynamic", "prompts")) for name in found.metrics)
+
+
+def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
+    table = {"p1": (0, 1), "p4": (1, 0), "p5": (0, 3)}
+    queue = queue_of(9)
+    found = collected(queue, by_table(table), configured("rollout.dynamic.rounds=4"), step=7)
+    # Two of p0, p1, p2 are dropped; of p3, p4 one; p5 is the third to be kept.
+    prompts, seeds = zip(*asked, strict=True)
+    assert prompts == (["p0", "p1", "p2"], ["p3", "p4"], ["p5"])
+    assert seeds == ((0, 7), (0, 7, 3), (0, 7, 5)) and queue.consumed == 6
+    assert found.rollout.texts == ["p1 0", "p1 1", "p4 0", "p4 1", "p5 0", "p5 1"]
+    assert [e.prompt for e in found.examples] == ["p1", "p1", "p4", "p4", "p5", "p5"]
+    assert found.scores.total.tolist() == [0, 1, 1, 0, 0, 3]
+    assert found.advantages.view(3, 2).sum(1).abs().max() < 1e-6 and found.advantages.all()
+    assert found.rollout.lengths == [3, 4, 3, 4, 1, 2] and found.generated == 21 + 10 + 3
+    counts = {k: v for k, v in found.metrics.items() if "dynamic" in k or "consumed" in k}
+    assert counts == {
+        "dynamic_sampling/asked": 6,
+        "dynamic_sampling/dropped": 3,
+        "dynamic_sampling/filled": 0,
+        "dynamic_sampling/rounds": 2,
+        "prompts_consumed": 6,
+    }
+    assert found.metrics["reward"] == pytest.approx(5 / 12)  # of all that was sampled
+    assert found.metrics["frac_reward_zero_std"] == 1 / 2
+    rows = [(r["prompt"], r["reward"], r["reward_std"], r["use"]) for r in found.prompts]
+    assert rows[:2] == [(0, 0, 0, "dropped"), (1, 0.5, 0.5, "kept")]
+    assert rows[5] == (5, 1.5, 1.5, "kept") and {r["step"] for r in found.prompts} == {7}
+
+
+def test_what_is_missing_after_the_last_round_is_filled(asked):
+    queue = queue_of(4)
+    config = configured("rollout.dynamic.rounds=2")
+    found = collected(queue, by_table({"p2": (0, 1)}), config)
+    prompts, _ = zip(*asked, strict=True)
+    assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])  # round the training set
+    assert [r["use"] for r in found.prompts] == [
+        "filled", "dropped", "kept", "dropped", "dropped", "dropped", "kept"
+    ]  # fmt: skip
+    assert found.rollout.prompts[::2] == ["p0", "p2", "p2"]
+    assert found.metrics["dynamic_sampling/filled"] == 1
+
+
+def test_the_judge_is_the_named_reward(asked):
+    def right(*, completions):
+        return [float(c == "p1 1") for c in completions]
+
+    spread_by_total = {f"p{i}": (0, 1) for i in range(9)}
+    config = configured(
+        "rollout.dynamic={judged_by: watched, rounds: 1}", "rollout.prompts_per_step=2",
+        "rewards=[{name: exact_match}, {name: exact_match, label: watched, weight: 0}]",
+    )  # fmt: skip
+    found = collected(queue_of(9), by_table(spread_by_total, right), config)
+    assert [r["use"] for r in found.prompts] == ["filled", "kept", "dropped"]
+    assert found.prompts[0]["reward"] == 0 and found.prompts[1]["reward"] == 0.5
+
+
+def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
+    table = {"p0": (NAN, NAN), "p1": (NAN, 1), "p2": (0, 1), "p3": (0, 1), "p4": (2, NAN)}
+    queue, config = queue_of(9), configured("rollout.dynamic.rounds=1")
+    found = collected(queue, by_table(table), config)
+    assert found.metrics["rewards/total/failed/not_a_number"] == 4
+    assert found.prompts[0]["reward"] is None and found.prompts[1]["reward_std"] == 0
+    json.dumps(found.prompts, allow_nan=False)
+
+
+def test_groups_joined_and_selected_keep_all_that_belongs_to_them():
+    def drawn(*names):
+        n = 2 * len(names)
+        texts = [f"{name}{i}" for name in names for i in range(2)]
+        rollout = Rollout(texts, [[1]] * n, [[2]] * n, [torch.zeros(1)] * n, texts, [False] * n)
+        values = torch.arange(n).float()
+        scores = RewardResult(values, {"f": values + 10}, {"f": Counter(error=1)})
+        return Drawn([Asked(i, Example(name, None, None)) for i, name in enumerate(names)], rollout,
+                     scores)  # fmt: skip
+
+    both = drawn("a", "b").joined(drawn("c"))
+    assert both.rollout.texts == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert both.scores.reasons == {"f": {"error": 2}}
+    some = both.select([0, 2])
+    assert some.rollout.texts == ["a0", "a1", "c0", "c1"] and len(some.asked) == 2
+    assert some.scores.total.tolist() == [0, 1, 0, 1]
+    assert some.scores.per_fn["f"].tolist() == [10, 11, 10, 11]
+    assert some.judged("f").tolist() == [[10, 11], [10, 11]]
+
+
+# ------------------------------------------------------------------------------------------------
+def run(folder, *words):
+    config = load_recipe("sort", [*TINY_SORT, *words, f"output_dir={folder}"])
+    loop.train(config)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    asked = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], asked
+
+
+def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
+    # The sum has a spread in every group; exact_match has none in almost all of them.
+    words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
+             "data.symbols=3", "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
+             "advantages=opo",
+             "rewards=[{name: sort_positions}, {name: exact_match, weight: 0}]"]  # fmt: skip
+    (first, asked), (again, asked_again) = run(tmp_path / "a", *words), run(tmp_path / "b", *words)
+    timeless = [{k: v for k, v in row.items() if "time" not in k and "perf" not in k}
+                for row in (*first, *again)]  # fmt: skip
+    assert timeless[:3] == timeless[3:] and asked == asked_again
+    consumed = [row["prompts_consumed"] for row in first]
+    assert consumed[-1] == len(asked) and [row["prompt"] for row in asked] == list(
+        range(len(asked))
+    )
+    assert sum(row["dynamic_sampling/dropped"] for row in first) > 0
+    for row in first:
+        of_step = [one["use"] for one in asked if one["step"] == row["step"]]
+        assert len(of_step) == row["dynamic_sampling/asked"]
+        assert len(of_step) - of_step.count("dropped") == 4
+
+
+def test_prompts_are_logged_without_it_too(tmp_path):
+    _, asked = run(tmp_path / "a")
+    assert [(row["step"], row["prompt"]) for row in asked] == [(1 + i // 4, i) for i in range(12)]
+    assert {row["use"] for row in asked} == {"kept"}
+
+
+def test_the_queue_goes_on_where_its_number_says():
+    queue, other = queue_of(5), PromptQueue(queue_of(5).examples, consumed=3)
+    queue.take(3)
+    assert queue.take(4) == other.take(4)
+    assert [one.number for one in other.take(3)] == [2, 3, 4] and other.consumed == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.dynamic.judged_by=correct"], "expected one of the rewards sort_positions, came"),
+        (["rollout.dynamic.rounds=0"], "rollout.dynamic.rounds"),
+        (
+            ["rollout.dynamic={}", "rollout.group_size=1", "advantages=rewards"],
+            "rollout.group_size",
+        ),
+        (["rewards.0.path=x"], "rewards.path: expected none for sort_positions, came 'x'"),
+        (["rewards.0.name=reward_model"], "rewards.path: expected the model's folder"),
+        (["rewards.0.in_process=true"], "rewards.name: expected package.module:function"),
+        (["rewards.0.timeout=0"], "rewards.0.timeout"),
+        (["max_reward_failures=2"], "max_reward_failures"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, words, said):
+    assert refused(invoke("train", write_recipe(tmp_path), *words), said)

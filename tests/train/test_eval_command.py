@@ -1,0 +1,169 @@
+"""`grpo-fast eval`: what a recipe brings along, and two models side by side."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_fast.train.eval_command import compare_models, run_eval
+from grpo_fast.train.eval_settings import complete, is_model, is_sampled, parse_settings
+from grpo_fast.train.settings import load_recipe
+from tests.command_line import invoke, refused, write_recipe
+from tests.tiny import tiny_folder
+
+RECIPE = """
+model: {path: nowhere}
+data: {task: gsm8k, path: DATA, system_prompt: 'Be terse.', prompt_template: answer_tag}
+rewards: [{name: gsm8k_format, weight: 3.0}, {name: gsm8k_correct_lenient}]
+rollout: {max_new_tokens: 5}
+eval: {n: 2, samples: 4, temperature: 0.9, top_p: 0.8, top_k: 7, k: [1, 4]}
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [tiny_folder(folder / f"m{seed}", seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe of three test questions."""
+    for name, count in (("train", 2), ("test", 3)):
+        lines = [{"question": f"{name} {i}+2?", "answer": f"#### {i + 2}"} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    path = tmp_path / "own.yaml"
+    path.write_text(RECIPE.replace("DATA", str(tmp_path)))
+    return str(path)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls of the rollout: prompts, sampling, samples, seed."""
+    from grpo_fast import rollout
+
+    calls, original = [], rollout.generate
+
+    def generate(policy, prompts, options, *, group_size, seed):
+        calls.append((list(prompts), options, group_size, seed))
+        return original(policy, prompts, options, group_size=group_size, seed=seed)
+
+    monkeypatch.setattr(rollout, "generate", generate)
+    return calls
+
+
+def test_a_plain_model_is_asked_as_the_recipe_says(models, recipe, asked):
+    found = run_eval(models[0], parse_settings([f"recipe={recipe}"]))
+    assert set(found) == {"greedy", "sampled"} and found["sampled"]["eval_n"] == 2
+    assert {"eval_pass@1", "eval_pass@4", "eval_maj@4_lenient"} <= found["sampled"].keys()
+    assert "eval_pass@2" not in found["sampled"]
+    assert {"eval_rewards/gsm8k_format", "eval_rewards/gsm8k_correct_lenient"} <= (
+        found["greedy"].keys()
+    )
+    (greedy, sampled) = asked
+    system, user = greedy[0][0]
+    assert system == {"role": "system", "content": "Be terse."}
+    assert user["content"].startswith("test 0+2?") and "<answer>" in user["content"]
+    assert [call[2] for call in asked] == [1, 4] and greedy[1].temperature == 0
+    options = sampled[1]
+    assert (options.temperature, options.top_p, options.top_k) == (0.9, 0.8, 7)
+    assert options.max_new_tokens == greedy[1].max_new_tokens == 5
+
+
+def test_a_setting_counts_before_the_recipe(models, recipe, asked):
+    words = [f"recipe={recipe}", "n=3", "samples=2", "top_k=0", "max_new_tokens=2", "temperature=2"]
+    found = run_eval(models[0], parse_settings([*words, "system_prompt=Other."]))
+    assert found["sampled"]["eval_n"] == 3 and found["sampled"]["eval_samples"] == 2
+    assert "eval_pass@1" in found["sampled"] and "eval_pass@2" not in found["sampled"]
+    options = asked[1][1]
+    assert (options.temperature, options.top_p, options.top_k) == (2.0, 0.8, 0)
+    assert options.max_new_tokens == 2 and asked[1][0][0][0]["content"] == "Other."
+
+
+def test_settings_are_completed():
+    plain = complete(parse_settings([]), None)
+    assert (plain.samples, plain.max_new_tokens, plain.temperature) == (1, 256, 0.7)
+    assert not is_sampled(plain) and is_sampled(parse_settings(["temperature=1"]))
+    sort = complete(parse_settings([]), load_recipe("sort"))
+    assert not is_sampled(sort) and sort.max_new_tokens == 4 and sort.n is None
+    tiny = complete(parse_settings(["n=7"]), load_recipe("gsm8k-tiny"))
+    assert is_sampled(tiny) and (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
+    smol = complete(parse_settings(["recipe=x", "k=2"]), load_recipe("gsm8k-smollm2-1.7b"))
+    assert smol.samples == 8 and smol.k == [2]
+    with pytest.raises(ValueError, match="k: expected values from 1 to samples=8, got 9"):
+        complete(parse_settings(["recipe=x", "k=9"]), load_recipe("gsm8k-smollm2-1.7b"))
+
+
+def test_a_recipes_code_needs_leave(models, recipe, tmp_path, monkeypatch):
+    (tmp_path / "planted_eval.py").write_text(
+        "def score(prompts, completions, answers):\n    return [0.25] * len(prompts)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["eval", models[0], f"recipe={recipe}", "samples=1"]
+    with open(recipe) as file:
+        text = file.read()
+    with open(recipe, "w") as file:
+        file.write(text.replace("gsm8k_format", "'planted_eval:score'"))
+    assert refused(invoke(*words), "planted_eval:score", "own.yaml", "--allow-code")
+    assert "rewards/score                 0.2500" in invoke(*words, "--allow-code").output
+    assert refused(invoke("eval", models[0], "recipe=gsm8k-tinny"), "gsm8k-tinny", "nearest")
+
+
+def test_two_models_get_the_same_questions_and_random_numbers(models, recipe, asked):
+    found = compare_models(*models, parse_settings([f"recipe={recipe}", "n=3", "dtype=float32"]))
+    first, second = asked[:2], asked[2:]
+    assert [(c[0], c[2], c[3]) for c in first] == [(c[0], c[2], c[3]) for c in second]
+    assert set(found) == {"greedy", "sampled"}
+    assert {"accuracy_strict", "accuracy_lenient", "reward", "pass@4"} <= found["sampled"].keys()
+    same = compare_models(models[0], models[0], parse_settings([f"recipe={recipe}"]))
+    for metrics in same.values():
+        for metric in metrics.values():
+            assert (metric.difference, metric.p, metric.n) == (0.0, 1.0, 2)
+            assert metric.a == metric.b
+
+
+def test_the_values_are_those_of_each_model_alone(models, recipe):
+    settings = parse_settings([f"recipe={recipe}", "n=3"])
+    found = compare_models(*models, settings)
+    for letter, model in zip("ab", models, strict=True):
+        alone = run_eval(model, settings)
+        for mode, metrics in found.items():
+            for name, metric in metrics.items():
+                assert getattr(metric, letter) == pytest.approx(alone[mode][f"eval_{name}"])
+
+
+def test_two_models_on_the_command_line(models, recipe, tmp_path):
+    out = tmp_path / "both.json"
+    words = ("eval", *models, f"recipe={recipe}", "samples=1", f"out={out}")
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    assert f"A: {models[0]}\nB: {models[1]}\n" in result.output
+    assert "B − A, n=2 questions" in result.output and "p = " in result.output
+    written = json.loads(out.read_text())
+    assert written["models"] == {"a": models[0], "b": models[1]}
+    assert set(written["greedy"]["accuracy_strict"]) == {"a", "b", "difference", "se", "p", "n"}
+    assert invoke(*words).exit_code == 0  # over its own earlier results
+    assert refused(invoke("eval", *models, models[0], "n=1"), "expected key=value, got")
+    assert is_model("owner/name") and is_model(models[0])
+    assert not is_model("n") and not is_model("data=a/b.jsonl")
+
+
+def test_runs_of_two_tasks_are_not_compared(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    first, second = write_recipe(tmp_path / "one"), write_recipe(tmp_path / "two")
+    with open(second) as file:
+        text = file.read()
+    with open(second, "w") as file:
+        file.write(
+            text.replace("{task: sort, digits: 3, n_test: 8}", "{task: arithmetic, n_test: 4}")
+            .replace("sort_positions", "exact_match")
+            .replace("max_new_tokens: 4", "max_new_tokens: 4, temperature: 1.0")
+        )
+    for path in (first, second):
+        assert invoke("train", path, "steps=0", "log.progress=false").exit_code == 0
+    runs = [str(tmp_path / name / "run") for name in ("one", "two")]
+    assert refused(invoke("eval", *runs), "expected two runs of one task", "sort", "arithmetic")
+    result = invoke("eval", runs[0], runs[0])
+    assert result.exit_code == 0 and "+0.0000" in result.output and "p = 1" in result.output

@@ -1,0 +1,173 @@
+"""The lecture: its model against its formulas, packed and not; its recipe learns and says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from grpo_fast.attention import pack_groups
+from grpo_fast.data import load_examples, task_symbols
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rewards.rules import sort_inclusion_ordering, sort_positions
+from grpo_fast.rollout import generate
+from grpo_fast.train import loop
+from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.loading import load_policy
+from grpo_fast.train.settings import load_recipe
+
+QUICK = ["log.progress=false", "log.save_model=false", "log.completions_every=0",
+         "log.every_update=false", "eval.every=0"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+def make_policy(**sizes):
+    tokenizer = build_symbol_tokenizer(["0", "1", "2", "3", "4"])
+    return load_policy(
+        ModelConfig(config={"model_type": "lecture", **sizes}, tokenizer="symbols"), tokenizer
+    )
+
+
+def lectures_logits(lm, prompts):
+    """(N, P) → (N, places, V): the lecture's forward pass, word for word, in fp64."""
+    E, encode, decode = (
+        x.detach().double()
+        for x in (lm.model.embed_tokens.weight, lm.model.encode, lm.model.decode)
+    )
+    encoded = torch.einsum("npd,pdk->nk", E[prompts], encode)
+    decoded = torch.einsum("nk,pkd->npd", encoded, decode)
+    return torch.einsum("npd,vd->npv", decoded, E)[..., 2:]  # the five symbols
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_models_logps_are_those_of_the_lectures_formulas(shared):
+    policy = make_policy()
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.tensor([[3, 2, 4], [5, 4, 6], [3, 4, 5]])
+    groups = [(p.tolist(), torch.randint(2, 7, (4, 3), generator=generator).tolist())
+              for p in prompts]  # fmt: skip
+    logps = policy.logps(pack_groups(groups, shared=shared)).reshape(3, 4, 3)
+    z = lectures_logits(policy.lm, prompts).log_softmax(-1)
+    for n, (_, completions) in enumerate(groups):
+        for g, tokens in enumerate(completions):
+            expected = z[n, range(3), torch.tensor(tokens) - 2]
+            torch.testing.assert_close(logps[n, g].double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"prompt_length": 1, "response_length": 5}, {"prompt_length": 6}]
+)
+def test_packed_rows_agree_with_the_plain_forward_pass(sizes):
+    assert make_policy(**sizes).self_check() < 1e-4
+
+
+def test_what_was_said_does_not_change_what_comes_next():
+    policy = make_policy()
+    prompt, one, other = [3, 2, 4], [2, 3, 4], [6, 5, 4]
+    last = [policy.logps(pack_groups([(prompt, [c])]))[-1].item() for c in (one, other)]
+    assert last[0] == last[1]
+
+
+def test_it_starts_as_the_lecture_starts():
+    torch.manual_seed(0)
+    model = make_policy(hidden_size=64, prompt_length=20).lm.model
+    assert model.embed_tokens.weight.std().item() == pytest.approx(1.0, rel=0.1)
+    for matrices in (model.encode, model.decode):
+        assert matrices.std().item() == pytest.approx(64**-0.5, rel=0.05)
+    small = make_policy(hidden_size=64, initializer_range=0.25).lm
+    assert small.model.embed_tokens.weight.std().item() == pytest.approx(0.25, rel=0.1)
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+    assert small.lm_head.bias.tolist() == [-100.0, -100.0] + [0.0] * 5
+
+
+def test_responses_are_symbols_with_the_models_probabilities():
+    policy = make_policy(initializer_range=0.3)
+    options = load_recipe("lecture").rollout
+    rollout = generate(policy, ["1 0 2", "3 2 4"], options, group_size=200, seed=1)
+    assert set(rollout.lengths) == {3} and not {0, 1} & {
+        i for c in rollout.completion_ids for i in c
+    }
+    groups = [(rollout.prompt_ids[i], rollout.completion_ids[i : i + 200]) for i in (0, 200)]
+    logps = policy.logps(pack_groups(groups))
+    torch.testing.assert_close(torch.cat(rollout.sampling_logps), logps, rtol=0, atol=1e-5)
+    p = lectures_logits(policy.lm, torch.tensor([[3, 2, 4]])).softmax(-1)[0]
+    drawn = torch.tensor(rollout.completion_ids[:200]) - 2
+    seen = torch.stack([(drawn == v).double().mean(0) for v in range(5)], dim=-1)
+    assert (seen - p).abs().max() < 0.12
+
+
+def test_prompts_of_several_lengths_are_padded():
+    """Padding on the left moves no position."""
+    policy = make_policy(prompt_length=2)
+    options = load_recipe("lecture").rollout
+    rollout = generate(policy, ["1 0 2", "3 2"], options, group_size=8, seed=1)
+    groups = [(rollout.prompt_ids[i], rollout.completion_ids[i : i + 8]) for i in (0, 8)]
+    logps = policy.logps(pack_groups(groups))
+    torch.testing.assert_close(torch.cat(rollout.sampling_logps), logps, rtol=0, atol=1e-5)
+
+
+def test_a_saved_model_comes_back(tmp_path):
+    policy = make_policy()
+    policy.save(tmp_path / "model")
+    again = load_policy(ModelConfig(path=str(tmp_path / "model")))
+    packed = pack_groups([([3, 2, 4], [[2, 3, 4], [4, 4, 2]])])
+    assert torch.equal(policy.logps(packed), again.logps(packed))
+    assert len(again.trainable()) == 3  # embedding, encode, decode: not the bias
+    with pytest.raises(ValueError, match="lecture has no field prompt_lenght"):
+        make_policy(prompt_lenght=3)
+
+
+def run(folder, *overrides):
+    loop.train(load_recipe("lecture", [*overrides, f"output_dir={folder}"]))
+    return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_recipe_learns(tmp_path):
+    lines = run(tmp_path / "run", *QUICK, "steps=24")
+    rewards = [line["reward"] for line in lines if "reward" in line]
+    assert sum(rewards[:3]) / 3 < 1.4 and min(rewards[-3:]) > 1.7
+    assert lines[-1]["eval_reward"] > lines[0]["eval_reward"] + 0.4 and lines[-1]["eval_n"] == 3
+    # the copy is taken after steps 10 and 20: the KL falls there
+    kl = [line["kl"] for line in lines if "kl" in line]
+    assert kl[10] < kl[9] and kl[20] < kl[19] and min(kl) >= 0
+
+
+def test_every_response_and_every_update_is_in_the_log(tmp_path):
+    from pyarrow import parquet
+
+    lines = run(tmp_path / "run", *QUICK[:2], "eval.every=0", "steps=1")
+    table = parquet.read_table(tmp_path / "run" / "completions" / "step_000001.parquet")
+    rows = table.to_pylist()
+    assert len(rows) == 30 and {row["prompt"] for row in rows} == {"1 0 2", "3 2 4", "1 2 3"}
+    assert all(len(row["logps"]) == 3 and max(row["logps"]) <= 0 for row in rows)
+    for n in range(3):
+        group = rows[10 * n : 10 * n + 10]
+        mean = sum(row["reward"] for row in group) / 10
+        for row in group:
+            assert row["advantage"] == pytest.approx(row["reward"] - mean, abs=1e-5)
+    assert sum("update" in line for line in lines) == 10
+
+
+def test_the_lectures_points():
+    """Included numbers + neighbours in order, of `1 0 2` and `3 2 4`; and their scaled twins."""
+    given = {"answers": ["0 1 2"] * 3 + ["2 3 4"],
+             "completions": ["0 1 2", "1 0 2", "0 0 1", "4 4 4"]}  # fmt: skip
+    assert sort_inclusion_ordering(**given, scaled=False) == [5.0, 4.0, 4.0, 3.0]
+    assert sort_inclusion_ordering(**given) == pytest.approx([2.0, 1.5, 5 / 3, 4 / 3])
+    assert sort_positions(**given, scaled=False) == [3.0, 1.0, 1.0, 1.0]
+    assert sort_positions(**given) == pytest.approx([1.0, 1 / 3, 1 / 3, 1 / 3])
+
+
+def test_its_prompts_are_trained_on_and_evaluated():
+    data = load_recipe("lecture").data
+    for split in ("train", "test"):
+        found = [(e.prompt, e.answer) for e in load_examples(data, split=split, seed=5)]
+        assert found == [("1 0 2", "0 1 2"), ("3 2 4", "2 3 4"), ("1 2 3", "1 2 3")]
+    assert task_symbols(data) == ["0", "1", "2", "3", "4"]
+    with pytest.raises(ValueError, match="data.chat: task lecture makes its own prompts"):
+        load_recipe("lecture", ["data.chat=true"])

@@ -1,0 +1,77 @@
+"""The notebook's recipe with two tiny GPT-2 models: open prompts, a reference of another path, a
+summed ratio.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from grpo_fast.attention import pack_groups
+from grpo_fast.data import load_examples
+from grpo_fast.rewards import build_rewards
+from grpo_fast.train import loop
+from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.loading import load_policy
+from grpo_fast.train.metrics import is_timing
+from grpo_fast.train.settings import load_recipe
+from tests.tiny import tiny_folder
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("gpt2")
+    return [tiny_folder(root / name, "gpt2", seed=i) for i, name in enumerate(("policy", "other"))]
+
+
+def run(folder, models, *overrides):
+    settings = [f"model.path={models[0]}", f"reference.path={models[1]}", "steps=3",
+                "optim.lr=1e-3", "rollout.max_new_tokens=8", "log.progress=false",
+                "log.save_model=false"]  # fmt: skip
+    loop.train(load_recipe("notebook", [*settings, *overrides, f"output_dir={folder}"]))
+    lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
+
+
+def test_learned_absolute_positions_are_packed_rightly(models):
+    """A completion goes on where its prompt ends, in a shared row as in a row of its own."""
+    policy = load_policy(ModelConfig(path=models[0]))
+    assert policy.self_check() < 1e-4 and policy.positions == 512
+    groups = [([5, 6, 7], [[8, 9], [10, 11, 12]]), ([20, 21], [[22, 23, 24], [25]])]
+    one = policy.logps(pack_groups(groups, shared=True))
+    torch.testing.assert_close(one, policy.logps(pack_groups(groups, shared=False)))
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_the_recipe_with_tiny_models(tmp_path, models, estimator):
+    rows = run(tmp_path / "a", models, f"loss.kl_estimator={estimator}")
+    assert rows == run(tmp_path / "b", models, f"loss.kl_estimator={estimator}")
+    # another model from the first update on, and ratios that multiply over a completion's tokens
+    assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
+
+
+def test_its_ratio_is_larger_than_that_of_the_mean(tmp_path, models):
+    level = "loss.importance_sampling_level="
+    summed, mean = (run(tmp_path / x, models, level + x, "steps=1")[0]
+                    for x in ("sequence_sum", "sequence"))  # fmt: skip
+    assert summed["ratio/max"] - 1 > 2 * (mean["ratio/max"] - 1) > 0
+
+
+def test_open_prompts_have_no_answer():
+    config = load_recipe("notebook")
+    examples = load_examples(config.data, split="train", seed=0)
+    assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)
+    texts = ["the cat the CAT", "one two three", "", "  "]
+    rewards = build_rewards(config.rewards)([""] * 4, texts, [None] * 4)
+    assert rewards.total.tolist() == [0.5, 1.0, 0.0, 0.0] and rewards.failures == {
+        "distinct_words": 0
+    }

@@ -1,0 +1,379 @@
+"""Whole PPO runs of a tiny model: what must not change the result, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_fast.train import loop, trainer
+from grpo_fast.train.config import KLConfig
+from grpo_fast.train.critic import Critic, load_critic
+from grpo_fast.train.kl_weight import KLWeight
+from grpo_fast.train.loading import load_policy
+from grpo_fast.train.metrics import is_timing
+from grpo_fast.train.optimizer import Optimizer, schedule
+from grpo_fast.train.planning import budget
+from grpo_fast.train.planning.memory_model import Shape, predict_run
+from grpo_fast.train.settings import load_recipe
+from tests.tiny import tiny_folder
+
+TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",
+        "model.config.num_hidden_layers=2", "rollout.prompts_per_step=4", "rollout.group_size=4",
+        "log.progress=false", "log.save_model=false", "steps=3"]  # fmt: skip
+PPO = ["advantages=gae", "critic={bootstrap: false}"]
+PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
+KL = ["reference.kind=frozen", "loss.beta=0.1"]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+def lines(folder, *overrides):
+    """The run's rows of steps and of updates, timings left out."""
+    loop.train(load_recipe("sort", [*TINY, *overrides, f"output_dir={folder}"]))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in row.items() if not is_timing(k)} for row in rows if "loss" in row]
+    return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
+
+
+def steps(folder, *overrides):
+    return lines(folder, *overrides)[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*PASSES],
+        ["critic={kind: model, lr: 0.003, loss: huber}", *PASSES, "shuffle=groups"],
+        ["rollout.group_size=1", "rollout.prompts_per_step=16"],
+        ["kl.into=reward", *KL, "kl.target=0.01", "loss.kl_estimator=k1", *PASSES],
+        [*KL, "reference.kind=synced", "reference.sync_every=1", "rollout.mask_truncated=true"],
+        ["model.autocast=bfloat16", *PASSES],
+        ["model.gradient_checkpointing=true", "critic.kind=model"],
+    ],
+)
+def test_the_same_seed_gives_the_same_metrics_bit_for_bit(tmp_path, overrides):
+    first = steps(tmp_path / "a", *PPO, *overrides)
+    assert first == steps(tmp_path / "b", *PPO, *overrides)
+    for row in first:
+        assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
+        assert {f"value/{x}" for x in ("loss", "mean", "error", "clip_ratio")} <= row.keys()
+    assert any("value/explained_variance" in row for row in first)
+    assert first[0]["value/mean"] == 0 != first[1]["value/mean"]  # the head starts at zero
+
+
+def test_packing_changes_nothing(tmp_path):
+    options = [*PPO, *PASSES, *KL, "kl.into=reward"]
+    whole = steps(tmp_path / "whole", *options)
+    for folder, more in (("pieces", []), ("unshared", ["shared_prompt=false"])):
+        other = steps(tmp_path / folder, *options, "tokens_per_microbatch=30", *more)
+        for a, b in zip(whole, other, strict=True):
+            for name in ("loss", "policy_loss", "value/loss", "value/error", "kl", "reward"):
+                assert a[name] == pytest.approx(b[name], abs=3e-5, rel=3e-5), name
+
+
+def test_lora_with_a_critic_of_either_kind(tmp_path):
+    folder = tiny_folder(tmp_path / "tiny", "llama")
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train", "test"):
+        rows = [{"question": f"What {name} is {i}?", "answer": f"#### {i}"} for i in range(8)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (data / f"{name}.jsonl").write_text(text)
+    for kind in ("shared", "model"):
+        run = tmp_path / kind
+        config = load_recipe(
+            "gsm8k-smollm2-1.7b",
+            [f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
+             f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2",
+             "steps=2", "eval.n=2", "eval.samples=1", "eval.k=[]", "log.progress=false",
+             "rollout.group_size=4", "advantages=gae", f"critic.kind={kind}", "minibatches=2",
+             "kl.into=reward", "inner_iterations=2", f"output_dir={run}",
+             "rewards=[{name: 'tests.train.test_ppo_runs:characters'}]"],
+        )  # fmt: skip
+        loop.train(config)
+        head = load_file(run / "critic" / "value_head.safetensors")
+        assert head["weight"].abs().max() > 0
+        assert (run / "critic" / "model.safetensors").is_file() == (kind == "model")
+        if kind == "model":  # merged: the adapter's own keys are gone, and it loads as a critic
+            names = load_file(run / "critic" / "model.safetensors").keys()
+            assert not any("lora" in name for name in names)
+            again = load_recipe(str(run / "config.yaml"), [f"critic.path={run / 'critic'}"])
+            policy = load_policy(again.model)
+            found = load_critic(again, policy)
+            assert torch.equal(found.head.weight.cpu(), head["weight"])
+            assert sum(p.requires_grad for p in found.trunk.lm.parameters()) == sum(
+                p.requires_grad for p in policy.lm.parameters()
+            )
+
+
+def test_critic_path(tmp_path):
+    """A critic's folder is one to start from; what is no model, or another width, is refused."""
+    options = [*PPO, "critic.kind=model", "log.save_model=true"]
+    steps(tmp_path / "run", *options)
+    critic = tmp_path / "run" / "critic"
+    row = steps(tmp_path / "again", *options, f"critic.path={critic}")[0]
+    assert row["value/mean"] != 0
+    with pytest.raises(ValueError, match="critic.path: expected a model"):
+        steps(tmp_path / "none", *options, f"critic.path={tmp_path / 'nowhere'}")
+    (critic / "value_head.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="critic.path: expected a value head of width 32"):
+        steps(tmp_path / "damaged", *options, f"critic.path={critic}")
+
+
+def test_the_critics_own_rate(tmp_path, monkeypatch):
+    made = []
+    original = Optimizer.__init__
+
+    def recorded(self, parameters, config, total):
+        made.append((len(parameters), config.lr, total))
+        original(self, parameters, config, total)
+
+    monkeypatch.setattr(Optimizer, "__init__", recorded)
+    steps(tmp_path / "a", *PPO, "critic.lr=0.25", "steps=1", "minibatches=2")
+    steps(tmp_path / "b", *PPO, "steps=1")
+    assert [x[1:] for x in made] == [(1e-3, 2), (0.25, 2), (1e-3, 1), (1e-3, 1)]
+    assert made[1][0] == 2
+
+
+def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypatch):
+    """Memory runs out in the second update: what belongs to the weights before it stays."""
+    seen, calls = [], [0]
+    original = loop.accumulate
+
+    def failing(policy, minibatch, *arguments, **options):
+        calls[0] += 1
+        if calls[0] == 2:
+            raise torch.OutOfMemoryError("planted")
+        seen.append(
+            {
+                name: {
+                    i: x
+                    for micro in minibatch
+                    for i, x in zip(
+                        micro.chosen, micro.packed.split(getattr(micro, name)), strict=True
+                    )
+                }
+                for name in ("old_logps", "old_values", "returns", "token_advantages")
+            }
+        )
+        return original(policy, minibatch, *arguments, **options)  # fmt: skip
+
+    options = [*PPO, "inner_iterations=2", "steps=1", "optim.lr=0.01", *KL]
+    whole = steps(tmp_path / "whole", *options)
+    monkeypatch.setattr(trainer, "accumulate", failing)
+    monkeypatch.setattr(budget, "log", type("Quiet", (), {"warning": lambda *_: None}))
+    halved = steps(tmp_path / "halved", *options)
+    assert calls[0] == 3
+    for name, values in seen[0].items():
+        for i, x in values.items():
+            assert torch.equal(x, seen[1][name][i]), name
+    for name in ("loss", "value/loss", "approx_kl", "grad_norm", "value/mean"):
+        assert whole[0][name] == pytest.approx(halved[0][name], rel=1e-4, abs=1e-6)
+
+
+def test_beta_adapts(tmp_path):
+    """β ← β·(1 + N·G/horizon·clip(kl/target − 1, ±0.2)), from one step to the next."""
+    adaptive = [*KL, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01", "steps=5"]
+    for place in ("loss", "reward"):
+        rows = steps(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")
+        assert rows[0]["beta"] == 0.1
+        for a, b in zip(rows, rows[1:], strict=False):
+            error = min(max(a["kl"] / 0.02 - 1, -0.2), 0.2)
+            assert b["beta"] == pytest.approx(a["beta"] * (1 + 16 / 64 * error), rel=1e-6)
+        assert rows[-1]["beta"] != 0.1
+
+
+def test_the_adapted_weight_is_the_one_that_is_used(tmp_path):
+    """A beta that has moved is felt: loss = policy term + beta·kl."""
+    rows = steps(
+        tmp_path / "a", *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "kl.target=1e-9",
+        "kl.horizon=2", "optim.lr=0.01", "steps=4",
+    )  # fmt: skip
+    assert rows[-1]["beta"] == pytest.approx(0.1 * 0.8 * 1.2 * 1.2)  # the first kl is 0
+    for row in rows:
+        expected = row["policy_loss"] + row["beta"] * row["kl"]
+        assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_weight_moves_by_a_fifth_at_most():
+    weight = KLWeight(0.1, KLConfig(target=0.01, horizon=100))
+    weight.after_step(1e9, 50)
+    assert weight.value == pytest.approx(0.1 * 1.1)
+    weight.after_step(0.0, 50)
+    assert weight.value == pytest.approx(0.1 * 1.1 * 0.9)
+    weight.after_step(math.nan, 50)
+    weight.after_step(0.01, 50)
+    assert weight.value == pytest.approx(0.1 * 1.1 * 0.9)
+    weight.after_step(0.0, 10**6)
+    assert weight.value == pytest.approx(0.1 * 1.1 * 0.9 * 0.8)
+    fixed = KLWeight(0.1, KLConfig())
+    fixed.after_step(5.0, 10**6)
+    assert fixed.value == 0.1
+
+
+def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
+    """One weight, one place: into the reward it takes the loss's beta, and the returns feel it."""
+    options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES]
+    loss, losses = lines(tmp_path / "loss", *options, "log.every_update=true")
+    reward, rewards = lines(
+        tmp_path / "reward", *options, "kl.into=reward", "log.every_update=true"
+    )
+    for updates, weight in ((losses, 0.1), (rewards, 0.0)):
+        for row in updates:
+            expected = row["policy_loss"] + weight * row["kl"] + 0.5 * row["value/loss"]
+            assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert loss[0]["reward"] == reward[0]["reward"]
+    assert loss[0]["value/error"] == pytest.approx(reward[0]["value/error"])  # kl is 0 still
+    heavy = steps(tmp_path / "heavy", *options, "kl.into=reward", "loss.beta=50")
+    light = steps(tmp_path / "light", *options, "kl.into=reward", "loss.beta=1e-9")
+    assert heavy[1]["value/error"] > 1.01 * light[1]["value/error"]
+
+
+def test_a_frozen_reference_reports_its_kl_without_a_weight(tmp_path):
+    rows = steps(tmp_path / "a", "reference.kind=frozen", "optim.lr=0.01")
+    assert rows[0]["kl"] == 0 and all(row["kl"] > 0 for row in rows[1:])
+    assert rows == [
+        {**row, "kl": mine["kl"]}
+        for row, mine in zip(steps(tmp_path / "b", "optim.lr=0.01"), rows, strict=True)
+    ]
+
+
+def test_the_rate_that_is_logged_is_the_one_that_was_used(tmp_path, monkeypatch):
+    used = []
+    original = Optimizer._set_rate
+    monkeypatch.setattr(
+        Optimizer, "_set_rate", lambda self, rate: used.append(rate) or original(self, rate)
+    )
+    rows, updates = lines(tmp_path / "a", "minibatches=2", "log.every_update=true")
+    assert [row["learning_rate"] for row in rows] == used[1::2]
+    assert [row["learning_rate"] for row in updates] == used
+    assert used[0] == 1e-3
+
+
+def test_a_row_of_metrics_for_every_update(tmp_path):
+    options = [*PPO, *PASSES]
+    rows, updates = lines(tmp_path / "a", *options, "log.every_update=true")
+    assert rows == steps(tmp_path / "b", *options)
+    assert [row["update"] for row in updates] == list(range(1, 13))
+    assert [row["step"] for row in updates] == [1] * 4 + [2] * 4 + [3] * 4
+    for number, row in enumerate(rows):
+        mine = updates[4 * number : 4 * number + 4]
+        for name in ("loss", "policy_loss", "value/loss", "grad_norm"):
+            assert row[name] == pytest.approx(sum(u[name] for u in mine) / 4, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("limit", ["max_approx_kl=1e-4", "max_ref_kl=1e-4"])
+def test_after_an_early_stop_the_schedule_goes_on(tmp_path, limit):
+    """The first pass is too far; the rates are those of a run in which all updates are made."""
+    options = [*PPO, "optim.lr=0.05", "inner_iterations=4", "minibatches=2", "steps=2",
+               "reference.kind=frozen", "log.every_update=true"]  # fmt: skip
+    _, updates = lines(tmp_path / "stopped", *options, limit)
+    assert [row["update"] for row in updates] == [1, 2, 9, 10]
+    for row in updates:
+        expected = 0.05 * schedule("linear", int(row["update"]) - 1, 0, 16)
+        assert row["learning_rate"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
+    """By the mean over all its minibatches and micro-batches, not by the latest of them."""
+    options = [*PPO, "optim.lr=0.02", "inner_iterations=4", "minibatches=4", "steps=1",
+               "log.every_update=true", "tokens_per_microbatch=20"]  # fmt: skip
+    _, updates = lines(tmp_path / "free", *options)
+    kls = [(row["approx_kl"], row["active_tokens"]) for row in updates]
+    passes = [kls[i : i + 4] for i in range(0, 16, 4)]
+    means = [sum(k * n for k, n in part) / sum(n for _, n in part) for part in passes]
+    lasts = [part[-1][0] for part in passes]
+    assert means[0] < lasts[0]
+    limit = (means[0] + lasts[0]) / 2  # the first pass ends beyond it, and is within it as a whole
+    _, updates = lines(tmp_path / "stopped", *options, f"max_approx_kl={limit}")
+    expected = next(i for i, mean in enumerate(means) if mean > limit) + 1
+    assert expected > 1 and len(updates) == 4 * expected
+
+
+def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp_path, monkeypatch):
+    parts = []
+    original = loop.accumulate
+
+    def recorded(policy, minibatch, *arguments, **options):
+        parts.append(sorted(i for micro in minibatch for i in micro.chosen))
+        return original(policy, minibatch, *arguments, **options)
+
+    monkeypatch.setattr(trainer, "accumulate", recorded)
+    steps(tmp_path / "a", *PPO, *PASSES, "steps=2")
+    passes = [parts[i : i + 2] for i in range(0, 8, 2)]
+    assert all(sorted(a + b) == list(range(16)) for a, b in passes)
+    assert len({tuple(a) for a, _ in passes}) == 4
+    steps(tmp_path / "b", *PPO, *PASSES, "steps=2", "seed=1")
+    assert parts[8:] != parts[:8]
+
+
+def test_a_completion_without_a_verdict_teaches_nothing(tmp_path):
+    rows = steps(tmp_path / "a", *PPO, "rewards=[{name: 'tests.train.test_ppo_runs:half_nan'}]")
+    for row in rows:
+        assert row["active_tokens"] <= 8 * 4 and math.isfinite(row["value/error"])
+
+
+def characters(prompts, completions, answers):
+    return [1.0 + len(c) for c in completions]
+
+
+def half_nan(prompts, completions, answers):
+    return [math.nan if i % 2 else float(len(c)) for i, c in enumerate(completions)]
+
+
+def test_a_critics_values_are_fp32_under_autocast(tmp_path, monkeypatch):
+    kinds = set()
+    original = Critic.values
+
+    def recorded(self, *arguments):
+        values = original(self, *arguments)
+        kinds.add(values.dtype)
+        return values
+
+    monkeypatch.setattr(Critic, "values", recorded)
+    steps(tmp_path / "a", *PPO, "model.autocast=bfloat16", "steps=1")
+    assert kinds == {torch.float32}
+
+
+def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
+    """A model of its own takes what the policy takes; so does a reference that is only watched."""
+    shape = Shape(2, 32, 64, 32, 16, 100, 10_000, False)
+
+    def fixed(*overrides):
+        return predict_run(shape, load_recipe("sort", [*overrides]), "cpu").fixed
+
+    assert fixed(*PPO) == fixed() == 10_000 * (4 + 4 + 8)
+    assert fixed(*PPO, "critic.kind=model") == 2 * fixed()
+    assert fixed("reference.kind=frozen") == fixed() + 10_000 * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["advantages=gae"], "critic: expected a section"),
+        (["critic={}"], "advantages: expected gae beside a critic, came centered"),
+        ([*PPO, "advantage_options={eps: 0.1}"], "advantage_options: expected none"),
+        ([*PPO, "critic.loss=mae"], "critic.loss: expected one of"),
+        ([*PPO, "critic.path=x"], "critic.kind: expected model beside critic.path, came shared"),
+        ([*PPO, "critic.lam=1.5"], "critic.lam"),
+        (["kl.into=reward", *KL], "kl.into: reward expects advantages: gae, came centered"),
+        ([*PPO, "kl.into=reward"], "loss.beta: expected a weight > 0 of the KL"),
+        ([*PPO, "kl.into=reward", "loss.beta=0.1"], "reference.kind: loss.beta is not 0"),
+        ([*PPO, *KL, "kl.into=reward", "loss.kl_times_ratio=true"], "kl.into: expected loss"),
+        ([*PPO, *KL, "kl.into=reward", "loss.loss_type=kimi"], "kl.into: expected loss"),
+        (["kl.target=0.1"], "loss.beta: expected a weight > 0 of the KL"),
+        (["max_ref_kl=0.1"], "reference.kind: expected frozen or synced beside max_ref_kl"),
+        (["shuffle=all"], "shuffle"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides, said):
+    with pytest.raises(ValueError) as error:
+        load_recipe("sort", overrides)
+    assert said in str(error.value)

@@ -1,0 +1,415 @@
+"""One PPO step against dense fp64 arithmetic: values, rewards, advantages, gradients, packing."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_fast import LossConfig, group_advantages
+from grpo_fast.attention import pack_groups
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import Rollout
+from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.batch import StepBatch
+from grpo_fast.train.config import CriticConfig, ReferenceConfig
+from grpo_fast.train.critic import Critic, token_weights, value_metrics
+from grpo_fast.train.fixed import RewardKL, add_fixed
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference
+from tests.tiny import tiny_model
+
+GROUP = 3
+SHAPES = [(4, (5, 3, 1)), (2, (1, 4, 6)), (6, (2, 2, 7))]  # prompt, its completions
+CUT = [0, 4, 5]  # completions without an EOS
+SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 0.25, 0.0, 1.5, 1.0])
+
+
+def make_policy():
+    tokenizer = build_symbol_tokenizer([*map(str, range(10)), "="])
+    return Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+
+
+def make_critic(policy, **options):
+    own = options.get("kind") == "model"
+    critic = Critic(policy, CriticConfig(**options), policy.trainable_copy() if own else None)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        critic.head.weight.copy_(torch.randn(1, 32, generator=generator) / 5)
+        critic.head.bias.fill_(0.3)
+    return critic
+
+
+def make_batch(scores=SCORES, **options):
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(n):
+        return torch.randint(2, 13, (n,), generator=generator).tolist()
+
+    prompts = [p for n, lengths in SHAPES for p in [ids(n)] * GROUP]
+    completions = [ids(n) for _, lengths in SHAPES for n in lengths]
+    rollout = Rollout(
+        prompt_ids=prompts, completion_ids=completions, truncated=[i in CUT for i in range(9)],
+        sampling_logps=[torch.zeros(len(c)) for c in completions],
+    )  # fmt: skip
+    settings = dict(group_size=GROUP, minibatches=1, budget=10**6, device="cpu") | options
+    return StepBatch(rollout, scores, **settings)
+
+
+def dense_values(critic, rollout, i):
+    """V of every state of a completion, the one after its last token included."""
+    ids = torch.tensor([rollout.prompt_ids[i] + rollout.completion_ids[i]])
+    with critic.trunk.generation():
+        states = critic.trunk.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return critic.head(states[len(rollout.prompt_ids[i]) - 1 :])[:, 0].double().tolist()
+
+
+def oracle(critic, rollout, scores, kls, *, gamma, lam, bootstrap):
+    """Advantages before whitening, and returns, of every completion."""
+    advantages, returns = [], []
+    for i, kl in enumerate(kls):
+        values, n = dense_values(critic, rollout, i), len(kl)
+        rewards = [-x for x in kl]
+        rewards[-1] += float(scores[i])
+        following = values[n] if bootstrap and rollout.truncated[i] else 0.0
+        found, trace = [0.0] * n, 0.0
+        for t in reversed(range(n)):
+            trace = rewards[t] + gamma * following - values[t] + gamma * lam * trace
+            found[t], following = trace, values[t]
+        advantages.append(found)
+        returns.append([a + v for a, v in zip(found, values[:n], strict=True)])
+    return advantages, returns
+
+
+def fixed(batch, policy, critic, **options):
+    add_fixed(batch, policy, temperature=1.0, keep_old=True, critic=critic, **options)
+    return batch
+
+
+def flat(lists):
+    return torch.tensor([x for row in lists for x in row], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["shared", "model"])
+@pytest.mark.parametrize("budget", [1, 14, 10**6])
+@pytest.mark.parametrize("shared", [True, False])
+def test_advantages_and_returns(kind, budget, shared):
+    policy = make_policy()
+    options = {"gamma": 0.9, "lam": 0.8}
+    critic = make_critic(policy, kind=kind, whiten=False, **options)
+    batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
+    lengths = [len(c) for c in batch.rollout.completion_ids]
+    kls = [[0.0] * n for n in lengths]
+    advantages, returns = oracle(critic, batch.rollout, SCORES, kls, bootstrap=True, **options)
+    for name, expected in (("token_advantages", advantages), ("returns", returns)):
+        got = torch.cat(batch.of_each(name)).double()
+        torch.testing.assert_close(got, flat(expected), rtol=2e-4, atol=2e-4)
+    # From 0 where a limit is the end of the task.
+    critic.config = critic.config.model_copy(update={"bootstrap": False})
+    batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
+    ended, _ = oracle(critic, batch.rollout, SCORES, kls, bootstrap=False, **options)
+    got = torch.cat(batch.of_each("token_advantages")).double()
+    torch.testing.assert_close(got, flat(ended), rtol=2e-4, atol=2e-4)
+    assert not torch.allclose(flat(ended), flat(advantages), atol=1e-2)
+
+
+KL_BY_HAND = {
+    "k1": lambda d: -d,
+    "abs": abs,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(d) - d - 1,
+    "k3+": lambda d: math.exp(d) - d - 1,
+    "k1+": lambda d: -d,
+}
+
+
+@pytest.mark.parametrize("estimator", KL_BY_HAND)
+def test_the_kl_in_the_reward(estimator):
+    """r_t = −β·kl_t with d = ref_logp − logp, and the score at the last token."""
+    policy = make_policy()
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
+    with torch.no_grad():
+        reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
+    critic = make_critic(policy, gamma=1.0, lam=1.0, whiten=False, bootstrap=False)
+    batch = fixed(
+        make_batch(), policy, critic, reference=reference, reward_kl=RewardKL(0.3, estimator)
+    )
+    kls = [
+        [
+            0.3 * KL_BY_HAND[estimator](r - o)
+            for r, o in zip(ref.tolist(), old.tolist(), strict=True)
+        ]
+        for ref, old in zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    ]
+    assert sum(abs(x) for row in kls for x in row) > 0.1
+    _, returns = oracle(critic, batch.rollout, SCORES, kls, gamma=1, lam=1, bootstrap=False)
+    got = torch.cat(batch.of_each("returns")).double()
+    torch.testing.assert_close(got, flat(returns), rtol=2e-4, atol=2e-4)
+
+
+def test_whitening_is_over_the_whole_batch_after_masking():
+    scores = SCORES.clone()
+    scores[7] = math.nan  # no verdict: its tokens count nowhere
+    policy = make_policy()
+    plain = make_critic(policy, whiten=False)
+    raw = fixed(make_batch(scores, mask_truncated=True), policy, plain)
+    counts = torch.cat(raw.of_each("completion_mask"))
+    lengths = [len(c) for c in raw.rollout.completion_ids]
+    assert int(counts.sum()) == sum(n for i, n in enumerate(lengths) if i not in (*CUT, 7))
+    a = torch.cat(raw.of_each("token_advantages")).double()
+    assert a.isfinite().all() and (a[~counts] == 0).all()
+    expected = torch.where(counts, (a - a[counts].mean()) / a[counts].std(correction=0), 0.0)
+    for budget in (1, 10**6):
+        batch = make_batch(scores, mask_truncated=True, minibatches=3, budget=budget)
+        got = fixed(batch, policy, make_critic(policy)).of_each("token_advantages")
+        torch.testing.assert_close(torch.cat(got).double(), expected, rtol=1e-4, atol=1e-5)
+    # The values are regressed to returns that no whitening touches.
+    torch.testing.assert_close(
+        torch.cat(batch.of_each("returns")), torch.cat(raw.of_each("returns")), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_values_metrics():
+    policy = make_policy()
+    batch = fixed(make_batch(mask_truncated=True, budget=14), policy, make_critic(policy))
+    rows = [i for i in range(9) if i not in CUT]
+    values, returns = batch.of_each("old_values"), batch.of_each("returns")
+    v, r = (torch.cat([x[i] for i in rows]).double() for x in (values, returns))
+    found = value_metrics(batch)
+    assert found["value/mean"] == pytest.approx(v.mean().item(), rel=1e-6)
+    assert found["value/error"] == pytest.approx(((v - r) ** 2).mean().item(), rel=1e-6)
+    explained = 1 - (r - v).var() / r.var()
+    assert found["value/explained_variance"] == pytest.approx(explained.item(), rel=1e-6)
+
+
+AGGREGATIONS = ["sequence_mean", "token_mean_global", "fixed_length", "sequence_sum"]
+
+
+def weight_by_hand(aggregation, length, tokens, completions):
+    return {
+        "sequence_mean": 1 / (completions * length),
+        "token_mean_global": 1 / tokens,
+        "fixed_length": 1 / (completions * 9),
+        "sequence_sum": 1 / completions,
+    }[aggregation]
+
+
+@pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "token_mean_local"])
+def test_the_value_loss_has_the_policys_normalisers(aggregation):
+    scores = SCORES.clone()
+    scores[2] = math.nan
+    batch = make_batch(scores, budget=14)
+    config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
+    tokens = sum(micro.active_tokens for micro in batch.micro_batches)
+    assert len(batch.micro_batches) > 1
+    for micro in batch.micro_batches:
+        got = micro.packed.split(token_weights(micro, config, tokens, 9))
+        for i, weights in zip(micro.chosen, got, strict=True):
+            length = len(batch.rollout.completion_ids[i])
+            if aggregation == "token_mean_local":
+                expected = 1 / micro.active_tokens
+            else:
+                expected = weight_by_hand(aggregation, length, tokens, 9)
+            expected = 0.0 if i == 2 else expected
+            assert weights.tolist() == pytest.approx([expected] * length, rel=1e-6)
+
+
+def gradients(policy, critic, config, batch):
+    for parameter in (*policy.trainable(), *critic.parameters()):
+        parameter.grad = None
+    seen = accumulate(
+        policy, batch.minibatches[0], config, correct_sampling=False, validate="full", critic=critic
+    )
+    names = [*policy.model.named_parameters()]
+    names += [] if critic.is_shared else [(f"own.{n}", p) for n, p in
+                                          critic.trunk.model.named_parameters()]  # fmt: skip
+    names += [*critic.head.named_parameters(prefix="value")]
+    return seen, {n: p.grad.clone() for n, p in names if p.grad is not None}
+
+
+@pytest.mark.parametrize("loss", ["clipped", "plain", "huber"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_value_heads_gradient(loss, aggregation):
+    """c_V·Σ w_t·dℓ/dV·h_t, with the hidden states of a dense forward pass in fp64."""
+    policy = make_policy()
+    critic = make_critic(policy, loss=loss, epsilon=0.1, delta=0.4, coef=0.7)
+    batch = fixed(make_batch(), policy, critic)
+    with torch.no_grad():
+        critic.head.bias += 0.15  # the values have moved on, some beyond the clip range
+        critic.head.weight *= 0.8
+    config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
+    seen, found = gradients(policy, critic, config, batch)
+    twin = copy.deepcopy(policy.lm).double()
+    twin.set_attn_implementation("eager")
+    tokens = sum(len(c) for c in batch.rollout.completion_ids)
+    total, bounded, head = 0.0, 0, copy.deepcopy(critic.head).double()
+    for i, (old, returns) in enumerate(
+        zip(batch.of_each("old_values"), batch.of_each("returns"), strict=True)
+    ):
+        ids = batch.rollout.prompt_ids[i] + batch.rollout.completion_ids[i]
+        first, n = len(batch.rollout.prompt_ids[i]) - 1, len(old)
+        with torch.no_grad():
+            states = twin.base_model(input_ids=torch.tensor([ids]), use_cache=False)[0][0]
+        values = head(states[first : first + n])[:, 0]
+        for v, o, target in zip(values, old.double(), returns.double(), strict=True):
+            plain = (v - target) ** 2 / 2
+            if loss == "clipped":
+                other = (o + (v - o).clamp(-0.1, 0.1) - target) ** 2 / 2
+                bounded += int(other > plain)
+                plain = torch.maximum(plain, other)
+            elif loss == "huber" and abs(v - target) > 0.4:
+                plain = 0.4 * ((v - target).abs() - 0.2)
+            total = total + weight_by_hand(aggregation, n, tokens, 9) * plain
+    (0.7 * total).backward()
+    metrics = seen.result()
+    assert metrics["value/loss"] == pytest.approx(total.item(), rel=1e-4)
+    assert metrics["value/clip_ratio"] == pytest.approx(bounded / tokens, abs=1e-6)
+    assert bounded > 0 or loss != "clipped"
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.7 * total.item(), rel=1e-3)
+    for name, parameter in head.named_parameters(prefix="value"):
+        torch.testing.assert_close(found[name].double(), parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["shared", "model"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradients_however_the_step_is_packed(kind, aggregation):
+    policy = make_policy()
+    critic = make_critic(policy, kind=kind)
+    config = LossConfig(
+        loss_type="grpo", aggregation=aggregation, max_completion_length=9, entropy_coef=0.1
+    )
+    seen, whole = gradients(policy, critic, config, fixed(make_batch(), policy, critic))
+    assert any(name.startswith("own.") for name in whole) == (kind == "model")
+    assert "own.lm_head.weight" not in whole
+    for options in ({"budget": 12}, {"budget": 1, "shared": False}):
+        batch = fixed(make_batch(**options), policy, critic)
+        assert len(batch.micro_batches) > 2
+        again, pieces = gradients(policy, critic, config, batch)
+        assert pieces.keys() == whole.keys()
+        for name, gradient in whole.items():
+            scale = gradient.abs().max().item()
+            torch.testing.assert_close(pieces[name], gradient, rtol=0, atol=2e-4 * scale + 1e-6)
+        for name in ("loss", "policy_loss", "value/loss"):
+            assert again.result()[name] == pytest.approx(seen.result()[name], rel=1e-4, abs=1e-5)
+
+
+def test_a_model_of_its_own_leaves_the_policy_alone():
+    """Its value loss moves the copy, and the policy's gradient is that without a value loss."""
+    policy = make_policy()
+    config = LossConfig(loss_type="grpo")
+    found = []
+    for coef in (0.0, 2.0):
+        critic = make_critic(policy, kind="model", coef=coef)
+        found.append(gradients(policy, critic, config, fixed(make_batch(), policy, critic))[1])
+    without, with_it = found
+    assert without.keys() == with_it.keys()
+    for name, gradient in with_it.items():
+        same = torch.equal(gradient, without[name])
+        assert same != name.startswith(("own.", "value."))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
+    """λ = γ = 1 and V = the group's mean: A_t = r − mean, so the gradient is `centered`'s."""
+    policy = make_policy()
+    critic = make_critic(policy, gamma=1, lam=1, whiten=False, bootstrap=False, coef=0.0)
+    means = SCORES.view(-1, GROUP).mean(1).repeat_interleave(GROUP)
+    config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
+    batch = make_batch(budget=14)
+    by_group = dict(enumerate(means.tolist()))
+    asked = iter(batch.micro_batches)
+
+    def values(packed, hidden):
+        chosen = next(asked).chosen
+        lengths = torch.tensor(packed.lengths)
+        return torch.tensor([by_group[i] for i in chosen]).repeat_interleave(lengths)
+
+    original, critic.values = critic.values, values
+    fixed(batch, policy, critic)
+    critic.values = original
+    _, ppo = gradients(policy, critic, config, batch)
+    centered = make_batch(group_advantages(SCORES, "centered", group_size=GROUP), budget=14)
+    add_fixed(centered, policy, temperature=1.0, keep_old=True)
+    accumulate(
+        policy, centered.minibatches[0], config, correct_sampling=False, validate="full"
+    )  # on top of PPO's: twice the gradient, where both are one
+    for name, parameter in policy.model.named_parameters():
+        scale = ppo[name].abs().max().item()
+        torch.testing.assert_close(
+            parameter.grad, 2 * ppo[name], rtol=1e-4, atol=2e-6 * scale + 1e-8
+        )
+
+
+def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
+    """The loss does not read the reference; masked completions are in no mean."""
+    policy = make_policy()
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
+    with torch.no_grad():
+        reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
+    batch = make_batch(mask_truncated=True, budget=14)
+    add_fixed(batch, policy, temperature=1.0, keep_old=True, reference=reference)
+    pairs = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    differences = [(ref - old).double() for ref, old in pairs]
+    d = torch.cat([x for i, x in enumerate(differences) if i not in CUT])
+    seen = accumulate(
+        policy, batch.minibatches[0], LossConfig(), correct_sampling=False, validate="full"
+    )
+    assert seen.result()["kl"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
+    policy = make_policy()
+    critic = make_critic(policy)
+    batch = fixed(make_batch(minibatches=3, budget=14), policy, critic)
+    names = ("old_logps", "old_values", "returns", "token_advantages")
+    before = {name: batch.of_each(name) for name in names}
+    dealt = set()
+    for seed in ("0/1/0", "0/1/1", "0/2/0", "1/1/0"):
+        batch.shuffle(seed, by_group)
+        dealt.add(tuple(map(tuple, batch.parts)))
+        assert sorted(i for part in batch.parts for i in part) == list(range(9))
+        assert [len(part) for part in batch.parts] == [3, 3, 3]
+        assert batch.has_fixed
+        if by_group:
+            assert all(part[0] % 3 == 0 and part[2] == part[0] + 2 for part in batch.parts)
+        for name in names:
+            after = batch.of_each(name)
+            assert all(map(torch.equal, after, before[name]))
+        for part, minibatch in zip(batch.parts, batch.minibatches, strict=True):
+            assert sorted(i for micro in minibatch for i in micro.chosen) == part
+            for micro in minibatch:
+                targets = micro.packed.split(micro.packed.target_ids)
+                for i, ids in zip(micro.chosen, targets, strict=True):
+                    assert ids.tolist() == batch.rollout.completion_ids[i]
+    assert len(dealt) > 1
+    orders = []
+    for _ in range(2):
+        batch.shuffle("0/1/0", by_group)
+        orders.append(batch.parts)
+    assert orders[0] == orders[1]
+
+
+def test_one_hidden_row_serves_the_first_token_of_every_completion():
+    policy = make_policy()
+    critic = make_critic(policy)
+    packed = pack_groups([([3, 4, 5], [[6, 7], [8, 9, 2], [4, 4]])])
+    with torch.no_grad():
+        values = packed.split(critic.values(packed))
+    assert values[0][0] == values[1][0] == values[2][0] != values[0][1]
+
+
+def test_a_critic_starts_at_zero_and_trains_its_own_parameters():
+    policy = make_policy()
+    shared = Critic(policy, CriticConfig())
+    assert [p.shape for p in shared.parameters()] == [(1, 32), (1,)]
+    with torch.no_grad():
+        assert (shared.values(pack_groups([([3], [[4, 5]])])) == 0).all()
+    own = Critic(policy, CriticConfig(kind="model"), policy.trainable_copy())
+    ids = {id(p) for p in own.parameters()}
+    assert not ids & {id(p) for p in policy.trainable()}
+    assert id(own.trunk.lm.get_output_embeddings().weight) not in ids
+    assert isinstance(own.head, nn.Linear) and len(ids) == len(policy.trainable()) + 1

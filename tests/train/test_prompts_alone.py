@@ -1,0 +1,103 @@
+"""Prompts without answers, and rewards that read tokens or other fields, in a run and after it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_fast.data import DatasetError, load_examples, read_examples
+from tests.command_line import RECIPE, invoke, refused, write_recipe
+
+TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300")
+LEVELS = """
+def level(completions, level):
+    return [float(n) + len(c) / 1000 for c, n in zip(completions, level, strict=True)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Eight prompts with a level each, and one with an answer as well."""
+    lines = [{"prompt": f"say {i}", "level": i} for i in range(8)]
+    lines.append({"prompt": "what?", "level": 3, "answer": "18"})
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = f"data: {{task: jsonl, path: {path}, n_test: 2}}"
+    return write_recipe(tmp_path, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
+
+
+def test_lines_without_an_answer_and_with_other_fields(tmp_path):
+    path = tmp_path / "d.jsonl"
+    lines = [{"prompt": "p", "level": 3, "solution": "s"}, {"question": "q", "answer": None}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = read_examples(path)
+    assert first == ("p", None, "s", {"level": 3, "solution": "s"})
+    assert second == ("q", None, None, {})
+    with pytest.raises(
+        DatasetError, match=r"d.jsonl:1: expected a non-empty text in field 'answer'"
+    ):
+        read_examples(path, gsm8k=True)
+
+
+def test_a_shot_needs_an_answer(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(9)))
+
+    class Source:
+        task, shots = "jsonl", 1
+
+    source = Source()
+    source.path = str(path)
+    with pytest.raises(
+        DatasetError, match="data.shots: expected an answer to every shot, got none"
+    ):
+        load_examples(source, split="train", seed=0)
+
+
+@pytest.mark.parametrize("here", ["true", "false"])
+def test_a_run_on_prompts_alone(recipe, tmp_path, here):
+    (tmp_path / "own.py").write_text(LEVELS)
+    result = invoke(
+        "train", recipe, "steps=2", "log.progress=false", "log.completions_every=1",
+        "rewards=[{name: length_penalty, options: {scale: 10}}, "
+        f"{{name: '{tmp_path}/own.py:level', in_process: {here}}}]",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert -1 < summary["after"]["eval_rewards/length_penalty"] < 0
+    assert summary["after"]["eval_rewards/level"] >= 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert lines[-1]["rewards/level/failed"] == 0
+    assert not any("/failed/" in name for line in lines for name in line)
+
+
+def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
+    """Of two held-out prompts none has an answer, of all nine one has."""
+    length = "rewards=[{name: length_penalty, options: {scale: 10}}]"
+    words = ["steps=1", "log.progress=false", length]
+    assert invoke("train", recipe, *words).exit_code == 0
+    after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
+    assert after["eval_n"] == 2 and not any("accuracy" in name for name in after)
+    run, out = str(tmp_path / "run"), tmp_path / "out.json"
+    assert invoke("eval", run, f"data={tmp_path}/d.jsonl", f"out={out}").exit_code == 0
+    greedy = json.loads(out.read_text())["greedy"]
+    assert greedy["eval_n"] == 9 and greedy["eval_accuracy_strict"] in (0, 1)
+    assert greedy["eval_accuracy_strict_se"] is None  # of one question
+    assert refused(invoke("eval", run, f"data={tmp_path}/none.jsonl"), "found nothing")
+
+
+def test_a_reward_that_reads_answers_is_refused_before_the_model(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.loop.load_policy", lambda *_: pytest.fail("loaded"))
+    words = "rewards=[{name: exact_match}]"
+    said = "exact_match asks for answers: expected an answer in every training example"
+    assert refused(invoke("train", recipe, words), said)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "own.py").write_text("def f(completions, levels):\n    return []\n")
+    words = f"rewards=[{{name: '{tmp_path}/own.py:f'}}]"
+    assert refused(invoke("train", recipe, words), "f asks for levels: expected a field 'levels'")

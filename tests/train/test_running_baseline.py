@@ -1,0 +1,102 @@
+"""`advantages: baseline`: a constant, or the mean reward of the steps before."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from grpo_fast.train import collect, loop
+from grpo_fast.train.baseline import RunningBaseline, running_baseline
+from grpo_fast.train.metrics import is_timing
+from grpo_fast.train.settings import load_recipe
+from tests.train.test_train_loop import TINY_SORT
+
+RUNNING = ["advantages=baseline", "advantage_options.running=true"]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+def test_the_mean_of_the_steps_before():
+    baseline = RunningBaseline(value=0.25, decay=0.5)
+    assert baseline.value == 0.25
+    steps = ([1.0, 0.0], [float("nan"), 0.75], [float("nan")] * 2, [2.0, 2.0])
+    seen = []
+    for rewards in steps:
+        baseline.update(torch.tensor(rewards))
+        seen.append(baseline.value)
+    assert seen == [0.5, 0.625, 0.625, 1.3125]
+
+
+def test_a_resumed_baseline_goes_on_where_it_stopped():
+    one = RunningBaseline(value=3.0)
+    for state in (one.state_dict(), None):
+        other = RunningBaseline(value=3.0)
+        other.load_state_dict(state or json.loads(json.dumps(one.state_dict())))
+        assert other.value == one.value
+        for baseline in (one, other):
+            baseline.update(torch.tensor([0.1, 0.7]))
+        assert other.value == one.value and one.value != 3.0
+
+
+def run(folder, *overrides):
+    config = load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"])
+    loop.train(config)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
+
+
+def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
+    """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
+    kept = []
+
+    def recorded(rewards, *arguments):
+        advantages = whole(rewards, *arguments)
+        kept.append((rewards.double(), advantages.double()))
+        return advantages
+
+    whole = collect.advantages_of
+    monkeypatch.setattr(collect, "advantages_of", recorded)
+    options = ["advantage_options.value=0.5", "advantage_options.decay=0.75", "steps=4"]
+    run(tmp_path / "a", *RUNNING, *options)
+    expected, mean = 0.5, None
+    for rewards, advantages in kept:
+        torch.testing.assert_close(advantages, rewards - expected, rtol=0, atol=1e-6)
+        now = rewards.mean().item()
+        expected = mean = now if mean is None else 0.75 * mean + 0.25 * now
+    assert len(kept) == 4
+
+
+def test_the_same_run_twice_and_groups_of_one(tmp_path):
+    one = [*RUNNING, "rollout.group_size=1", "rollout.prompts_per_step=8"]
+    first, again = run(tmp_path / "a", *one), run(tmp_path / "b", *one)
+    assert first == again and all(row["grad_norm"] > 0 for row in first)
+
+
+def test_running_false_is_the_constant():
+    assert running_baseline("baseline", {"running": False, "value": 1.0}) is None
+    assert running_baseline("baseline", {"value": 1.0}) is None
+    assert running_baseline("baseline", {}).value == 0.0  # no constant: a running one
+    assert running_baseline("centered", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["advantages=baseline", "advantage_options.running=1"], "running: expected true or false"),
+        ([*RUNNING, "advantage_options.decay=1"], r"decay: expected a number in \[0, 1\)"),
+        (
+            ["advantages=baseline", "advantage_options={value: 1, decay: 0.5}"],
+            "decay: expected running: true",
+        ),
+        (["advantages=centered", "advantage_options.running=true"], "running: mode 'centered'"),
+        ([*RUNNING, "advantage_options.value=.inf"], "value: expected a finite number"),
+    ],
+)
+def test_refusals(settings, said):
+    with pytest.raises(ValueError, match=said):
+        load_recipe("sort", [*TINY_SORT, *settings])

@@ -1,0 +1,122 @@
+"""A run's metrics in TensorBoard and the like, by way of accelerate's own trackers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from accelerate import tracking
+
+from grpo_fast.train import loop
+from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.trackers import Trackers, check_trackers, flat
+from tests.train.test_train_loop import TINY_SORT
+
+WORDS = [*TINY_SORT, "log.completions_every=0"]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+class Fake(tracking.GeneralTracker):
+    """What accelerate asks of a tracker; keeps what it is given."""
+
+    name, requires_logging_directory, main_process_only = "trackio", False, False
+    made: list[Fake] = []
+
+    def __init__(self, run_name, **options):
+        super().__init__()
+        self.run_name, self.options = run_name, options
+        self.config, self.rows, self.finished = None, [], 0
+        Fake.made.append(self)
+
+    def start(self):
+        pass
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        self.config = values
+
+    def log(self, values, step, **options):
+        self.rows.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Fake)
+    kinds = [kind for kind in tracking.LoggerType if kind.value == "trackio"]
+    monkeypatch.setattr(tracking, "_available_trackers", kinds)
+    Fake.made.clear()
+    return Fake.made
+
+
+def test_a_run_goes_to_its_tracker(tmp_path, fake):
+    words = ["log.trackers=[trackio]", f"output_dir={tmp_path}/first run"]
+    loop.train(load_recipe("sort", [*WORDS, *words]))
+    (made,) = fake
+    assert (made.run_name, made.options) == ("grpo_fast", {"name": "first run"})
+    assert made.config["optim.lr"] == 1e-3 and made.config["model.config.hidden_size"] == 32
+    assert [step for step, _ in made.rows] == [0, 1, 2, 3] and made.finished == 1
+    assert all(
+        isinstance(v, float) and math.isfinite(v) for _, row in made.rows for v in row.values()
+    )
+    assert "eval_reward" in made.rows[0][1] and "rewards/sort_positions/mean" in made.rows[1][1]
+
+
+def test_what_has_no_number_is_not_logged(tmp_path, fake):
+    from grpo_fast.train.report import RunReport
+
+    config = load_recipe("sort", [*WORDS, "log.trackers=[trackio]"])
+    with RunReport(tmp_path / "a", config) as report:
+        report.log(1, {"loss": 0.5, "update": 1.0})  # of a step in several updates
+        report.log(1, {"loss": math.nan, "reward": 1.0, "kl": math.inf})
+    assert fake[0].rows == [(1, {"reward": 1.0})] and fake[0].finished == 1
+
+
+def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    words = ["log.trackers=[tensorboard, wandb]", f"output_dir={tmp_path}/run"]
+    expected = (
+        "log.trackers: expected trackers whose packages are installed, got tensorboard, wandb"
+    )
+    with pytest.raises(ValueError, match=expected):
+        loop.train(load_recipe("sort", [*WORDS, *words]))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="log.trackers.0: .*'tensorboard'.*came 'tensorbord'"):
+        load_recipe("sort", ["log.trackers=[tensorbord]"])
+
+
+def test_no_tracker_loads_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.Accelerator", None)
+    check_trackers([])
+    trackers = Trackers([], tmp_path, {})
+    trackers.log(1, {"loss": 1.0})
+    trackers.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_get_dotted_names():
+    assert flat({"a": {"b": 1, "c": {"d": None}}, "e": [1, 2], "f": True, "g": 0.5}) == {
+        "a.b": 1, "a.c.d": "None", "e": "[1, 2]", "f": True, "g": 0.5,
+    }  # fmt: skip
+
+
+def test_tensorboard_reads_what_a_run_wrote(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["log.trackers=[tensorboard]", f"output_dir={tmp_path}/run"]
+    loop.train(load_recipe("sort", [*WORDS, *words]))
+    folder = tmp_path / "run" / "trackers" / "grpo_fast"
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [e.step for e in events.Scalars("reward")] == [1, 2, 3]
+    assert [e.step for e in events.Scalars("eval_reward")] == [0, 3]

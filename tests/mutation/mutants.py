@@ -37,6 +37,8 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
+    "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
     "rollout": ["tests/rollout/test_rollout.py"],
@@ -146,6 +148,7 @@ def all_mutants() -> list[Mutant]:
         loss,
         objectives,
         products,
+        shards,
         train,
         train_compare,
         train_objectives,
@@ -155,7 +158,8 @@ def all_mutants() -> list[Mutant]:
     )
 
     trainer = (train, train_compare, train_objectives, train_ppo, train_rewards, train_seeing)
-    files = (objectives, loss, *trainer, heads, kernels, gradients, products, forward_cuda)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
+    files += (forward_cuda,)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -33,7 +33,8 @@ NORMS = {"policy_logp_grad_norm"}  # of the pieces of one vector: their squares 
 class LossMetrics:
     """Merges what the loss returned for the micro-batches of optimizer steps; one sync, at the end.
 
-    Means weigh each micro-batch by its tokens, minima and maxima are over all of it, counts add up;
+    Means weigh each micro-batch by its tokens, minima and maxima are over those that have tokens,
+    counts add up;
     `loss` and its parts add up inside an optimizer step and are averaged over optimizer steps
     (norms: in the square mean).
     """
@@ -75,10 +76,12 @@ class LossMetrics:
             return (values.square().sum() / max(self.optimizer_steps, 1)).sqrt()
         if name in SUMS:
             return values.sum()
-        if name.endswith("min"):
-            return values.min()
-        if name.endswith("max"):
-            return values.max()
+        if name.endswith(("min", "max")):  # of no tokens it is 0, which is none of the others'
+            counts = [
+                value for value, (_, tokens) in zip(values, self.parts, strict=True) if tokens
+            ]
+            known = torch.stack(counts) if counts else values
+            return known.min() if name.endswith("min") else known.max()
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
         return (values * weights).sum() / weights.sum().clamp(min=1)
 

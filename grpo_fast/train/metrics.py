@@ -92,7 +92,7 @@ def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
     NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none, and
     `rewards/<fn>/failed/<why>` those of a reason that occurred.
     """
-    spread = torch.stack([_std(group) for group in scores.total.double().view(-1, group_size)])
+    spread = torch.stack([spread_of(group) for group in scores.total.double().view(-1, group_size)])
     metrics = {
         "reward": _mean(scores.total),
         "reward_std": float(spread.mean()),
@@ -101,7 +101,7 @@ def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
     for name, values in scores.per_fn.items():
         metrics |= {
             f"rewards/{name}/mean": _mean(values),
-            f"rewards/{name}/std": float(_std(values.double())),
+            f"rewards/{name}/std": float(spread_of(values.double())),
             f"rewards/{name}/failed": float(scores.failures[name]),
         }
         for why, count in scores.reasons[name].items():
@@ -243,7 +243,8 @@ def _mean(values: Tensor) -> float:
     return float(values.double().nanmean())
 
 
-def _std(values: Tensor) -> Tensor:
+def spread_of(values: Tensor) -> Tensor:
+    """0-d: the standard deviation (n − 1) of those that are not NaN; 0 of fewer than two."""
     values = values[~values.isnan()]
     if values.numel() < 2 or bool((values == values[0]).all()):
         return torch.zeros((), dtype=torch.float64)

@@ -87,7 +87,7 @@ class Critic:
     def save(self, directory: str | Path) -> None:
         """The head as safetensors; a model of its own beside it, in transformers format.
 
-        The folder is one that `critic.path` takes.
+        With a model of its own the folder is one that `critic.path` takes.
         """
         from safetensors.torch import save_file
 
@@ -150,7 +150,8 @@ def token_weights(
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions,
     )  # fmt: skip
-    return weights.repeat_interleave(ends.diff()) * counts
+    # Told its size, a GPU need not be waited for.
+    return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
 
 
 def value_metrics(batch: StepBatch) -> dict[str, float]:

@@ -77,9 +77,8 @@ class LossMetrics:
         if name in SUMS:
             return values.sum()
         if name.endswith(("min", "max")):  # of no tokens it is 0, which is none of the others'
-            counts = [
-                value for value, (_, tokens) in zip(values, self.parts, strict=True) if tokens
-            ]
+            pairs = zip(values, self.parts, strict=True)
+            counts = [value for value, (_, tokens) in pairs if tokens]
             known = torch.stack(counts) if counts else values
             return known.min() if name.endswith("min") else known.max()
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)

@@ -48,7 +48,7 @@ MUTANTS = [
            "self.head(states.float())", "self.head(states.detach().float())",
            "the value loss never reaches the trunk", "ppo_step"),
     Mutant("ppo-critic-masked-weights", CRITIC,
-           "weights.repeat_interleave(ends.diff()) * counts", "weights.repeat_interleave(ends.diff())",
+           "output_size=len(counts)) * counts", "output_size=len(counts))",
            "tokens that do not count are regressed, too", "ppo_step"),
     Mutant("ppo-critic-completions", CRITIC,
            "num_completions_in_batch=completions,", "num_completions_in_batch=len(batch),",

@@ -166,7 +166,7 @@ def completion_html(row: Row, largest: float) -> str:
         said = f"found out of form {text_html(row['extracted_lenient'])}"
     else:
         said = "no answer found" if found is None else f"found {text_html(found)}"
-    kind = "right" if row["correct"] else "wrong"
+    kind = {True: "right", False: "wrong", None: "unjudged"}[row["correct"]]
     facts = [
         f"<b>reward {_number(row['reward'])}</b>", f"advantage {row['advantage']:+.3g}",
         f'<span class="{kind}">{said}</span>', f"{len(row['tokens'])} tokens",

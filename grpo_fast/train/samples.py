@@ -29,11 +29,12 @@ def rows_of(
     for i in range(shown):
         ids, text, answer = rollout.completion_ids[i], rollout.texts[i], examples[i].answer
         strict, gold = scorer.strict(text), scorer.gold(answer) if answer else None
+        correct = strict is not None and strict == gold if answer else None
         rows.append({
             "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
             "answer": answer, "extracted": shown_answer(strict),
             "extracted_lenient": shown_answer(scorer.lenient(text)),
-            "correct": strict is not None and strict == gold, "reward": float(scores.total[i]),
+            "correct": correct, "reward": float(scores.total[i]),
             **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
             "advantage": float(advantages[i].mean()), "truncated": rollout.truncated[i],
             "tokens": token_texts(tokenizer, ids), "token_ids": ids,

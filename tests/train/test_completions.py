@@ -117,7 +117,8 @@ def test_rows_of_prompts_without_an_answer():
     tokenizer, step = collected([0.0] * 4)
     step = step._replace(examples=[e._replace(answer=None) for e in step.examples])
     rows = rows_of(step, tokenizer, scorer_for("jsonl"), count=4, group_size=2)
-    assert rows[0]["answer"] is None and not rows[0]["correct"]
+    assert rows[0]["answer"] is None and rows[0]["correct"] is None
+    assert 'class="unjudged"' in page.completion_html(rows[0], 1.0)
     assert "answer <b>" not in step_html(rows, 10**6)
 
 

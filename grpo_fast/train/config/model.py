@@ -61,7 +61,7 @@ class OptimConfig(Section):
 
     lr: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: Count = 0  # steps
+    warmup: Count = 0  # optimizer steps, of which a batch may see several
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)

@@ -64,20 +64,34 @@ def train(
     from grpo_fast.rewards import RewardError
     from grpo_fast.rollout import NonFiniteLogits
     from grpo_fast.train import loop
+    from grpo_fast.train.checkpoint import CheckpointError
     from grpo_fast.train.folder import free_folder, run_folder
+    from grpo_fast.train.lines import WriteError
     from grpo_fast.train.optimizer import NonFiniteGradient
     from grpo_fast.train.settings import load_recipe, recipe_names
+    from grpo_fast.train.stopping import SAVED, Stopped
 
-    with _told(debug, RewardError, NonFiniteGradient, NonFiniteLogits):
+    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError)
+    with _told(debug, *failures):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
-        elif recipe in recipe_names() and not any(w.startswith("output_dir=") for w in words):
+        elif _may_move(recipe in recipe_names(), words, config.resume):
             taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
             if config.output_dir != taken:
                 typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
-        loop.train(config)
+        try:
+            loop.train(config)
+        except Stopped as stopped:
+            if stopped.code != SAVED:
+                typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
+            raise
+
+
+def _may_move(shipped: bool, words: list[str], resume: str | None) -> bool:
+    """Whether nobody said which folder it is: a shipped recipe's own may hold another run."""
+    return shipped and resume != "auto" and not any(w.startswith("output_dir=") for w in words)
 
 
 @app.command(name="reward-model")

@@ -1,4 +1,5 @@
-"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`, `bench`.
+"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`,
+`audit`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -179,6 +180,22 @@ def plot(
     with _told(debug, OSError, code=USAGE_ERROR):
         folders = [os.path.expanduser(run) for run in runs]
         typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
+
+
+@app.command()
+def audit(
+    run: Annotated[str, typer.Argument(help="The folder of a run, finished or not.")],
+    debug: Debug = False,
+) -> None:
+    """What became of each prompt that a run has drawn; status 1 where one was skipped."""
+    from grpo_fast.train.audit import audit as follow
+
+    with _told(debug):
+        found = follow(os.path.expanduser(run))
+        for line in found.lines():
+            typer.echo(line)
+    if found.problems:
+        sys.exit(RUN_ERROR)
 
 
 @app.command()

@@ -43,9 +43,10 @@ def result(folder: Path) -> dict[str, Any]:
         "metrics": rows,
         "prompts": (folder / "prompts.jsonl").read_bytes(),
         "tables": sorted(path.name for path in (folder / "completions").glob("*")),
-        "page": (folder / "completions.html").read_text(encoding="utf-8")
-        .replace(folder.name, "NAME"),
-    }  # fmt: skip
+    }
+    if (folder / "completions.html").exists():
+        page = (folder / "completions.html").read_text(encoding="utf-8")
+        found["page"] = page.replace(folder.name, "NAME")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     found["summary"] = {key: summary[key] for key in ("before", "after", "steps", "num_tokens")}
     for path in sorted(folder.glob("*/*.safetensors")):

@@ -112,7 +112,7 @@ def main() -> int:
             key = rng.random()
             if not attempt(killed, options, lambda a=arm, k=key: a(random.Random(k))):
                 sys.exit(f"soak: the run ended before kill {number} of {len(kills)}: more --steps")
-            unfinished += bool(list(killed.glob("checkpoints/*.unfinished")))
+            unfinished += arm is arm_save and any(killed.glob("checkpoints/*.unfinished"))
             saved = checkpoint.checkpoints_in(killed)
             assert all(problem_of(path) is None for path in saved), "a damaged checkpoint"
             at = saved[0].name if saved else "no checkpoint"

@@ -147,8 +147,7 @@ class Trainer:
     def load_counters(self, state: dict[str, Any]) -> None:
         self.num_tokens, self.peak_memory = state["num_tokens"], state["peak_memory"]
         self.beta.value = state["beta"]
-        if self.loss_config.uses_reference:
-            self.loss_config = self.loss_config.replace(beta=self.beta.value)
+        self.use_beta()
         self.budget.load_state_dict(state["budget"])
 
     def rows(self, collected: Collected) -> list[dict[str, Any]]:
@@ -163,6 +162,10 @@ class Trainer:
     def adapt_beta(self, kl: float, completions: int) -> None:
         """Lead the KL's weight towards the KL that is wanted, where one is."""
         self.beta.after_step(kl, completions)
+        self.use_beta()
+
+    def use_beta(self) -> None:
+        """The loss weighs its KL with beta as it is now."""
         if self.loss_config.uses_reference:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 

@@ -37,6 +37,24 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "checkpoint_files": [
+        "tests/train/test_checkpoints.py",
+        "-k",
+        "damaged or best or middle_of_a_save or full_disk",
+    ],
+    "checkpoint_bits": [
+        "tests/train/test_checkpoints.py",
+        "-k",
+        "left_goes_on_bit_for_bit and not slow",
+    ],
+    "checkpoint_again": ["tests/train/test_checkpoints.py", "-k", "again_and_again"],
+    "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
+    "checkpoint_loop": [
+        "tests/train/test_checkpoints.py",
+        "-k",
+        "passes or configuration or schedule or two_runs or remembered",
+    ],
+    "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
     "compare": ["tests/train/test_compare.py", "-k", "not command"],
     "variance": ["tests/train/test_variance.py", "-k", "not baseline"],
     "train": ["tests/train/test_train_loop.py", "-k", "in_another_step or in_a_row"],
@@ -142,6 +160,7 @@ def all_mutants() -> list[Mutant]:
         objectives,
         products,
         train,
+        train_checkpoint,
         train_compare,
         train_objectives,
         train_ppo,
@@ -149,7 +168,15 @@ def all_mutants() -> list[Mutant]:
         train_seeing,
     )
 
-    trainer = (train, train_compare, train_objectives, train_ppo, train_rewards, train_seeing)
+    trainer = (
+        train,
+        train_checkpoint,
+        train_compare,
+        train_objectives,
+        train_ppo,
+        train_rewards,
+        train_seeing,
+    )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, forward_cuda)
     return [m for file in files for m in file.MUTANTS]
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: a configuration, data or a model that cannot be used.
         NonFiniteLogits, NonFiniteGradient, RewardError: the run cannot go on.
+        CheckpointError, WriteError: the disk is full, or does not allow it.
+        Stopped: (a SystemExit) a signal ended the run.
     """
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
@@ -63,8 +66,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     # Of examples that are made when asked for, all alike, the first is checked.
     known = questions if isinstance(questions, list) else questions[:1]
     check_examples(rewards, known, "training")
-    tokenizer = build_tokenizer(config, questions)
-    policy = load_policy(config.model, tokenizer)
+    policy = load_policy(config.model, build_tokenizer(config, questions))
     check_reference(config.reference, config.model, policy.tokenizer)
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
@@ -75,10 +77,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         "backend": route.head_route("auto", policy.head.weight).backend,
         "backend_fallback": route.fallback_reason(policy.device.type),
     }
-    stopping = Stopping()
     with (
         RunReport(config.output_dir, config, start=start) as report,
-        stopping.listening(policy.lm.base_model),
+        Stopping().listening(policy.lm.base_model),
     ):
         report.note(kernels_line(kernels))
         if config.warm_start is not None and start.checkpoint is None:
@@ -97,11 +98,16 @@ def train(config: RunConfig) -> dict[str, Any]:
         report.finish(summary)
         report.note(memory_line(summary))
         if config.log.save_model:
-            with written(report.folder / "model"):
-                policy.save(report.folder / "model")
-                if trainer.critic is not None:
-                    trainer.critic.save(report.folder / "critic")
+            save_models(trainer, report.folder)
     return summary
+
+
+def save_models(trainer: Trainer, folder: Path) -> None:
+    """What the run was for, behind its summary: a disk that is full costs no more than this."""
+    with written(folder / "model"):
+        trainer.policy.save(folder / "model")
+        if trainer.critic is not None:
+            trainer.critic.save(folder / "critic")
 
 
 def run_steps(state: RunState, evaluate: Callable[[], EvalResult]) -> None:

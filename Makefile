@@ -47,7 +47,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl trainers format bench bench-gate gpu-trace bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl trainers format bench bench-gate gpu-trace experiments bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -57,6 +57,7 @@ help:
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
+	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make format    let ruff fix and format the tree'
@@ -194,6 +195,10 @@ bench: $(PEERS) csrc
 # Launches, waits, bytes and products of a call on a GPU, counted on any build of torch.
 gpu-trace: $(SETUP)
 	@$(PY) -m benchmarks.gpu.trace $(ARGS)
+
+experiments: $(SETUP) csrc
+	@$(STEP) 'the experiments of grpo_fast/train/README.md'
+	@GRPO_FAST=$(BIN)/grpo-fast benchmarks/experiments.sh
 
 # Fails when a ratio to the limit is more than 15% worse than the one stored for this kind of CPU.
 bench-gate: $(SETUP) csrc

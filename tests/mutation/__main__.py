@@ -2,6 +2,7 @@
 
     --list          print the bugs, check that every pattern fits, run nothing
     --only NAME     one bug, or every bug whose name starts with NAME; may be repeated
+    --area FOLDER   the bugs below a folder, as grpo_fast/train; may be repeated
     --jobs N        copies of the repository that are worked on side by side (default 1)
 
 Ends with status 0 when at least 95% of the bugs were killed, 1 when fewer were, 2 when something is
@@ -223,6 +224,10 @@ def main() -> int:
         help="bugs whose name starts with NAME",
     )
     parser.add_argument(
+        "--area", action="append", default=[], metavar="FOLDER",
+        help="bugs planted below this folder, as grpo_fast/train",
+    )  # fmt: skip
+    parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="work on N copies side by side"
     )
     options = parser.parse_args()
@@ -232,6 +237,11 @@ def main() -> int:
         mutants = [m for m in mutants if m.name.startswith(tuple(options.only))]
         if not mutants:
             wrong.append(f"--only: no bug has a name that starts with {options.only}")
+    if options.area:
+        areas = tuple(area.rstrip("/") for area in options.area)
+        mutants = [m for m in mutants if m.file.startswith(areas)]
+        if not mutants:
+            wrong.append(f"--area: no bug is planted below {options.area}")
     if options.list:
         for m in mutants:
             print(f"{m.name:34} {m.suite:13} {m.file:36} {m.why}")

@@ -5,6 +5,7 @@ kind of reference, and what is refused.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,22 @@ def test_a_run_with_a_synced_reference(tmp_path):
     assert several[0]["kl"] > 1e-9
 
 
+def test_a_kl_in_the_reward_is_an_estimate():
+    settings = ["advantages=gae", "critic={}", "kl.into=reward", "reference.kind=frozen"]
+    with pytest.raises(ValueError, match="loss.kl_estimator: expected an estimator"):
+        load_recipe("sort", [*TINY_SORT, *EXACT, *settings])
+
+
+def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
+    """β = 0: the gradient is that of the policy term alone, the KL is reported."""
+    settings = ["optim.lr=1e-2", "reference.kind=frozen", "loss.kl_estimator=exact"]
+    rows = run(tmp_path / "a", *settings)
+    plain = run(tmp_path / "b", "optim.lr=1e-2")
+    assert rows[0]["kl"] == 0 and rows[1]["kl"] > 0
+    for one, other in zip(rows, plain, strict=True):
+        assert all(one[name] == other[name] for name in ("loss", "grad_norm", "reward"))
+
+
 def test_accumulation_changes_nothing(tmp_path):
     frozen = [*EXACT, "reference.kind=frozen", "inner_iterations=2"]
     whole = run(tmp_path / "whole", *frozen)
@@ -214,6 +231,17 @@ def test_a_reference_with_another_vocabulary_is_refused(folders, tmp_path):
     gone = ReferenceConfig(kind="frozen", path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"reference.path: expected a model.*nowhere"):
         check_reference(gone, ModelConfig(path=folders[0]), policy.tokenizer)
+
+
+def test_a_vocabulary_of_the_same_size_with_other_ids_is_refused(folders):
+    vocabulary = load_policy(ModelConfig(path=folders[0])).tokenizer.get_vocab()
+    one, other, *_ = vocabulary
+    swapped = {**vocabulary, one: vocabulary[other], other: vocabulary[one]}
+    tokenizer = SimpleNamespace(get_vocab=lambda: swapped)
+    with pytest.raises(ValueError, match="where 2 of the policy's have no or another id"):
+        check_reference(
+            ReferenceConfig(kind="frozen", path=folders[1]), ModelConfig(path=folders[0]), tokenizer
+        )
 
 
 def test_a_reference_with_too_little_room_or_another_head_is_refused(folders, tmp_path):

@@ -299,3 +299,20 @@ def test_what_excludes_what():
     assert isinstance(
         parse_config({**MINIMAL, "loss": {"loss_type": "kimi", "beta": 0.1}}), RunConfig
     )
+
+
+@pytest.mark.parametrize(
+    "words, tokens",
+    [
+        ([], 4),
+        (["data.digits=6"], 6),
+        (["data.digits=6", "rollout.max_new_tokens=9"], 9),
+        (["data={task: arithmetic, digits: 3}"], 5),  # 999 + 999, and the EOS
+        (["model.tokenizer=bpe"], 256),  # nobody knows how many tokens a symbol has
+    ],
+)
+def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
+    config = load_recipe("sort", words)
+    assert config.rollout.max_new_tokens == tokens
+    save_config(config, tmp_path / "config.yaml")
+    assert load_recipe(str(tmp_path / "config.yaml")) == config

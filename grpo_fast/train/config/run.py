@@ -94,6 +94,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        self._fit_answers()
         self._check_advantages()
         for name in ("softcap", "logit_scale"):
             came = getattr(self.loss, name)
@@ -119,6 +120,14 @@ class RunConfig(Section):
             needed = f"must divide the {completions} completions of a step"
             raise ValueError(f"minibatches: {self.minibatches} {needed}")
         return self
+
+    def _fit_answers(self) -> None:
+        """Room for the answer of a generated task, where nobody said how much."""
+        by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
+        if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
+            # A sum may have a digit more than its parts, and ends with an EOS.
+            longer = 2 if self.data.task == "arithmetic" else 0
+            self.rollout.max_new_tokens = self.data.digits + longer
 
     def _check_advantages(self) -> None:
         choice("advantages", self.advantages, [*MODES, GAE])

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Every figure of grpo_fast/train/README.md that a CPU can make, on two cores in about 15 minutes.
+#
+#   benchmarks/experiments.sh [FOLDER]     runs go to FOLDER (runs/experiments), what is finished is
+#                                          not run again; pictures and tables to benchmarks/results/
+set -euo pipefail
+cd "$(dirname "$0")/.."
+runs=${1:-runs/experiments}
+results=benchmarks/results/experiments
+program=${GRPO_FAST:-.venv/bin/grpo-fast}
+export OMP_NUM_THREADS=1  # two lanes, a core each
+
+compare() {  # name of the figure, then the words of `grpo-fast compare`
+    local name=$1
+    shift
+    "$program" compare "$@" log.progress=false log.save_model=false -o "$runs/$name" \
+        > "$runs/$name.log" 2>&1 || { tail -5 "$runs/$name.log"; return 1; }
+    cp "$runs/$name/compare.png" "$results/$name.png"
+    cp "$runs/$name/table.md" "$results/$name.md"
+    echo "$results/$name.png"
+}
+
+mkdir -p "$runs" "$results"
+(
+    compare grpo-ppo sort,ppo-sort --seeds 2
+    compare lecture lecture loss.loss_type=reinforce,unclipped,grpo \
+        advantages=rewards,centered,normalized,max steps=50 log.completions_every=0 --seeds 2
+) &
+lane=$!
+compare baselines variance advantages=rewards,baseline,centered,rloo --seeds 3
+compare importance variance inner_iterations=4 loss.loss_type=reinforce,unclipped,grpo \
+    optim.lr=3e-3 steps=80 --seeds 3
+wait "$lane"

@@ -31,7 +31,7 @@ OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "c
            "reference.sync_every=7", "loss.beta=0.05", "rollout.dynamic={rounds: 1}",
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
-FILES = 9  # about as many files and folders as a checkpoint has
+EVERY, FILES, PASSES = 5, 20, 5  # steps between saves; what one flushes; passes of a rollout
 
 
 def die(*_: Any) -> None:
@@ -39,9 +39,9 @@ def die(*_: Any) -> None:
     time.sleep(60)  # until it arrives
 
 
-def arm_save(rng: random.Random) -> None:
-    """At a file of one of the next saves."""
-    left, sync = rng.randint(1, 5 * FILES), checkpoint.sync
+def arm_save(rng: random.Random, steps: float, _: float) -> None:
+    """At a file of one of the saves in the next steps."""
+    left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
 
     def counting(path: Path) -> None:
         nonlocal left
@@ -51,9 +51,9 @@ def arm_save(rng: random.Random) -> None:
     checkpoint.sync = counting
 
 
-def arm_rollout(rng: random.Random) -> None:
-    """At a forward pass inside one of the next rollouts."""
-    left = rng.randint(1, 80)
+def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
+    """At a forward pass inside a rollout of one of the next steps."""
+    left = rng.randint(1, round(PASSES * steps))
 
     def counting(self: Stopping, *_: Any) -> None:
         nonlocal left
@@ -65,9 +65,9 @@ def arm_rollout(rng: random.Random) -> None:
     Stopping.raise_if_asked = counting  # type: ignore[method-assign]
 
 
-def arm_moment(rng: random.Random) -> None:
-    """After a random time."""
-    timer = threading.Timer(rng.uniform(0.3, 2.0), die)
+def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
+    """After a random time, of so many seconds for a step."""
+    timer = threading.Timer(rng.uniform(0.3, 0.3 + seconds * steps), die)
     timer.daemon = True
     timer.start()
 
@@ -106,11 +106,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         whole, killed = Path(root) / "whole", Path(root) / "killed"
         attempt(whole, options, lambda: None)
+        seconds = (time.monotonic() - began) / asked.steps
         print(f"uninterrupted: {time.monotonic() - began:.0f} s", flush=True)
+        most = 1.5 * asked.steps / (len(kills) + 2)  # steps until the next kill
         unfinished = 0
         for number, arm in enumerate(kills, 1):
             key = rng.random()
-            if not attempt(killed, options, lambda a=arm, k=key: a(random.Random(k))):
+            if not attempt(
+                killed, options, lambda a=arm, k=key: a(random.Random(k), most, seconds)
+            ):
                 sys.exit(f"soak: the run ended before kill {number} of {len(kills)}: more --steps")
             unfinished += arm is arm_save and any(killed.glob("checkpoints/*.unfinished"))
             saved = checkpoint.checkpoints_in(killed)

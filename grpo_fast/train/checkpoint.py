@@ -70,8 +70,8 @@ def write_checkpoint(
         return final
     try:
         root.mkdir(exist_ok=True)
-        for left in root.glob(f"*{UNFINISHED}"):
-            shutil.rmtree(left)
+        for unfinished in root.glob(f"*{UNFINISHED}"):
+            shutil.rmtree(unfinished)
         part.mkdir()
         fill(part)
         sums = {file.relative_to(part).as_posix(): _synced_sum(file) for file in _files(part)}

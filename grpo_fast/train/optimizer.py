@@ -62,8 +62,8 @@ class Optimizer:
             self.skipped += 1
             self._skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
-        self.steps += 1
         self.last_norm = norm
+        self.steps += 1
         self.zero_grad()
         return norm
 

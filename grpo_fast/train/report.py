@@ -62,10 +62,11 @@ class RunReport:
     ) -> None:
         self.folder, self._lock = enter_folder(output_dir, start)
         self.total_steps = int(config.steps)
-        save_config(config.model_copy(update={"resume": None}), self.folder / "config.yaml")
         metrics, prompts = start.lengths
-        self._metrics = JsonLines(self.folder / "metrics.jsonl", metrics)
-        self._prompts = JsonLines(self.folder / "prompts.jsonl", prompts)
+        with written(self.folder):
+            save_config(config.model_copy(update={"resume": None}), self.folder / "config.yaml")
+            self._metrics = JsonLines(self.folder / "metrics.jsonl", metrics)
+            self._prompts = JsonLines(self.folder / "prompts.jsonl", prompts)
         self._stream = stream or sys.stdout
         self._progress = _start_bar(self._stream, self.total_steps) if config.log.progress else None
         self._plain = self._progress is None and config.log.progress

@@ -161,6 +161,21 @@ def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeyp
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
+def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    """As in a folder that allows reading only."""
+    from grpo_fast.train.stopping import Stopped
+    from tests.train.resuming import Leave
+
+    Leave(monkeypatch, 20)
+    with pytest.raises(Stopped):
+        run(tmp_path / "run")
+    file = tmp_path / "run" / "prompts.jsonl"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(WriteError, match=r"a disk with room that can be written to, got .*prompts"):
+        run(tmp_path / "run", "resume=auto")
+
+
 def test_a_shipped_recipe_goes_on_in_its_own_folder(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("grpo_fast.train.loop.train", seen.append)

@@ -43,7 +43,6 @@ SUITES: dict[str, list[str]] = {
         "damaged or best or middle_of_a_save or full_disk",
     ],
     "checkpoint_bits": ["tests/train/test_checkpoints.py", "-k", "left_goes_on_bit_for_bit"],
-    "checkpoint_again": ["tests/train/test_checkpoints.py", "-k", "again_and_again"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",

@@ -130,10 +130,13 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
       write_statistics<V>(chunk, x, row, to);
+      // A row without a target does not count, whatever its terms hold.
+      const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
-      if (chunk.has_target(row)) loss = row_loss(leaf, terms, row, to.logps[row]);
+      if (counts) loss = row_loss(leaf, terms, row, to.logps[row]);
       losses_to[row] = static_cast<float>(loss.value);
       grad_to[row] = static_cast<float>(loss.slope);
+      if (!counts) return write_zeros(d, chunk.columns, row);
       write_gradient<V::kSoftcap>(chunk, x, d, at, row);
     });
   });

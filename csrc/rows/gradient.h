@@ -1,4 +1,6 @@
 // d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw, read once and written once.
+// The columns may be a part of the row's, with its lse, log-probability and entropy; the target
+// then may be none of them.
 #pragma once
 
 #include "rows/chunk.h"
@@ -10,6 +12,11 @@ struct Coefficients {
   const float *lse, *logps, *entropy, *grad_logps, *grad_entropy;
 };
 
+template <class T>
+void write_zeros(const Matrix<T>& to, int64_t columns, int64_t row) {
+  std::memset(static_cast<void*>(to.row(row)), 0, columns * sizeof(T));
+}
+
 // Row by row; `out` may be the logits: a vector is read before it is written.
 template <bool kSoftcap, class T>
 void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>& to,
@@ -17,17 +24,16 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   const Columns<T> columns = chunk.row_of(logits, row);
   const double g = at.grad_logps[row], g_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
   T* out = to.row(row);
-  // A select, not a product: a row that does not count, or without coefficients, may hold NaN.
-  if (columns.target < 0 || (g == 0 && g_entropy == 0)) {
-    std::memset(static_cast<void*>(out), 0, columns.count * sizeof(T));
-    return;
-  }
+  // A select, not a product: a row without coefficients may hold NaN.
+  if (g == 0 && g_entropy == 0) return write_zeros(to, columns.count, row);
   const RowRule rule = chunk.rule(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
-  const float raw_target = load_one(columns.x + columns.target);
+  const bool has_target = columns.target >= 0;
+  const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;
   // lse was rounded to fp32; z_y - logp gives it back with the digits of logp, mostly the smaller.
   double lse = at.lse[row];
-  if (std::fabs(logp) < std::fabs(lse)) lse = final_logit<kSoftcap>(raw_target, rule) - logp;
+  if (has_target && std::fabs(logp) < std::fabs(lse))
+    lse = final_logit<kSoftcap>(raw_target, rule) - logp;
   const float shift = static_cast<float>(lse);
   const double scale = -std::exp(shift - lse) * rule.chain;
   const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
@@ -49,6 +55,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
     const int64_t left = columns.count - column;
     store_up_to(out + column, gradient(load_up_to(columns.x + column, left)), left);
   }
+  if (!has_target) return;
   const double p = std::exp(logp), scaled = static_cast<double>(raw_target) * rule.inner;
   const double bent = kSoftcap ? std::tanh(scaled) : 0;
   double dz = -g * std::expm1(logp);

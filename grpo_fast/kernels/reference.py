@@ -45,13 +45,25 @@ def row_logps(
     with a NaN or +inf among its logits has lse and logp NaN.
     """
     z, _ = final_logits(logits, rule)
-    columns = columns_of(target_ids, logits)[:, None]
+    lse, logps, entropy = row_statistics(z, target_ids, return_entropy=return_entropy)
+    return lse.float(), logps.float(), None if entropy is None else entropy.float()
+
+
+def row_statistics(
+    z: Tensor,  # (C, V) final logits
+    target_ids: Tensor,  # (C,) int64
+    *,
+    return_entropy: bool,
+) -> RowStats:
+    """`row_logps` in the dtype of z. Where a row has no target, its lse and entropy are right."""
+    columns = columns_of(target_ids, z)[:, None]
     z_target = z.gather(-1, columns)
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
     # -softplus(x), by functions whose bits do not depend on a value's place in the vector (torch's
-    # softplus does).
-    logps = -torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+    # softplus does). Beyond the limit log(1 + e^x) is x to the last digit.
+    limit = 40 if x.dtype == torch.float64 else 20
+    logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
     is_sound = lse < torch.inf
     lse, logps = torch.where(is_sound, lse, torch.nan), torch.where(is_sound, logps, torch.nan)
@@ -59,7 +71,7 @@ def row_logps(
     if return_entropy:
         logp_all = z - lse[:, None]
         entropy = -torch.where(logp_all == -torch.inf, 0.0, logp_all.exp() * logp_all).sum(-1)
-    return lse.float(), logps.float(), None if entropy is None else entropy.float()
+    return lse, logps, entropy
 
 
 def columns_of(target_ids: Tensor, logits: Tensor) -> Tensor:
@@ -80,7 +92,8 @@ def row_grad_(
     """Overwrite the logits (or `out`) by the gradient of Σ grad_logps·logp + grad_entropy·entropy.
 
     A row whose two coefficients are zero becomes exact zeros, whatever it held. The target column's
-    1 - p is -expm1(logp), so nothing cancels when the model is certain.
+    1 - p is -expm1(logp), so nothing cancels when the model is certain. A target outside [0, V) is
+    in none of these columns.
     """
     out = logits if out is None else out
     lse, logps, entropy = stats
@@ -90,7 +103,9 @@ def row_grad_(
     g = grad_logps.to(z.dtype)[:, None]
     dz = -g * p
     columns = columns_of(target_ids, logits)[:, None]
-    dz.scatter_(-1, columns, -g * torch.expm1(logps.to(z.dtype))[:, None])
+    at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
+    is_here = target_ids[:, None] == columns
+    dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])

@@ -93,11 +93,17 @@ def rows_route(backend: str, logits: Tensor) -> Route:
     return _said(name, None, "torch")
 
 
-def head_route(backend: str, weight: Tensor) -> Route:
-    """For a head with this weight; see `rows_route`."""
+def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route:
+    """For a head with this weight; see `rows_route`.
+
+    A shard of the vocabulary takes row kernels: those that start from hidden estimate a row's sum
+    by its target's logit, which most shards do not have.
+    """
     name = _resolved(backend, weight)
     is_own = own_product(weight)
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
+    if is_shard:
+        return _said(name, None, product)
     stored: torch.dtype | None = None
     if name == "triton":
         stored = torch.bfloat16 if weight.dtype == torch.bfloat16 else None

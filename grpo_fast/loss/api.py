@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.loss import call, checks
+from grpo_fast.loss.agreement import Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
 from grpo_fast.loss.pending import raise_pending
-from grpo_fast.loss.sharded import gathered
+from grpo_fast.loss.sharded import own_rows
 from grpo_fast.objective.config import LossConfig
 
 __all__ = [
@@ -35,6 +36,7 @@ def linear_logps(
     logit_scale: float = 1.0,
     return_entropy: bool = False,
     hidden_rows: Tensor | None = None,  # the shape of target_ids
+    group: Any = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
     """Log-probabilities of the targets, and entropies, from hidden states; the logits never exist
@@ -63,6 +65,14 @@ def linear_logps(
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
             predict several (the last row of a shared prompt predicts the first token of every
             completion). None: row t, target t.
+        group: ranks that share the head (tensor parallel), as a process group or a mesh of one
+            dimension. Every rank has the same hidden and the same targets, and rows of the
+            vocabulary of its own, in the order of the ranks: a plain weight (V/n, H) of any number
+            of rows, 0 included, or a DTensor with Shard(0) over these ranks, for example
+            `group=weight.device_mesh`; the bias likewise. Outputs and the gradient of hidden are
+            whole on every rank, those of weight and bias stay with their rows. Forward and backward
+            are calls of all ranks together; what one refuses, all refuse. Not in a graph of
+            torch.compile, nor in a CUDA graph. None: the head is whole, or FSDP2's.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
 
     Returns:
@@ -71,15 +81,15 @@ def linear_logps(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    raise_pending()
-    lm_head_weight, bias = gathered("lm_head_weight", lm_head_weight), gathered("bias", bias)
-    checks.head(hidden, lm_head_weight, bias)
-    checks.hidden_layout(hidden, target_ids, hidden_rows)
-    checks.rule(target_ids, temperature, softcap, logit_scale, backend)
-    tensors = hidden.reshape(-1, hidden.shape[-1]), lm_head_weight, bias
-    rule = temperature, softcap, logit_scale
-    options = RowOptions.of(hidden_rows, target_ids, *rule, return_entropy, backend)
-    return call.logps(tensors, options)
+    with Agreement(group) as ranks:
+        raise_pending()
+        tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
+        checks.hidden_layout(hidden, target_ids, hidden_rows)
+        checks.rule(target_ids, temperature, softcap, logit_scale, backend)
+        rule = temperature, softcap, logit_scale
+        shard = ranks.shard(tensors[1])
+        options = RowOptions.of(hidden_rows, target_ids, *rule, return_entropy, backend, shard)
+        return call.logps(tensors, options, ranks)
 
 
 def logits_logps(
@@ -154,6 +164,7 @@ def linear_grpo_loss(
     num_completions_in_batch: float | Tensor | None = None,
     hidden_rows: Tensor | None = None,  # the shape of target_ids
     grad_filter: float | None = None,
+    group: Any = None,
     backend: str = "auto",
     validate: str = "auto",
 ) -> LossOutput:
@@ -173,7 +184,8 @@ def linear_grpo_loss(
     Args:
         hidden: padded (B, L, H) with target_ids (B, L), or packed (T, H) with target_ids (T,) and
             cu_seqlens. Row t holds the prediction of target_ids[t]; the shift is the caller's.
-        lm_head_weight, bias: also as FSDP2 shards them; see `linear_logps`.
+        lm_head_weight, bias, group: also as FSDP2 shards them, or one rank's rows of the
+            vocabulary, with the group of these ranks; see `linear_logps`.
         target_ids: int64 or int32; anything (for example -100) where masked.
         advantages: one per completion, or one per token (where T = B both shapes are (B,): one per
             completion).
@@ -194,7 +206,8 @@ def linear_grpo_loss(
             long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that
             stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the
-            logps stay exact; the gradient is no longer bitwise invariant to batching.
+            logps stay exact; the gradient is no longer bitwise invariant to batching. Not beside
+            group.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 
@@ -204,18 +217,18 @@ def linear_grpo_loss(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    raise_pending()
-    lm_head_weight, bias = gathered("lm_head_weight", lm_head_weight), gathered("bias", bias)
-    checks.head(hidden, lm_head_weight, bias)
-    checks.hidden_layout(hidden, target_ids, hidden_rows)
-    checks.options(backend, validate, grad_filter)
-    tensors = hidden.reshape(-1, hidden.shape[-1]), lm_head_weight, bias
-    options = Options(wants_gradient(*tensors), backend, validate, hidden_rows, grad_filter)
-    given = Given(
-        target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
-        num_items_in_batch, num_completions_in_batch,
-    )  # fmt: skip
-    return call.loss("linear", tensors, options, config, given)
+    with Agreement(group) as ranks:
+        raise_pending()
+        tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
+        checks.hidden_layout(hidden, target_ids, hidden_rows)
+        checks.options(backend, validate, grad_filter, is_shard=group is not None)
+        wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
+        options = Options(wanted, backend, validate, hidden_rows, grad_filter, shard)
+        given = Given(
+            target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
+            sampling_logps, num_items_in_batch, num_completions_in_batch,
+        )  # fmt: skip
+        return call.loss("linear", tensors, options, config, given, ranks=ranks)
 
 
 def logits_grpo_loss(
@@ -254,6 +267,16 @@ def logits_grpo_loss(
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
     return call.loss("logits", tensors, options, config, given, inplace=inplace)
+
+
+def _head_tensors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(N, H) rows of hidden, and the weight and bias that this process works with, checked."""
+    weight = own_rows("lm_head_weight", weight, ranks.group)
+    bias = own_rows("bias", bias, ranks.group)
+    checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
+    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
 def _logit_rows(logits: Tensor) -> Tensor:

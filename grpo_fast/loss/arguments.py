@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.objective.aggregation import Total
 
 
@@ -31,6 +32,7 @@ class Options(NamedTuple):
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
     grad_filter: float | None = None
+    shard: VocabularyShard | None = None  # the head is one rank's part of it
 
 
 class RowOptions(NamedTuple):
@@ -44,6 +46,7 @@ class RowOptions(NamedTuple):
     logit_scale: float
     return_entropy: bool
     backend: str
+    shard: VocabularyShard | None = None  # the head is one rank's part of it
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class RowOptions(NamedTuple):
         logit_scale: float,
         return_entropy: bool,
         backend: str,
+        shard: VocabularyShard | None = None,
     ) -> RowOptions:
         """From the arguments of the public functions."""
         by_row, number = None, 1.0
@@ -65,8 +69,9 @@ class RowOptions(NamedTuple):
         softcap = None if softcap is None else float(softcap)
         logit_scale = float(logit_scale)
         return cls(
-            hidden_rows, target_ids, by_row, number, softcap, logit_scale, return_entropy, backend
-        )
+            hidden_rows, target_ids, by_row, number, softcap, logit_scale, return_entropy, backend,
+            shard,
+        )  # fmt: skip
 
 
 class Targets(NamedTuple):
@@ -75,3 +80,9 @@ class Targets(NamedTuple):
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
     num_hidden: int = 0  # rows of hidden
+
+    @classmethod
+    def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
+        """Those of a call whose weight or logits have so many columns on this process."""
+        vocabulary = columns if options.shard is None else options.shard.vocabulary
+        return cls(vocabulary, options.hidden_rows, num_hidden)

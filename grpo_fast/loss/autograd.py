@@ -135,6 +135,9 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 # ---- logps: gradients are formed when their upstream is known ----
 
 
+Found = tuple[ActiveRows, Tensor | None]
+
+
 class RowPass:
     """The active rows of a call, as `rows_of_targets` found them, and their sweep."""
 
@@ -142,15 +145,15 @@ class RowPass:
         self,
         tensors: tuple,
         options: RowOptions,
-        found: tuple[ActiveRows, Tensor | None] | None = None,
+        found: Found | None = None,
         *,
         entropy_gradient: bool = False,
         wanted: Sequence[bool] = (),
     ) -> None:
         self.options, self.device = options, tensors[0].device
-        self.found = found or _find_rows(tensors, options)
+        self.found = found or find_rows(tensors, options)
         self.rows, self.left_out = self.found
-        self.sweep = _sweep(tensors, self.rows, options.backend, entropy_gradient, wanted)
+        self.sweep = _sweep(tensors, self.rows, options, entropy_gradient, wanted)
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
         """(logps, entropy, lse) of all rows, and the statistics of the active ones."""
@@ -184,24 +187,29 @@ class RowPass:
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
-def _find_rows(tensors: tuple, options: RowOptions) -> tuple[ActiveRows, Tensor | None]:
+def find_rows(tensors: tuple, options: RowOptions) -> Found:
+    """The active rows of a call, as `rows_of_targets` says them; their values are checked here."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
-    targets = Targets(vocab, options.hidden_rows, len(tensors[0]))
+    targets = Targets.of(vocab, len(tensors[0]), options)
     temperature = options.temperature if options.temperatures is None else options.temperatures
     rule = LogitRule(options.logit_scale, options.softcap, temperature)
     return rows_of_targets(options.target_ids, rule, targets)
 
 
 def _sweep(
-    tensors: tuple, rows: ActiveRows, backend: str, entropy_gradient: bool, wanted: Sequence[bool]
+    tensors: tuple,
+    rows: ActiveRows,
+    options: RowOptions,
+    entropy_gradient: bool,
+    wanted: Sequence[bool],
 ) -> Sweep:
     if len(tensors) == 1:
-        return LogitsSweep(tensors[0], None, rows, rows_route(backend, tensors[0]))
+        return LogitsSweep(tensors[0], None, rows, rows_route(options.backend, tensors[0]))
     hidden, weight, bias = tensors
-    route = head_route(backend, weight)
+    route = head_route(options.backend, weight, is_shard=options.shard is not None)
     return LinearHead(
         hidden, weight, bias, rows, route, entropy_gradient=entropy_gradient,
-        wants_weight=len(wanted) > 1 and wanted[1],
+        wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
     )  # fmt: skip
 
 
@@ -209,9 +217,9 @@ class Recalled(torch.autograd.Function):
     """Logps whose first backward finds what the workspace still holds."""
 
     @staticmethod
-    def forward(ctx, options, wanted, *tensors):
+    def forward(ctx, options, found, wanted, *tensors):
         tensors = tuple(None if x is None else x.detach() for x in tensors)
-        work = RowPass(tensors, options, wanted=wanted)
+        work = RowPass(tensors, options, found, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.found = options, work.found
@@ -224,9 +232,9 @@ class Recalled(torch.autograd.Function):
     def backward(ctx, d_logps, d_entropy, unused):
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
-        needs = ctx.needs_input_grad[2:]
+        needs = ctx.needs_input_grad[3:]
         if d_logps is None and d_entropy is None:
-            return (None,) * (2 + len(needs))
+            return (None,) * (3 + len(needs))
         # Also where they are not needed: it refuses what was changed since.
         saved = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
@@ -245,4 +253,5 @@ class Recalled(torch.autograd.Function):
             )  # fmt: skip
             kept = work, work.known(*outputs)
         found = kept[0].gradients(kept[1], d_logps, d_entropy, wanted)
-        return None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
+        gradients = (x if need else None for x, need in zip(found, needs, strict=True))
+        return None, None, None, *gradients

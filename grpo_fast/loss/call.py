@@ -12,7 +12,9 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
+from grpo_fast.loss.agreement import ALONE, Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.sharded import outside_of_graphs
 from grpo_fast.objective.config import LossConfig
 
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
@@ -55,14 +57,18 @@ def loss(
     given: Given,
     *,
     inplace: bool = False,
+    ranks: Agreement = ALONE,
 ) -> LossOutput:
-    """Run a loss of `operators.LOSSES` with autograd."""
+    """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
+    outside_of_graphs(options.shard)
     checks.tokens(config, given, has_logits=name != "given_logps")
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, given)
     else:
         known = operators.LOSSES[name]
         batch = operators.build(known, tensors, options, config, given)
+        numbers = config.key if options.shard else ""
+        ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
         run = partial(known.run, batch=batch, options=options)
         if inplace:
             outputs = autograd.Overwriting.apply(partial(run, inplace=True), *tensors)
@@ -77,13 +83,18 @@ def loss(
 def logps(
     tensors: tuple[Tensor | None, ...],  # (hidden, weight, bias), or (logits,)
     options: RowOptions,
+    ranks: Agreement = ALONE,
 ) -> Any:  # logps, or (logps, entropy)
     """Differentiable logps in the layout of the targets."""
+    outside_of_graphs(options.shard)
     if torch.compiler.is_compiling():
         found, entropy = operators.compiled_logps(tensors, options)
     else:
         wanted = autograd.wants_gradient(*tensors)
-        found, entropy, _ = autograd.Recalled.apply(options, wanted, *tensors)
+        rows = autograd.find_rows(tensors, options)
+        numbers = repr(options[3:7]) if options.shard else ""
+        ranks.ready(tensors, rows[0].target_ids, wanted, options.backend, numbers)
+        found, entropy, _ = autograd.Recalled.apply(options, rows, wanted, *tensors)
     like = options.target_ids
     found = _shaped(found, like)
     return (found, _shaped(entropy, like)) if options.return_entropy else found

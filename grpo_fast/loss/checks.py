@@ -25,9 +25,11 @@ def wrong(name: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+def head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", *, is_shard: bool = False
+) -> None:
     """hidden (..., H), lm_head_weight (V, H) and bias (V,) fit each other; `prefix` of their
-    names.
+    names. A shard may be empty.
     """
     like, name = f"{prefix}hidden", f"{prefix}lm_head_weight"
     floating(like, hidden)
@@ -39,7 +41,7 @@ def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") 
     if hidden.shape[-1] != weight.shape[1]:
         expected = f"(V, H) with H = {hidden.shape[-1]} as in {like} {_shape(hidden)}"
         raise wrong(name, expected, _shape(weight))
-    if 0 in weight.shape:
+    if 0 in weight.shape[1 if is_shard else 0 :]:
         raise wrong(name, "at least one vocabulary row and one column", _shape(weight))
     _same_device(name, weight, hidden, like)
     if hidden.dtype != weight.dtype:
@@ -140,11 +142,15 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
             number(name, value, "a number > 0", lambda x: x > 0)
 
 
-def options(backend: str, validate: str, grad_filter: float | None = None) -> None:
+def options(
+    backend: str, validate: str, grad_filter: float | None = None, *, is_shard: bool = False
+) -> None:
     choice("backend", backend, BACKENDS)
     choice("validate", validate, VALIDATE)
     if grad_filter is not None:
         number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
+        if is_shard:
+            raise wrong("grad_filter", "None beside group, which it does not know", grad_filter)
 
 
 def inplace(given: Tensor, flat: Tensor) -> None:

@@ -35,6 +35,8 @@ ROWS = (
     "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, "
     "float? softcap, float logit_scale, bool return_entropy, str backend"
 )
+# A schema knows no process group: the shard, which comes last, stays outside.
+NUM_OPTIONS, NUM_ROW_OPTIONS = len(Options._fields) - 1, len(RowOptions._fields) - 1
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD, D_HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias",
@@ -76,7 +78,7 @@ def build(
     """The batch of a loss with these tensors."""
     vocab_size, targets = loss.vocab(tensors), None
     if vocab_size is not None:
-        targets = Targets(vocab_size, options.hidden_rows, len(tensors[0]))
+        targets = Targets.of(vocab_size, len(tensors[0]), options)
     return TokenBatch.build(config, given, targets, options.validate)
 
 
@@ -85,7 +87,7 @@ def compiled_loss(
 ) -> tuple[tuple, Callable[..., dict[str, Tensor]]]:
     """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics of these."""
     row = _row(config, given)
-    outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *options, *row)
+    outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *options[:NUM_OPTIONS], *row)
     loss, logps, entropy, filtered = outputs[:4]
     entropy = entropy if entropy.numel() or config.needs_entropy else None
     filtered = None if options.grad_filter is None else filtered
@@ -97,7 +99,7 @@ def compiled_loss(
 def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
     """A node of the graph: flat logps and entropies ((0,) unless wanted)."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
-    return getattr(torch.ops.grpo_fast, name)(*tensors, *options)[:2]
+    return getattr(torch.ops.grpo_fast, name)(*tensors, *options[:NUM_ROW_OPTIONS])[:2]
 
 
 def _row(config: LossConfig, given: Given) -> list:
@@ -181,10 +183,11 @@ def _register(
 
 def _register_loss(name: str, loss: LossPass) -> None:
     count = loss.num_tensors
+    end = count + NUM_OPTIONS
 
     def split(inputs: Any) -> tuple[tuple, Options, tuple]:
         inputs = tuple(inputs)
-        return inputs[:count], Options(*inputs[count : count + 5]), inputs[count + 5 :]
+        return inputs[:count], Options(*inputs[count:end]), inputs[end:]
 
     def run(*inputs):
         tensors, options, row = split(inputs)

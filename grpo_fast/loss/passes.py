@@ -156,10 +156,11 @@ def linear_loss(
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
     wanted = Wanted(*options.wanted)
+    route = head_route(options.backend, weight, is_shard=options.shard is not None)
     head = LinearHead(
-        hidden, weight, bias, batch.rows, head_route(options.backend, weight),
+        hidden, weight, bias, batch.rows, route,
         tolerance=options.grad_filter, entropy_gradient=batch.config.entropy_coef != 0,
-        is_wide=needs_range(hidden.dtype), wants_weight=wanted.weight,
+        is_wide=needs_range(hidden.dtype), wants_weight=wanted.weight, shard=options.shard,
     )  # fmt: skip
     if not (any(wanted) and needs_range(hidden.dtype)):
         return _swept(head, batch, options, wanted)

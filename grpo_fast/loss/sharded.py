@@ -1,4 +1,9 @@
-"""Parameters of a head that FSDP2 shards (DTensors): gathered for a call, their gradient reduced.
+"""Parameters of a head that lie in shards (DTensors): what they are to a call.
+
+A DTensor alone does not say what its ranks have in common. Those of FSDP2 have rows of hidden of
+their own, so its parameters are gathered for a call, and their gradient reduced. Tensor-parallel
+ranks have the same rows, and each works with its rows of the vocabulary; that is taken to be so
+only where a caller says it with `group=`.
 
 Inside the forward of the FSDP2 module that holds them parameters are whole and plain, and nothing
 here is done. Read elsewhere they are shards: `DTensor.full_tensor()` alone would hand each rank's
@@ -10,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")  # the names of such a mesh dimension
 
@@ -40,9 +45,61 @@ def gathered(name: str, x: Any) -> Any:
             f"{name}: expected a plain tensor, or a DTensor sharded over one data-parallel mesh "
             f"dimension (FSDP2), got {x.placements} over mesh dimensions "
             f"{names or x.device_mesh.ndim}; call inside the forward of the FSDP2 module that "
-            "holds it, or pass a whole tensor and reduce its gradient yourself"
+            "holds it, pass group=weight.device_mesh where the ranks share the rows of hidden and "
+            "each holds rows of the vocabulary, or pass a whole tensor and reduce its gradient "
+            "yourself"
         )
     return _Gathered.apply(x)
+
+
+def process_group(group: Any) -> distributed.ProcessGroup:
+    """The group of a call that names one, or the mesh of one dimension that stands for it.
+
+    Raises ValueError for anything else, and where this process is not in the group.
+    """
+    outside_of_graphs(group)
+    if hasattr(group, "mesh_dim_names"):  # a DeviceMesh, whose module is slow to import
+        if group.ndim != 1:
+            raise ValueError(
+                "group: expected a process group or a mesh of one dimension, got a mesh of "
+                f"{group.ndim} dimensions; mesh['name'] is one of them"
+            )
+        group = group.get_group()
+    if not isinstance(group, distributed.ProcessGroup):
+        raise ValueError(
+            "group: expected a process group or a mesh of one dimension that this process is in, "
+            f"got {group if isinstance(group, int | str) else type(group).__name__}"
+        )
+    return group
+
+
+def outside_of_graphs(group: object) -> None:
+    """A ValueError inside a graph of torch.compile, which knows no group; without fullgraph it then
+    leaves the call outside of the graph.
+    """
+    if group is not None and torch.compiler.is_compiling():
+        raise ValueError("group: expected None in a graph of torch.compile, got a group")
+
+
+def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
+    """A parameter as a call with this group takes it: its rows on this rank, or without a group the
+    whole of it (`gathered`).
+
+    Raises ValueError for a DTensor that is not sharded by rows over the ranks of the group.
+    """
+    if group is None or not is_sharded(x):
+        return gathered(name, x)
+    from torch.distributed.tensor import Shard
+
+    ranks = distributed.get_process_group_ranks
+    mesh, by_rows = x.device_mesh, tuple(x.placements) == (Shard(0),)
+    if not by_rows or mesh.ndim != 1 or ranks(mesh.get_group()) != ranks(group):
+        raise ValueError(
+            f"{name}: expected the rows of this rank, or a DTensor with placements "
+            f"{(Shard(0),)} over the ranks {ranks(group)} of group, got {x.placements} over the "
+            f"ranks {mesh.mesh.tolist()}"
+        )
+    return x.to_local()
 
 
 class _Gathered(torch.autograd.Function):

@@ -24,6 +24,7 @@ PANELS = {
     "Variance of the gradient": "grad_variance",
 }
 MOST_LINES = 8  # in one panel
+SMALLEST = 1e-4  # of a panel's largest value, on a logarithmic scale: a run that stands still has 0
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> Path:
@@ -80,6 +81,8 @@ def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
         axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
     if metric == "grad_variance":
         axes.set_yscale("log")
+        top = axes.get_ylim()[1]
+        axes.set_ylim(max(axes.get_ylim()[0], SMALLEST * top), top)
 
 
 def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[float]]:

@@ -44,7 +44,7 @@ class EvalSettings(HeldOut):
     task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
     prompt_template: str | None = None
     system_prompt: str | None = None
-    chat: bool = False
+    chat: bool | None = None
     temperature: float = Field(TEMPERATURE, gt=0)  # of the sampled pass
     k: list[Positive] | None = None  # for pass@k and maj@k; None: 1, 2, 4, … up to samples
     batch_size: Positive = 64
@@ -67,6 +67,9 @@ class Source(NamedTuple):
         file = os.path.join(folder, "config.yaml")
         if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):
             return cls(model, os.path.join(folder, "model"), load_recipe(file, []))
+        if os.path.isfile(file) and not os.path.isfile(os.path.join(folder, "config.json")):
+            expected = "a run that has ended and saved its model (log.save_model: true)"
+            raise ValueError(f"model: expected {expected}, found no model/ in {model!r}")
         return cls(model, folder, None)
 
     def model_config_for(self, settings: EvalSettings, allow_code: bool) -> ModelConfig:
@@ -150,11 +153,10 @@ def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
     if settings.data is not None:
         kind = "path" if is_local(settings.data) else "name"
         fields |= {"path": None, "name": None, kind: settings.data}
-    for name in ("task", "prompt_template", "system_prompt"):
+    for name in ("task", "prompt_template", "system_prompt", "chat"):
         value = getattr(settings, name)
         if value is not None:
             fields[name] = value
-    fields["chat"] = fields.get("chat", False) or settings.chat
     if fields["task"] in ("gsm8k", "jsonl") and not (fields.get("path") or fields.get("name")):
         whose = f"with task={fields['task']}" if recipe else "for a model without a recipe"
         raise ValueError(f"data: expected data=<jsonl file, folder or hub id> {whose}, got nothing")

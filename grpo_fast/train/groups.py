@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
+from grpo_fast.train.metrics import spread_of
 from grpo_fast.train.prompts import Asked
 
 
@@ -77,7 +78,7 @@ def difficulties(
         known = group[~group.isnan()]
         mean, spread = None, None
         if len(known):
-            mean, spread = float(known.mean()), float(known.std(unbiased=False))
+            mean, spread = float(known.mean()), float(spread_of(known))
         row = {"step": step, "prompt": one.number, "reward": mean, "reward_std": spread, "use": use}
         rows.append(row)
     return rows

@@ -33,7 +33,8 @@ NORMS = {"policy_logp_grad_norm"}  # of the pieces of one vector: their squares 
 class LossMetrics:
     """Merges what the loss returned for the micro-batches of optimizer steps; one sync, at the end.
 
-    Means weigh each micro-batch by its tokens, minima and maxima are over all of it, counts add up;
+    Means weigh each micro-batch by its tokens, minima and maxima are over those that have tokens,
+    counts add up;
     `loss` and its parts add up inside an optimizer step and are averaged over optimizer steps
     (norms: in the square mean).
     """
@@ -75,10 +76,12 @@ class LossMetrics:
             return (values.square().sum() / max(self.optimizer_steps, 1)).sqrt()
         if name in SUMS:
             return values.sum()
-        if name.endswith("min"):
-            return values.min()
-        if name.endswith("max"):
-            return values.max()
+        if name.endswith(("min", "max")):  # of no tokens it is 0, which is none of the others'
+            counts = [
+                value for value, (_, tokens) in zip(values, self.parts, strict=True) if tokens
+            ]
+            known = torch.stack(counts) if counts else values
+            return known.min() if name.endswith("min") else known.max()
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
         return (values * weights).sum() / weights.sum().clamp(min=1)
 
@@ -89,7 +92,7 @@ def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
     NaN rewards are left out; `rewards/<fn>/failed` counts a function's samples that have none, and
     `rewards/<fn>/failed/<why>` those of a reason that occurred.
     """
-    spread = torch.stack([_std(group) for group in scores.total.double().view(-1, group_size)])
+    spread = torch.stack([spread_of(group) for group in scores.total.double().view(-1, group_size)])
     metrics = {
         "reward": _mean(scores.total),
         "reward_std": float(spread.mean()),
@@ -98,7 +101,7 @@ def reward_metrics(scores: RewardResult, group_size: int) -> dict[str, float]:
     for name, values in scores.per_fn.items():
         metrics |= {
             f"rewards/{name}/mean": _mean(values),
-            f"rewards/{name}/std": float(_std(values.double())),
+            f"rewards/{name}/std": float(spread_of(values.double())),
             f"rewards/{name}/failed": float(scores.failures[name]),
         }
         for why, count in scores.reasons[name].items():
@@ -244,7 +247,8 @@ def _mean(values: Tensor) -> float:
     return float(values.double().nanmean())
 
 
-def _std(values: Tensor) -> Tensor:
+def spread_of(values: Tensor) -> Tensor:
+    """0-d: the standard deviation (n − 1) of those that are not NaN; 0 of fewer than two."""
     values = values[~values.isnan()]
     if values.numel() < 2 or bool((values == values[0]).all()):
         return torch.zeros((), dtype=torch.float64)

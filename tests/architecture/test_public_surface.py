@@ -72,8 +72,8 @@ SIGNATURES = {
 }
 # Keywords that came after the pinned ones: optional, so that no pinned call changes.
 ADDED = {
-    "linear_logps": dict(hidden_rows=None),
-    "linear_grpo_loss": dict(hidden_rows=None, grad_filter=None),
+    "linear_logps": dict(hidden_rows=None, group=None),
+    "linear_grpo_loss": dict(hidden_rows=None, grad_filter=None, group=None),
 }
 NAMES = {*SIGNATURES, "LossConfig", "LossOutput", "group_advantages"}
 CONFIG = dict(

@@ -218,6 +218,10 @@ def test_rows_that_do_not_count_are_inert(loss_type: str) -> None:
     assert torch.equal(d[live], d_clean[live]) and torch.equal(
         result.losses[live], clean.losses[live]
     )
+    # Without a target no weight has to be 0.
+    x = make_rows(8)
+    x["target_ids"][dead] = torch.tensor([-100, 131, 2**40])
+    assert (x["grad_entropy"][dead] != 0).all() and (call(x, config)[1][dead] == 0).all()
     # Each weight guards its own term only.
     x = make_rows(8)
     x["policy_weights"][2], x["advantages"][2] = 0.0, math.nan

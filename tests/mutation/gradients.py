@@ -52,7 +52,7 @@ MUTANTS = [
            "[chunk.start // self.chunk_rows]", "[0]",
            "every chunk has as many active rows as the first", "triton_gradients"),
     Mutant("loop-spared-always", LOOP,
-           "is_narrow = wants_weight and self.narrow_sum", "is_narrow = self.narrow_sum",
+           "is_narrow = wants_weight and has_narrow", "is_narrow = has_narrow",
            "a frozen head takes the memory of a sum that it never has", "triton_gradients"),
     Mutant("loop-lost-nan", SUMS,
            "results[-1].view(-1)[:1] += self.lost", "pass",

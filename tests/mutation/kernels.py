@@ -49,7 +49,7 @@ CSRC = [
            "(g == 0 && g_entropy == 0)", "g == 0",
            "rows with an entropy coefficient alone are skipped", "csrc"),
     Mutant("csrc-poison-multiplies", GRADIENT,
-           "if (columns.target < 0 || (g == 0 && g_entropy == 0)) {", "if (columns.target < 0) {",
+           "if (g == 0 && g_entropy == 0) return", "if (g != g) return",
            "a row without coefficient is multiplied by 0 instead of replaced", "csrc"),
     Mutant("csrc-nan-hidden", ROW_LOSS,
            "  if (std::isnan(logp)) return {logp, logp};\n", "",

@@ -50,6 +50,8 @@ SUITES: dict[str, list[str]] = {
         "passes or configuration or schedule or two_runs or remembered",
     ],
     "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
+    "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
+    "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
     "rollout": ["tests/rollout/test_rollout.py"],
@@ -159,6 +161,7 @@ def all_mutants() -> list[Mutant]:
         loss,
         objectives,
         products,
+        shards,
         train,
         train_checkpoint,
         train_compare,
@@ -177,7 +180,8 @@ def all_mutants() -> list[Mutant]:
         train_rewards,
         train_seeing,
     )
-    files = (objectives, loss, *trainer, heads, kernels, gradients, products, forward_cuda)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
+    files += (forward_cuda,)
     return [m for file in files for m in file.MUTANTS]
 
 

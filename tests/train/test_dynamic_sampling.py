@@ -115,8 +115,12 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     assert found.metrics["reward"] == pytest.approx(5 / 12)  # of all that was sampled
     assert found.metrics["frac_reward_zero_std"] == 1 / 2
     rows = [(r["prompt"], r["reward"], r["reward_std"], r["use"]) for r in found.prompts]
-    assert rows[:2] == [(0, 0, 0, "dropped"), (1, 0.5, 0.5, "kept")]
-    assert rows[5] == (5, 1.5, 1.5, "kept") and {r["step"] for r in found.prompts} == {7}
+    assert rows[:2] == [(0, 0, 0, "dropped"), (1, 0.5, math.sqrt(1 / 2), "kept")]
+    assert rows[5] == (5, 1.5, math.sqrt(9 / 2), "kept") and {r["step"] for r in found.prompts} == {
+        7
+    }
+    spreads = [r["reward_std"] for r in found.prompts]
+    assert found.metrics["reward_std"] == pytest.approx(sum(spreads) / len(spreads))
 
 
 def test_what_is_missing_after_the_last_round_is_filled(asked):

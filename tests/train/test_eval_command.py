@@ -7,8 +7,15 @@ import json
 import pytest
 
 from grpo_fast.train.eval_command import compare_models, run_eval
-from grpo_fast.train.eval_settings import complete, is_model, is_sampled, parse_settings
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.eval_settings import (
+    Source,
+    complete,
+    data_of,
+    is_model,
+    is_sampled,
+    parse_settings,
+)
+from grpo_fast.train.settings import load_recipe, save_config
 from tests.command_line import invoke, refused, write_recipe
 from tests.tiny import tiny_folder
 
@@ -79,6 +86,23 @@ def test_a_setting_counts_before_the_recipe(models, recipe, asked):
     options = asked[1][1]
     assert (options.temperature, options.top_p, options.top_k) == (2.0, 0.8, 0)
     assert options.max_new_tokens == 2 and asked[1][0][0][0]["content"] == "Other."
+
+
+def test_chat_is_switched_off_by_a_setting():
+    recipe = load_recipe("gsm8k-qwen2.5-0.5b")
+    assert recipe.data.chat and data_of(parse_settings([]), recipe).chat
+    assert not data_of(parse_settings(["chat=false"]), recipe).chat
+    task = ["data=x.jsonl", "task=jsonl"]
+    assert not data_of(parse_settings(task), None).chat
+    assert data_of(parse_settings([*task, "chat=true"]), None).chat
+
+
+def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
+    save_config(load_recipe("sort"), tmp_path / "config.yaml")
+    with pytest.raises(ValueError, match="model: expected a run that has ended and saved its mod"):
+        Source.of(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")  # a model's folder with a file of this name
+    assert Source.of(str(tmp_path)).run is None
 
 
 def test_settings_are_completed():

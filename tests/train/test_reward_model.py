@@ -248,6 +248,7 @@ def test_the_accuracy_is_that_of_the_saved_model(tmp_path):
     ("words", "said"),
     [
         (["data.task=gsm8k", "data.path=x"], "data.task: expected sort, arithmetic or jsonl"),
+        (["data.task=lecture"], "data.task: expected sort, arithmetic or jsonl, came lecture"),
         (["optim.states=8bit"], "optim.states: expected full, came 8bit"),
         (["model.path=x"], "model: expected exactly one of path"),
         (["model.tokenizer=null"], "model.tokenizer: expected bpe or symbols beside config"),

@@ -227,6 +227,18 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
     assert load_recipe(str(tmp_path / "config.yaml")) == config
 
 
+def test_the_saved_config_has_the_losses_temperature(tmp_path):
+    for words, temperature in (
+        (["rollout.temperature=0.7"], 0.7),
+        (["rollout.temperature=0.7", "loss.temperature=1.0"], 1.0),
+    ):
+        config = load_recipe("sort", words)
+        save_config(config, tmp_path / "config.yaml")
+        again = load_recipe(str(tmp_path / "config.yaml"))
+        assert again.loss_config() == config.loss_config()
+        assert again.loss_config().temperature == temperature
+
+
 def test_a_correction_by_the_sampler_that_is_read(tmp_path):
     """Also in a saved configuration, which holds every default."""
     for words in (
@@ -277,9 +289,9 @@ def test_a_refusal_is_short_however_long_the_value():
 
 def test_loss_settings_are_the_losses_own():
     assert set(LossSettings.model_fields) == {f.name for f in dataclasses.fields(LossConfig)}
-    assert dataclasses.asdict(LossConfig(**dict(LossSettings()))) == dataclasses.asdict(
-        LossConfig()
-    )
+    settings = dict(LossSettings())
+    assert settings.pop("temperature") is None  # the rollout's
+    assert dataclasses.asdict(LossConfig(**settings)) == dataclasses.asdict(LossConfig())
     config = parse_config({**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
     assert (
         config.loss_config().temperature == 0.9 and config.loss_config().max_completion_length == 7

@@ -381,6 +381,17 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
     }
 
 
+def test_a_micro_batch_without_tokens_is_no_minimum():
+    losses = LossMetrics()
+    for low, high, tokens in ((0.9, -1.0, 5), (0.0, 0.0, 0), (0.8, -2.0, 3)):
+        values = {"ratio/min": torch.tensor(low), "a/max": torch.tensor(high)}
+        losses.add(values, tokens)
+    assert losses.result() == pytest.approx({"ratio/min": 0.8, "a/max": -1.0})
+    nothing = LossMetrics()
+    nothing.add({"ratio/min": torch.tensor(0.0)}, 0)
+    assert nothing.result() == {"ratio/min": 0.0}
+
+
 def test_reward_metrics_leave_failed_samples_out():
     total = torch.tensor([1.0, 3.0, 2.0, 2.0, float("nan"), 5.0])
     metrics = reward_metrics(RewardResult(total, {"f": total}, {"f": Counter(timeout=1)}), 2)

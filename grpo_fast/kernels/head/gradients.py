@@ -4,6 +4,7 @@ products.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class GradientSums:
             bias.
         tolerance: share of Σ|d-logits| that may be left out (grad_filter.py); None: nothing.
         doors: what surrounds the products of exponentials on a GPU (gpu/gradients.py), or None.
+        sum_hidden: what sums dH over the ranks that share the vocabulary; None: it is whole.
     """
 
     def __init__(
@@ -65,14 +67,17 @@ class GradientSums:
         is_wide: bool = False,
         tolerance: float | None = None,
         doors: Any = None,
+        sum_hidden: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.wanted = hidden, weight, bias, wanted
         self.index, self.repeats = index, repeats
         self.is_wide, self.is_only = is_wide, is_only and not is_wide
-        self.tolerance, self.doors = tolerance, doors
+        self.tolerance, self.doors, self.sum_hidden = tolerance, doors, sum_hidden
+        # Parts of a sum are not rounded.
+        self.wide_hidden = is_wide or sum_hidden is not None
         self.filtered = None if tolerance is None else Filtered.none(hidden)
         self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.hidden_dtype = self.sum_dtype if is_wide or repeats else hidden.dtype
+        self.hidden_dtype = self.sum_dtype if self.wide_hidden or repeats else hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
@@ -102,7 +107,8 @@ class GradientSums:
             keep: those with a coefficient, None for all; the others are exact zeros, left out of
                 every GEMM when they are many.
         """
-        if keep is not None and keep.shape[0] == 0:
+        has_columns = d_logits.matrix.shape[1] > 0
+        if not has_columns or (keep is not None and keep.shape[0] == 0):
             return
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
@@ -123,7 +129,7 @@ class GradientSums:
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
-            self._keep_hidden(matmul_narrow(d, weight, wide=self.is_wide)[:count], index)
+            self._keep_hidden(matmul_narrow(d, weight, wide=self.wide_hidden)[:count], index)
         self._keep_weight(d, h, columns)
         if self.wanted.bias:
             self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)
@@ -256,6 +262,11 @@ class GradientSums:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dH, dW, db), contiguous; empty where none was wanted."""
+        if self.sum_hidden is not None and self.wanted.hidden:
+            d_hidden = self.d_hidden
+            if d_hidden is None:
+                d_hidden = self.hidden.new_zeros(self.hidden.shape, dtype=self.hidden_dtype)
+            self.d_hidden = self.sum_hidden(d_hidden)
         results = []
         for sum_, like, is_wanted in (
             (self.d_hidden, self.hidden, self.wanted.hidden),

@@ -24,6 +24,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.activity import Activity, active_rows, known_active
 from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
 from grpo_fast.kernels.head.gradients import GradientSums, gathers
+from grpo_fast.kernels.head.vocabulary import VocabularyChunks, VocabularyShard
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import (
     ActiveRows,
@@ -51,6 +52,8 @@ class LinearHead:
         entropy_gradient: the coefficients will have a dL/dentropy.
         is_wide: dH, dW and db are returned as they are summed, in fp32 at least.
         wants_weight: dW will be asked for.
+        shard: weight and bias are the rows of one rank; the outputs are those of the whole head, dW
+            and db those of the rank (vocabulary.py).
     """
 
     def __init__(
@@ -65,14 +68,15 @@ class LinearHead:
         entropy_gradient: bool = False,
         is_wide: bool = False,
         wants_weight: bool = False,
+        shard: VocabularyShard | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.rows = hidden, weight, bias, rows
         self.kernels, self.head_logps = route.kernels, route.kernels.head_logps
+        self.shard = shard
         self.on_gpu = weight.is_cuda or route.backend == "triton"
         self.tolerance, self.is_wide = tolerance, is_wide
         self.num_rows = rows.target_ids.shape[0]
-        has_exponentials = route.exponentials is not None and not entropy_gradient
-        self.chunk = (ExponentialChunks if has_exponentials else LogitChunks)(weight, bias, route)
+        self.chunk = self._chunks_of(route, entropy_gradient)
         self.narrow_sum = (
             self.on_gpu and not is_wide and self.chunk.narrow_sum(padded(self.num_rows))
         )
@@ -83,14 +87,27 @@ class LinearHead:
         # (2,) what the filter left out, from the last gradients.
         self.filtered: Tensor | None = None
 
+    def _chunks_of(
+        self, route: Route, entropy_gradient: bool
+    ) -> LogitChunks | ExponentialChunks | VocabularyChunks:
+        head = self.weight, self.bias, route
+        if self.shard is not None:
+            return VocabularyChunks(*head, self.shard)
+        if route.exponentials is not None and not entropy_gradient:
+            return ExponentialChunks(*head)
+        return LogitChunks(*head)
+
     def _chunk_rows(self, wants_weight: bool) -> int:
         """Rows per chunk: all where one chunk takes no more than several and their fp32 dW; else as
-        many as the workspace holds, evened out over the chunks.
+        many as the workspace holds, evened out over the chunks. Ranks that share a vocabulary
+        cut the same chunks, by the largest shard.
         """
         bytes_per_logit, device = self.chunk.bytes_per_logit, self.weight.device
-        row_bytes = max(self.weight.shape[0], 1) * bytes_per_logit
+        columns = self.shard.widest if self.shard else self.weight.shape[0]
+        row_bytes = max(columns, 1) * bytes_per_logit
         # What the filter leaves of dW is summed in fp32.
-        is_narrow = wants_weight and self.narrow_sum and self.tolerance is None
+        has_narrow = self.narrow_sum and self.tolerance is None and self.shard is None
+        is_narrow = wants_weight and has_narrow
         spared = 4 * self.weight.numel() if is_narrow else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
@@ -124,7 +141,7 @@ class LinearHead:
             self.hidden, self.weight, self.bias, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, is_wide=self.is_wide, tolerance=self.tolerance,
             is_only=self.is_single_chunk and (self.narrow_sum or not self.on_gpu),
-            doors=self.kernels.gradients,
+            doors=self.kernels.gradients, sum_hidden=self.shard.summed if self.shard else None,
         )  # fmt: skip
 
     def _finished(self, sums: GradientSums) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,8 +48,9 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardModelConfig:
-        if self.data.task == "gsm8k":
-            raise ValueError("data.task: expected sort, arithmetic or jsonl, came gsm8k")
+        if self.data.task not in ("sort", "arithmetic", "jsonl"):
+            expected = "expected sort, arithmetic or jsonl"
+            raise ValueError(f"data.task: {expected}, came {self.data.task}")
         if self.data.shots or self.data.shots_tokens:
             raise ValueError("data.shots: expected none for pairs, came some")
         if self.optim.states != "full":

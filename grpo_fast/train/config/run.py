@@ -28,12 +28,12 @@ GAE = "gae"  # advantages of every token, by a critic; the other modes are of a 
 
 def _loss_settings() -> type[Section]:
     hints = get_type_hints(LossConfig)
-    hints["temperature"] = float  # a tensor, one value per token, makes no sense in a file
     fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(LossConfig)}
+    fields["temperature"] = (float | None, None)  # None: that of the rollout
     return create_model("LossSettings", __base__=Section, **fields)
 
 
-# Every field and default of LossConfig; `LossConfig(**dict(settings))` checks the values.
+# Every field and default of LossConfig, but the temperature's; `RunConfig.loss_config` checks them.
 LossSettings = _loss_settings()
 
 
@@ -207,7 +207,7 @@ class RunConfig(Section):
         settings: dict[str, Any] = dict(self.loss)
         if self.kl.into == "reward":
             settings["beta"] = 0.0
-        if "temperature" not in self.loss.model_fields_set:  # type: ignore[attr-defined]
+        if settings["temperature"] is None:
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens

@@ -1,0 +1,161 @@
+"""A head whose vocabulary lies in shards on the ranks of a process group (tensor parallel).
+
+Every rank has the same rows of hidden and the same targets, and V/n rows of the weight. It forms
+the logits of its own columns and their statistics with the row kernels. One all-gather per chunk
+then tells every rank the statistics of all shards, and each joins them in the same order:
+
+    lse  = log Σ_r e^lse_r
+    logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))      o: the shard that holds the target
+    H    = Σ_r e^(lse_r - lse)·(H_r + lse - lse_r)
+
+No term of these sums cancels another. 24 bytes per row and rank travel, where the logits have
+4·V/n. From the joined statistics d-logits follow column by column, so dW and db need no
+communication. dH is the sum over the shards: one all-reduce of (N, H) when all chunks are done, in
+fp32 at least. One for each chunk would move as many bytes in more messages, and would send rows
+that predict several targets several times.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from grpo_fast.kernels import reference
+from grpo_fast.kernels.head.chunks import LogitChunks
+from grpo_fast.kernels.head.gradients import ChunkGradients
+from grpo_fast.kernels.route import Route
+from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
+from grpo_fast.kernels.workspace import unset
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+
+ELSEWHERE = -1  # the target of a row whose target another rank holds
+
+
+class VocabularyShard(NamedTuple):
+    """Which rows of the vocabulary this rank holds: those after the shards of the ranks below."""
+
+    group: distributed.ProcessGroup
+    sizes: tuple[int, ...]  # rows of each rank, 0 allowed
+    rank: int  # of this process in the group
+
+    @property
+    def vocabulary(self) -> int:
+        """V: the rows of all ranks."""
+        return sum(self.sizes)
+
+    @property
+    def widest(self) -> int:
+        """Rows of the largest shard, by which all ranks cut the same chunks."""
+        return max(self.sizes)
+
+    def own(self, target_ids: Tensor) -> Tensor:
+        """The places of the targets in this shard; ELSEWHERE where another rank holds them."""
+        places = target_ids - sum(self.sizes[: self.rank])
+        is_own = (places >= 0) & (places < self.sizes[self.rank])
+        return torch.where(is_own, places, ELSEWHERE)
+
+    def owners(self, target_ids: Tensor) -> Tensor:
+        """The rank that holds each target."""
+        ends = torch.tensor(self.sizes, device=target_ids.device).cumsum(0)
+        return torch.searchsorted(ends, target_ids, right=True)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """(n, …): x of every rank, in their order."""
+        everyone = unset(x.new_empty, (len(self.sizes), *x.shape))
+        distributed.all_gather(list(everyone), x, group=self.group)
+        return everyone
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, in place."""
+        x = x.contiguous()
+        distributed.all_reduce(x, group=self.group)
+        return x
+
+    def joined(self, stats: RowStats, target_ids: Tensor) -> RowStats:
+        """The statistics of whole rows from those of every rank's columns; fp32, as of one head."""
+        parts = torch.stack([x for x in stats if x is not None]).double()
+        lse, logps, *entropies = self.gathered(parts).unbind(1)
+        total = lse.logsumexp(0)
+        owner = self.owners(target_ids)[None]
+        own, logp = lse.gather(0, owner)[0], logps.gather(0, owner)[0]
+        others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
+        logp = logp - torch.logaddexp(torch.zeros_like(others), others)
+        logp = torch.where(own == -torch.inf, own, logp)
+        if not entropies:
+            return total.float(), logp.float(), None
+        share = (lse - total).exp()
+        terms = torch.where(share == 0, 0.0, share * (entropies[0] + (total - lse)))
+        return total.float(), logp.float(), terms.sum(0).float()
+
+
+def row_statistics(
+    logits: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
+) -> RowStats:
+    """`reference.row_logps`, not rounded; of columns that are all -inf the lse is -inf."""
+    z, _ = reference.final_logits(logits, rule)
+    lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
+    return lse.masked_fill(z.amax(-1) == -torch.inf, -torch.inf), logps, entropy
+
+
+class VocabularyChunks(LogitChunks):
+    """The logits of one chunk in the columns of one shard; statistics are those of whole rows."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
+    ) -> None:
+        super().__init__(weight, bias, route)
+        self.shard = shard
+        self.row_logps = self.kernels.row_logps
+        if route.backend == "torch":
+            self.row_logps = row_statistics
+
+    def logps(
+        self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
+    ) -> RowStats:
+        """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the logits
+        stay.
+        """
+        z, own = self._columns(h)[: target_ids.shape[0]], self.shard.own(target_ids)
+        if z.shape[1]:
+            stats = self.row_logps(z, own, rule, return_entropy=return_entropy)
+        else:
+            nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
+            stats = nothing, nothing, nothing if return_entropy else None
+        return self.shard.joined(stats, target_ids)
+
+    def row_loss(
+        self, h: Tensor, target_ids: Tensor, terms: RowTerms, config: LossConfig, rule: LogitRule
+    ) -> tuple[ChunkGradients, RowLoss]:
+        """The d-logits, and the losses of the first C = len(target_ids) rows."""
+        stats = self.logps(h, target_ids, rule, return_entropy=config.needs_entropy)
+        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
+        d = self.gradients(h, target_ids, rule, stats, g, terms.grad_entropy, held=True)
+        return d, RowLoss(*stats, losses, g)
+
+    def gradients(
+        self,
+        h: Tensor,
+        target_ids: Tensor,
+        rule: LogitRule,
+        known: RowStats,
+        g: Tensor,
+        g_entropy: Tensor | None,
+        *,
+        held: bool,
+    ) -> ChunkGradients:
+        """The d-logits of Σ g·logp + g_entropy·entropy in the columns of this shard, without a word
+        to the other ranks.
+        """
+        z = self.workspace(h.shape[0]) if held else self._columns(h)
+        d, count = self._gradient(h.shape[0]), target_ids.shape[0]
+        if z.shape[1]:
+            own = self.shard.own(target_ids)
+            self.kernels.row_grad_(z[:count], own, known, g, g_entropy, rule, out=d[:count])
+        return ChunkGradients(d)
+
+    def _columns(self, h: Tensor) -> Tensor:
+        """(C, V/n) raw logits; a shard may have no columns at all."""
+        return self._raw_logits(h) if self.weight.shape[0] else self.workspace(h.shape[0])

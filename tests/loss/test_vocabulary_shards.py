@@ -1,0 +1,128 @@
+"""`group=`: a head whose vocabulary lies on 2 and 4 ranks gives what one process gives.
+
+The worlds run once for all tests (vocabulary_ranks.py); a rank's results are a JSON file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.head.vocabulary import VocabularyShard
+from grpo_fast.kernels.route import head_route
+from grpo_fast.kernels.types import ActiveRows, LogitRule
+from tests.loss import vocabulary_ranks
+
+SIZES = (2, 4)
+# Of the contract: relative L2 of values and gradients, and the absolute error of logps.
+BARS = {"fp64": 1e-12, "plain64": 1e-12, "fp32": 2e-6, "bf16": 3e-3, "fp16": 1e-3}
+BARS["confident"], LOGPS = 1e-5, 1e-5
+TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}  # of the error of one process on this backend
+CASES = [(size, name) for size in SIZES for name in vocabulary_ranks.CASES]
+Ranks = list[dict[str, dict[str, Any]]]
+
+
+def run_world(folder: Path, size: int, **environment: str) -> Ranks:
+    command = [sys.executable, "-m", "tests.loss.vocabulary_ranks", str(folder), str(size)]
+    root, log = Path(__file__).resolve().parents[2], folder / "log"
+    with log.open("w") as output:
+        subprocess.run(
+            command, cwd=root, stdout=output, stderr=output, timeout=900, check=False,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+    paths = [folder / f"world{size}.{rank}.json" for rank in range(size)]
+    assert all(path.is_file() for path in paths), log.read_text()
+    return [json.loads(path.read_text()) for path in paths]
+
+
+class Worlds(dict[int, Ranks]):
+    """The results of a world's ranks; it runs when a test asks for it first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, size: int) -> Ranks:
+        self[size] = run_world(self.folder, size)
+        return self[size]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory) -> Worlds:
+    return Worlds(tmp_path_factory.mktemp("ranks"))
+
+
+def check(ranks: Ranks, name: str) -> None:
+    kind = name.partition("-")[0]
+    for results in ranks:
+        assert name in results, list(results.values())[-1].get("error")
+        found = results[name]
+        assert "error" not in found, found["error"]
+        # Where one process is further off than the contract, no more than it.
+        own = {what: TIMES.get(kind, 1) * x for what, x in found.get("own", {}).items()}
+        off = found.get("off", {})
+        wrong = {n: x for n, x in off.items() if not x <= max(BARS[kind], own.get(n, 0.0))}
+        assert not wrong, wrong
+        assert found.get("logps", 0.0) <= LOGPS
+        assert found.get("same") is not False
+        assert found.get("same") == ranks[0][name].get("same")
+        for begin, message in found.get("told", {}).items():
+            assert message.startswith(begin), (begin, message)
+
+
+@pytest.mark.parametrize(("size", "name"), CASES, ids=lambda x: str(x))
+def test_a_shared_head_is_the_whole_head(worlds, size, name):
+    check(worlds[size], name)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("who", ["first", "last", "all"])
+def test_what_one_rank_refuses_all_refuse_in_the_same_words(worlds, size, who):
+    told = [ranks[f"refusals-{who}"]["told"] for ranks in worlds[size]]
+    assert len(told[0]) > 10 and all(x == told[0] for x in told)
+    odd = {"first": 0, "last": size - 1}.get(who)
+    if odd is not None:
+        assert f"(on rank {odd} of group)" in told[0]["target_ids: expected ids"]
+    else:
+        assert "of group)" not in told[0]["target_ids: expected ids"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds, size):
+    """90 rows are three chunks; two all-gathers come before them, for sizes and for refusals."""
+    forward = ["all_gather"] * (2 + 3)
+    assert worlds[size][0]["collectives"]["same"] == {
+        "token": [*forward, "all_reduce"],
+        "sequence": [*forward, "all_reduce"],
+        "logps": [*forward, "all_reduce"],
+        "frozen hidden": forward,
+        "forward": forward,
+    }
+
+
+def test_all_ranks_cut_the_same_chunks(monkeypatch):
+    """However many rows of the vocabulary they hold: a chunk is a collective."""
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "1")
+    hidden, ids, sizes = torch.zeros(500, 4), torch.zeros(500, dtype=torch.int64), (4000, 10, 0)
+    rows = ActiveRows(500, None, ids, LogitRule(), None)
+    cut = []
+    for rank, size in enumerate(sizes):
+        shard, weight = VocabularyShard(None, sizes, rank), torch.zeros(size, 4)
+        route = head_route("torch", weight, is_shard=True)
+        cut.append(list(LinearHead(hidden, weight, None, rows, route, shard=shard).chunks()))
+    assert len(cut[0]) > 5 and cut[0] == cut[1] == cut[2]
+
+
+def test_the_triton_row_kernels_know_shards(tmp_path):
+    pytest.importorskip("triton")
+    ranks = run_world(tmp_path, 2, TRITON_INTERPRET="1")
+    assert len(ranks[0]) > 8
+    for name in ranks[0]:
+        check(ranks, name)

@@ -1,0 +1,139 @@
+"""What ranks that share a head refuse, and that all of them say the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import grpo_fast
+from tests.loss.vocabulary_world import Found, World
+from tests.loss_cases import make_case, options_for
+
+NAN = float("nan")
+
+
+def plain_call(world: World, **changes: Any) -> Any:
+    case = make_case(14, **options_for("grpo"))
+    head = world.shard(case)
+    given = {
+        "hidden": case.hidden, "lm_head_weight": head.weight, "target_ids": case.ids,
+        "advantages": case.advantages, "config": grpo_fast.LossConfig(**case.options),
+        "bias": head.bias, "group": distributed.group.WORLD, "completion_mask": case.mask,
+    }  # fmt: skip
+    return grpo_fast.linear_grpo_loss(**{**given, **changes})
+
+
+def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
+    """Arguments that one rank refuses, or has alone, by what the message begins with."""
+    case = make_case(14, **options_for("grpo"))
+    head, ids, advantages = world.shard(case), case.ids.clone(), case.advantages.clone()
+    ids[0, 0], advantages[0] = 23, NAN
+    turned = case.ids.roll(1, 0)
+    return {
+        "bias: expected shape (V,)": {"bias": torch.zeros(99)},
+        "bias: expected the same": {"bias": None},
+        "lm_head_weight: expected (V, H)": {"lm_head_weight": head.weight[:, :-1]},
+        "lm_head_weight: expected the dtype": {"lm_head_weight": head.weight.double()},
+        "hidden: expected": {"hidden": None},
+        "hidden: expected shape (B, L, H)": {"hidden": case.hidden[0, 0, 0]},
+        "target_ids: expected ids": {"target_ids": ids},
+        "target_ids: expected the same": {"target_ids": turned},
+        "advantages: expected": {"advantages": advantages},
+        "backend: expected": {"backend": "cuda"},
+        "backend: expected one that runs": {"backend": "triton"},
+        "config: expected the same": {"config": grpo_fast.LossConfig(loss_type="sapo")},
+        "grad_filter: expected": {"grad_filter": 0.1},
+        "requires_grad: expected the same": {"hidden": case.hidden.clone().requires_grad_()},
+        "old_logps: expected": {"old_logps": torch.zeros(2)},
+        "lm_head_weight: expected a floating": {"lm_head_weight": 3},
+        "config: expected a LossConfig": {"config": None},
+    }
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    before, os.environ[name] = os.environ.get(name, ""), value
+    yield
+    os.environ[name] = before
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals(world: World, who: str) -> Found:
+    """What every rank says when one rank, or every one, is given a wrong argument."""
+    one = {"first": 0, "last": world.size - 1}.get(who)
+    told = {}
+    for name, changes in wrong_arguments(world).items():
+        if one is None and name.endswith("the same"):
+            continue
+        is_here = one is None or world.rank == one
+        told[name] = said(lambda c=changes if is_here else {}: plain_call(world, **c))
+        assert torch.isfinite(plain_call(world).loss)  # and the next call works
+    is_here = world.rank == (one or 0)
+    with environment("GRPO_FAST_WORKSPACE_MIB", "7" if is_here else "8"):
+        told["GRPO_FAST_WORKSPACE_MIB: expected the same"] = said(lambda: plain_call(world))
+    told["lm_head_weight: expected at least one vocabulary row on"] = said(
+        lambda: plain_call(world, lm_head_weight=torch.zeros(0, 8), bias=None)
+    )
+    return {"told": told}
+
+
+def compiled_in_one_graph(world: World) -> str:
+    """What dynamo says of the refusal; without fullgraph the call runs beside the graph."""
+    case = world.shard(make_case(14, **options_for("grpo")))
+
+    def call(weight: Tensor) -> Tensor:
+        return grpo_fast.linear_logps(
+            case.hidden, weight, case.ids, bias=case.bias, group=distributed.group.WORLD
+        )
+
+    try:
+        torch.compile(call, backend="eager", fullgraph=True)(case.weight)
+    except Exception as error:
+        assert torch.equal(torch.compile(call, backend="eager")(case.weight), call(case.weight))
+        return str(error)[str(error).find("group: ") :]
+    return "nothing"
+
+
+def wrong_groups(world: World) -> Found:
+    """What is no group of ranks that share this head."""
+    other = distributed.new_group([0])
+    weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
+    plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))
+    by_columns = distribute_tensor(weight, world.mesh, [Shard(1)])
+    copies = distribute_tensor(weight, world.mesh, [Replicate()])
+    told = {
+        "group: expected a process group": said(lambda: plain_call(world, group=0)),
+        "group: expected a process group or a mesh of one dimension, got a mesh": said(
+            lambda: plain_call(world, group=plane)
+        ),
+        "lm_head_weight: expected the rows of this rank, or a DTensor": said(
+            lambda: plain_call(world, lm_head_weight=by_columns)
+        ),
+        "lm_head_weight: expected the rows of this rank, or a DTensor with placements": said(
+            lambda: plain_call(world, lm_head_weight=copies)
+        ),
+        "hidden: expected a plain tensor": said(
+            lambda: plain_call(world, hidden=distribute_tensor(weight, world.mesh, [Shard(0)]))
+        ),
+    }
+    if world.rank:
+        told["group: expected a process group or a mesh of one dimension that"] = said(
+            lambda: plain_call(world, group=other)
+        )
+    told["group: expected None in a graph of torch.compile"] = compiled_in_one_graph(world)
+    distributed.barrier()
+    return {"told": told}

@@ -1,0 +1,253 @@
+"""Values, gradients and bits of a head that ranks share, beside those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import grpo_fast
+from tests import loss_cases
+from tests.loss.vocabulary_world import SIZES, Found, World, as_one, flat, off
+from tests.loss_cases import Case, make_case, options_for
+
+INF, NAN = float("inf"), float("nan")
+
+
+def every_loss(loss_type: str, level: str, dtype: torch.dtype, **more: Any) -> Case:
+    extras = {"beta": 0.2, "entropy_coef": 0.1, **more}
+    return make_case(7, dtype=dtype, sampling=True, **options_for(loss_type, level, **extras))
+
+
+LONG = torch.arange(40)[None, :] < torch.tensor([40, 17, 0, 33])[:, None]  # 90 rows, three chunks
+RULES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "temperatures": {"temperature": 0.5 + torch.rand(5, 7, generator=torch.Generator())},
+    "softcap": {"softcap": 2.0, "logit_scale": 1.5},
+    "negative_scale": {"logit_scale": -0.8},
+    "everything": {"temperature": 0.8, "softcap": 3.0, "logit_scale": 1.2, "entropy_coef": 0.1},
+    "metrics_entropy": {"compute_entropy": True},
+    "top_entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
+    "off_policy": {"off_policy_threshold": 0.2},
+}
+
+
+def columns_at_minus_infinity(world: World) -> Found:
+    """Some columns, and all of one rank's."""
+    case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
+    case.bias[:7] = case.bias[-3:] = -INF
+    last = world.size - 1
+    case.bias[sum(SIZES[world.size][:last]) :] = -INF
+    start = case.ids.clamp(7, sum(SIZES[world.size][:last]) - 1)
+    return as_one(world, case.but(ids=start))
+
+
+def confident(world: World, backend: str) -> Found:
+    """p of the target up to 1 - 1e-6, wherever its shard is: logps and rows of dH by their size."""
+    case = make_case(9, bias=False, **options_for("reinforce"))
+    towards = case.weight[case.ids] / case.weight[case.ids].square().sum(-1, keepdim=True)
+    steps = torch.linspace(1.0, 17.0, case.ids.numel()).reshape(case.ids.shape)
+    case = case.but(hidden=1e-3 * case.hidden + steps[..., None] * towards)
+    result, truth = world.run(case, backend=backend), loss_cases.truth("linear", case)
+    exact = loss_cases.reference_logps(case)[0]
+    miss = ((result.logps - exact) / exact)[case.mask].abs().max().item()
+    ours, rows = (x[case.mask].double() for x in (result.grads["hidden"], truth.hidden_grad))
+    worst = ((ours - rows).norm(dim=1) / rows.norm(dim=1).clamp(min=1e-12)).max().item()
+    return {"off": {"logps": miss, "rows of dhidden": worst}}
+
+
+def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
+    """Rows of hidden that predict several targets."""
+    case = make_case(10, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
+    rows = torch.randint(0, 50, case.ids.shape, generator=torch.Generator().manual_seed(1))
+    hidden, found = case.hidden.reshape(-1, 8)[:50].clone(), []
+    for shared in (False, True):
+        head = world.shard(case) if shared else case
+        leaves = [x.clone().requires_grad_() for x in (hidden, head.weight, head.bias)]
+        given = loss_cases.arguments(case, "padded")
+        advantages, config = given.pop("advantages"), grpo_fast.LossConfig(**case.options)
+        group = distributed.group.WORLD if shared else None
+        out = grpo_fast.linear_grpo_loss(
+            *leaves[:2], case.ids, advantages, config, bias=leaves[2], hidden_rows=rows,
+            group=group, **more, **given,
+        )  # fmt: skip
+        out.loss.backward()
+        d_head = [x.grad if shared else world.cut(x.grad) for x in leaves[1:]]
+        names = ("loss", "logps", "dhidden", "dweight", "dbias")
+        values = (out.loss.detach(), out.logps, leaves[0].grad, *d_head)
+        found.append(dict(zip(names, values, strict=True)))
+    return off(found[1], found[0])
+
+
+def logps_of(
+    case: Case, shared: bool, world: World, *, wants: str = "hwb", **more: Any
+) -> dict[str, Tensor]:
+    """`linear_logps` and the gradients of a sum with both of its outputs."""
+    head = world.shard(case) if shared else case
+    tensors = dict(zip("hwb", (case.hidden, head.weight, head.bias), strict=True))
+    leaves = {n: x.clone().requires_grad_(n in wants) for n, x in tensors.items()}
+    ids = torch.where(case.mask, case.ids, -100)
+    group = distributed.group.WORLD if shared else None
+    lp, entropy = grpo_fast.linear_logps(
+        leaves["h"], leaves["w"], ids, bias=leaves["b"], return_entropy=True, group=group, **more
+    )
+    found = {"logps": lp.detach(), "entropy": entropy.detach()}
+    if wants:
+        weights = torch.linspace(-1, 1, lp.numel()).reshape(lp.shape)
+        (weights * lp + 0.3 * weights.flip(0) * entropy).sum().backward()
+        for n in wants:
+            grad = leaves[n].grad
+            found[f"d{n}"] = grad if shared or n == "h" else world.cut(grad)
+    return found
+
+
+def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: Any) -> Found:
+    case = make_case(11, dtype=dtype, mask=LONG, **options_for("grpo"))
+    ours = logps_of(case, True, world, wants=wants, **more)
+    return off(ours, logps_of(case, False, world, wants=wants, **more))
+
+
+def frozen(world: World, wanted: str) -> Found:
+    """The gradients of one of the three tensors; under no_grad of none."""
+    case, results = make_case(12, dtype=torch.float64, **options_for("grpo", beta=0.1)), []
+    for shared in (True, False):
+        head = world.shard(case) if shared else case
+        tensors = {"hidden": case.hidden, "weight": head.weight, "bias": head.bias}
+        leaves = {n: x.clone().requires_grad_(n == wanted) for n, x in tensors.items()}
+        given = loss_cases.arguments(case, "padded")
+        advantages, config = given.pop("advantages"), grpo_fast.LossConfig(**case.options)
+        with torch.set_grad_enabled(wanted != "nothing"):
+            out = grpo_fast.linear_grpo_loss(
+                leaves["hidden"], leaves["weight"], case.ids, advantages, config,
+                bias=leaves["bias"], group=distributed.group.WORLD if shared else None, **given,
+            )  # fmt: skip
+        found = {"loss": out.loss.detach(), "logps": out.logps}
+        if wanted != "nothing":
+            out.loss.backward()
+            grad = leaves[wanted].grad
+            found["grad"] = grad if shared or wanted == "hidden" else world.cut(grad)
+        results.append(found)
+    return off(*results)
+
+
+def twice(world: World) -> Found:
+    """A second backward through a retained graph, with another upstream gradient."""
+    case, found = make_case(13, dtype=torch.float64, **options_for("dapo")), []
+    for shared in (True, False):
+        head = world.shard(case) if shared else case
+        leaves = [case.hidden.clone().requires_grad_(), head.weight.clone().requires_grad_()]
+        group = distributed.group.WORLD if shared else None
+        config = grpo_fast.LossConfig(**case.options)
+        out = grpo_fast.linear_grpo_loss(
+            *leaves, case.ids, case.advantages, config, completion_mask=case.mask, group=group
+        )
+        out.loss.backward(retain_graph=True)
+        (3 * out.loss).backward()
+        dh, dw = (x.grad for x in leaves)
+        found.append({"dhidden": dh, "dweight": dw if shared else world.cut(dw)})
+    return off(*found)
+
+
+# ------------------------------------------------------------------------------------- DTensors
+def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
+    """Torch's own chunks, of which the last ranks may have none; gradients stay where they are."""
+    g = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=g, dtype=torch.float64)
+        for shape in ((2, 5, 8), (vocabulary, 8), (vocabulary,))
+    )
+    ids, advantages = torch.randint(0, vocabulary, (2, 5), generator=g), torch.tensor([1.0, -0.5])
+    group = world.mesh if by_mesh else distributed.group.WORLD
+    found, placed = [], []
+    for shared in (True, False):
+        h, w, b = (nn.Parameter(x.clone()) for x in (hidden, weight, bias))
+        if shared:
+            w, b = (nn.Parameter(distribute_tensor(x, world.mesh, [Shard(0)])) for x in (w, b))
+        out = grpo_fast.linear_grpo_loss(
+            h, w, ids, advantages, grpo_fast.LossConfig(), bias=b, group=group if shared else None
+        )
+        lp = grpo_fast.linear_logps(h, w, ids, bias=b, group=group if shared else None)
+        (out.loss + lp.square().mean()).backward()
+        placed += [isinstance(x.grad, DTensor) == shared for x in (w, b)]
+        dw, db = (x.grad.full_tensor() if shared else x.grad for x in (w, b))
+        found.append({"loss": out.loss, "logps": lp, "dhidden": h.grad, "dweight": dw, "dbias": db})
+    return {**off(*found), "same": all(placed)}
+
+
+def nan_is_seen(world: World, where: str, backend: str) -> Found:
+    """A NaN in one rank's weight, or in an active row of hidden, reaches all ranks."""
+    case = make_case(15, **options_for("grpo", beta=0.1, entropy_coef=0.1))
+    head = world.shard(case)
+    if where == "hidden":
+        case.hidden[0, 0, 0] = NAN
+    elif world.rank == world.size - 1:
+        head.weight[2, 1] = NAN
+    result = loss_cases.run(
+        "linear",
+        case.but(weight=head.weight, bias=head.bias),
+        backend=backend,
+        group=distributed.group.WORLD,
+    )
+    seen = [result.loss.isnan().item(), result.grads["hidden"].isnan().any().item()]
+    if len(head.weight):
+        seen.append(result.grads["weight"].isnan().any().item())
+    return {"same": all(seen)}
+
+
+def masked_slots_are_inert(world: World, backend: str) -> Found:
+    """NaN and impossible ids where masked: the same bits."""
+    case = every_loss("grpo", "token", torch.float32)
+    hidden = torch.where(case.mask[..., None], case.hidden, NAN)
+    bad = case.but(hidden=hidden, ids=torch.where(case.mask, case.ids, -100))
+    clean, dirty = (flat(world.run(x, backend=backend)) for x in (case, bad))
+    return {"same": all(torch.equal(x, dirty[name]) for name, x in clean.items())}
+
+
+def bits(world: World, backend: str) -> Found:
+    """Logps: the same on all ranks, and of a row alone those of the row among others."""
+    case = make_case(16, mask=LONG, **options_for("grpo"))
+    whole = logps_of(case, True, world, wants="", backend=backend)
+    alone = torch.zeros_like(LONG)
+    alone[3, 5:9] = True
+    part = logps_of(case.but(mask=alone), True, world, wants="", backend=backend)
+    assert all(torch.equal(part[n][alone], x[alone]) for n, x in whole.items())
+    return {"same": [x.double().sum().item().hex() for x in whole.values()]}
+
+
+def collectives(world: World) -> Found:
+    """Calls of torch.distributed: two and one per chunk forward, one for dH; none for dW and db."""
+    called: list[str] = []
+    real = {n: getattr(distributed, n) for n in dir(distributed) if n in COLLECTIVES}
+
+    def counted(name: str) -> Callable:
+        return lambda *a, **k: (called.append(name), real[name](*a, **k))[1]
+
+    for name in real:
+        setattr(distributed, name, counted(name))
+    found = {}
+    try:
+        for loss_type, level in (("dapo", "token"), ("dapo", "sequence")):
+            case = make_case(17, mask=LONG, **options_for(loss_type, level))
+            called.clear()
+            world.run(case)
+            found[level] = sorted(called)
+        called.clear()
+        logps_of(case, True, world)
+        found["logps"] = sorted(called)
+        called.clear()
+        logps_of(case, True, world, wants="wb")
+        found["frozen hidden"] = sorted(called)
+        called.clear()
+        logps_of(case, True, world, wants="")
+        found["forward"] = sorted(called)
+    finally:
+        for name, function in real.items():
+            setattr(distributed, name, function)
+    return {"same": found}
+
+
+COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all", "gather")
+COLLECTIVES += ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "barrier")

@@ -212,6 +212,11 @@ bench-small: $(PEERS) csrc
 bench-readme: $(PEERS) csrc
 	@$(PY) -m benchmarks.report.readme
 
+# A run of a thousand tiny steps that is killed 25 times and more: the same bits as without.
+soak: $(SETUP) csrc
+	@$(STEP) 'soak: kill -9 and resume'
+	@OMP_NUM_THREADS=1 $(PY) -m tests.soak $(ARGS)
+
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'
 	@$(PY) -m tests.mutation $(ARGS)

@@ -1,4 +1,5 @@
-"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`, `bench`.
+"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`,
+`audit`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -64,20 +65,34 @@ def train(
     from grpo_fast.rewards import RewardError
     from grpo_fast.rollout import NonFiniteLogits
     from grpo_fast.train import loop
+    from grpo_fast.train.checkpoint import CheckpointError
     from grpo_fast.train.folder import free_folder, run_folder
+    from grpo_fast.train.lines import WriteError
     from grpo_fast.train.optimizer import NonFiniteGradient
     from grpo_fast.train.settings import load_recipe, recipe_names
+    from grpo_fast.train.stopping import SAVED, Stopped
 
-    with _told(debug, RewardError, NonFiniteGradient, NonFiniteLogits):
+    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError)
+    with _told(debug, *failures):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
-        elif recipe in recipe_names() and not any(w.startswith("output_dir=") for w in words):
+        elif _may_move(recipe in recipe_names(), words, config.resume):
             taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
             if config.output_dir != taken:
                 typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
-        loop.train(config)
+        try:
+            loop.train(config)
+        except Stopped as stopped:
+            if stopped.code != SAVED:
+                typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
+            raise
+
+
+def _may_move(shipped: bool, words: list[str], resume: str | None) -> bool:
+    """Whether nobody said which folder it is: a shipped recipe's own may hold another run."""
+    return shipped and resume != "auto" and not any(w.startswith("output_dir=") for w in words)
 
 
 @app.command(name="reward-model")
@@ -165,6 +180,22 @@ def plot(
     with _told(debug, OSError, code=USAGE_ERROR):
         folders = [os.path.expanduser(run) for run in runs]
         typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
+
+
+@app.command()
+def audit(
+    run: Annotated[str, typer.Argument(help="The folder of a run, finished or not.")],
+    debug: Debug = False,
+) -> None:
+    """What became of each prompt that a run has drawn; status 1 where one was skipped."""
+    from grpo_fast.train.audit import audit as follow
+
+    with _told(debug):
+        found = follow(os.path.expanduser(run))
+        for line in found.lines():
+            typer.echo(line)
+    if found.problems:
+        sys.exit(RUN_ERROR)
 
 
 @app.command()

@@ -129,6 +129,23 @@ class RewardSet:
             self._count(reward.name, reasons[reward.name].total(), len(completions))
         return RewardResult(total, per_fn, reasons)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was lost so far, in plain lists and numbers: what a resumed run goes on with."""
+        with self._lock:
+            recent = {name: [list(pair) for pair in calls] for name, calls in self._recent.items()}
+            lost, errors = dict(self.failed_total), dict(self._last_error)
+        return {"failed_total": lost, "recent": recent, "last_error": errors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self._lock:
+            self.failed_total, self._last_error = (
+                {name: state[key][name] for name in self.names}
+                for key in ("failed_total", "last_error")
+            )
+            for name, calls in self._recent.items():
+                calls.clear()
+                calls.extend((failed, asked) for failed, asked in state["recent"][name])
+
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]
     ) -> list[float | str]:

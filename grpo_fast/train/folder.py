@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import unicodedata
+import weakref
 from pathlib import Path
 
 
@@ -64,6 +66,31 @@ def claim_folder(folder: str | Path) -> Path:
     except OSError as error:
         raise _unusable(folder, error) from error
     return Path(folder)
+
+
+class FolderLock:
+    """A folder that is this process's alone until `release`, or until the process ends.
+
+    The kernel keeps it, so that nothing of it is left behind by a process that was killed.
+
+    Raises:
+        OutputFolderError: another process has it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        self.release = weakref.finalize(self, os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            said = "another process is writing a run into it"
+            raise OutputFolderError(f"output_dir: cannot use {folder}: {said}") from None
+        except OSError:  # a file system without locks
+            pass
 
 
 def _nearest_existing(path: Path) -> Path:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_fast.data import Example, load_examples
+from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rollout import NonFiniteLogits, check_prompts
+from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import load_critic
 from grpo_fast.train.evaluate import EvalResult, build_evaluation
-from grpo_fast.train.folder import check_folder
+from grpo_fast.train.lines import written
 from grpo_fast.train.loading import build_tokenizer, load_policy
 from grpo_fast.train.metrics import finite, is_policy_alone
+from grpo_fast.train.optimizer import NonFiniteGradient
 from grpo_fast.train.planning.budget import host_peak
-from grpo_fast.train.prompts import PromptQueue, log_prompts
+from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import check_reference
 from grpo_fast.train.report import RunReport, kernels_line, memory_line
+from grpo_fast.train.resume import find_start
+from grpo_fast.train.run_state import RunState
+from grpo_fast.train.stopping import SAVED, Stopped, Stopping
 from grpo_fast.train.trackers import check_trackers
 from grpo_fast.train.trainer import Trainer
 from grpo_fast.train.warm_start import warm_start
+
+log = logging.getLogger(__name__)
 
 LOSS_IS_ZERO = (
     "one update per batch: the loss stays near 0 while its gradient does not; watch reward and "
@@ -41,12 +51,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: a configuration, data or a model that cannot be used.
         NonFiniteLogits, NonFiniteGradient, RewardError: the run cannot go on.
+        CheckpointError, WriteError: the disk is full, or does not allow it.
+        Stopped: (a SystemExit) a signal ended the run.
     """
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-    check_folder(config.output_dir)
+    start = find_start(config, log.warning)
     check_trackers(config.log.trackers)
     rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
     plain = config.data.model_copy(update={"shots_tokens": None})
@@ -65,49 +77,89 @@ def train(config: RunConfig) -> dict[str, Any]:
         "backend": route.head_route("auto", policy.head.weight).backend,
         "backend_fallback": route.fallback_reason(policy.device.type),
     }
-    with RunReport(config.output_dir, config) as report:
+    with (
+        RunReport(config.output_dir, config, start=start) as report,
+        Stopping().listening(policy.lm.base_model),
+    ):
         report.note(kernels_line(kernels))
-        if config.warm_start is not None:
+        if config.warm_start is not None and start.checkpoint is None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards, load_critic(config, policy))
-        try:
-            report.log(0, before := evaluate().metrics)
-            after = run_steps(trainer, examples, evaluate, report) or before
-        except NonFiniteLogits as error:
-            when = f"at step {trainer.steps}" if trainer.steps else "before the first step"
-            advice = "a lower optim.lr or a wider model.dtype may help"
-            raise NonFiniteLogits(f"{error} {when}; {advice}") from None
-        if config.log.save_model:
-            policy.save(f"{config.output_dir}/model")
-            if trainer.critic is not None:
-                trainer.critic.save(f"{config.output_dir}/critic")
-        summary = {"before": before, "after": after, **kernels, **trainer.summary(memory_before)}
-        summary["seconds"] = time.perf_counter() - started
+        state = RunState(trainer, PromptQueue(examples), report)
+        if start.checkpoint is not None:
+            state.load(start.checkpoint)
+            report.note(f"goes on from {start.checkpoint}")
+        with saved_when_it_ends(state):
+            run_steps(state, evaluate)
+        summary = {
+            "before": state.before, "after": state.after, **kernels,
+            **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
+        }  # fmt: skip
         report.finish(summary)
         report.note(memory_line(summary))
+        if config.log.save_model:
+            save_models(trainer, report.folder)
     return summary
 
 
-def run_steps(
-    trainer: Trainer,
-    examples: Sequence[Example],
-    evaluate: Callable[[], EvalResult],
-    report: RunReport,
-) -> dict[str, float] | None:
-    """All steps, evaluated and reported along the way; returns the last evaluation's metrics."""
-    config, after = trainer.config, None
+def save_models(trainer: Trainer, folder: Path) -> None:
+    """What the run was for, behind its summary: a disk that is full costs no more than this."""
+    with written(folder / "model"):
+        trainer.policy.save(folder / "model")
+        if trainer.critic is not None:
+            trainer.critic.save(folder / "critic")
+
+
+def run_steps(state: RunState, evaluate: Callable[[], EvalResult]) -> None:
+    """All steps that are left, evaluated and reported along the way."""
+    trainer, report = state.trainer, state.report
+    config, trainer.at_rest = trainer.config, state.mark
     if trainer.updates == 1 and is_policy_alone(trainer.loss_config) and trainer.critic is None:
         report.note(LOSS_IS_ZERO)
-    queue = PromptQueue(examples)
-    for step in range(1, config.steps + 1):
-        metrics, collected = trainer.step(step, queue)
-        log_prompts(report.folder, collected.prompts)
+    if state.before is None:
+        before = evaluate().metrics
+        report.log(0, before)
+        state.before = state.after = before
+        state.mark()
+    for step in range(state.step + 1, config.steps + 1):
+        metrics, collected = trainer.step(step, state.queue)
+        after = None
         if step == config.steps or (config.eval.every and step % config.eval.every == 0):
             metrics |= (after := evaluate().metrics)
-        for row in trainer.update_rows:
+        report.prompts(collected.prompts)
+        for row in trainer.underway.update_rows:
             report.log(step, row)
         report.log(step, finite(metrics))
         every = config.log.completions_every
         if every and (step in (1, config.steps) or step % every == 0):
             report.completions(step, trainer.rows(collected))
-    return after
+        state.finish_step(step, finite(metrics), after)
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            state.save()
+
+
+@contextmanager
+def saved_when_it_ends(state: RunState) -> Iterator[None]:
+    """A run that a signal or its gradients end leaves a checkpoint; others leave what they have."""
+    trainer = state.trainer
+    try:
+        yield
+    except NonFiniteLogits as error:
+        when = f"at step {trainer.steps}" if trainer.steps else "before the first step"
+        advice = "a lower optim.lr or a wider model.dtype may help"
+        raise NonFiniteLogits(f"{error} {when}; {advice}") from None
+    except NonFiniteGradient as error:
+        raise NonFiniteGradient(f"{error}; {_saved(state)}") from None
+    except Stopped as stopped:
+        trainer.forget_gradients()
+        path = state.save()
+        stopped.code = SAVED
+        state.report.note(f"{stopped.name}: saved in {path}; resume=auto goes on from there")
+        raise
+
+
+def _saved(state: RunState) -> str:
+    try:
+        return f"saved in {state.save()}"
+    except CheckpointError as error:
+        return str(error)

@@ -162,13 +162,17 @@ def policy_gradient(
 class Clock:
     """Seconds and device memory of the parts of a step: `lap(name)` after each of them.
 
-    A part that comes again adds to its seconds.
+    A part that comes again adds to its seconds. A clock that is given `seconds` and `peaks` goes
+    on from there.
     """
 
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}  # bytes allocated on the GPU at most, by part
+    def __init__(
+        self, seconds: Mapping[str, float] | None = None, peaks: Mapping[str, int] | None = None
+    ) -> None:
+        self.seconds = dict(seconds or {})
+        self.peaks = dict(peaks or {})  # bytes allocated on the GPU at most, by part
+        self.last = time.perf_counter()
+        self.start = self.last - sum(self.seconds.values())
 
     def lap(self, name: str) -> None:
         if torch.cuda.is_available():

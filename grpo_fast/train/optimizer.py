@@ -16,6 +16,7 @@ from grpo_fast.train.config import OptimConfig
 log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 3
+COUNTERS = ("steps", "skipped", "_skipped_in_a_row")
 
 
 class NonFiniteGradient(RuntimeError):
@@ -36,6 +37,7 @@ class Optimizer:
         self.parameters, self.config, self.total_steps = parameters, config, total_steps
         self.adam = build_adam(parameters, config)
         self.steps = self.skipped = self._skipped_in_a_row = 0
+        self.last_norm = math.nan
 
     @property
     def learning_rate(self) -> float:
@@ -44,6 +46,12 @@ class Optimizer:
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
+        """`apply` and `check`."""
+        norm = self.apply()
+        self.check()
+        return norm
+
+    def apply(self) -> float:
         """Apply the gradients, clear them, return their norm (inf or NaN: the step was skipped)."""
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if math.isfinite(norm):
@@ -54,12 +62,24 @@ class Optimizer:
             self.skipped += 1
             self._skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
+        self.last_norm = norm
         self.steps += 1
         self.zero_grad()
+        return norm
+
+    def check(self) -> None:
+        """Raise NonFiniteGradient after the third bad gradient in a row."""
         if self._skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
-            raise NonFiniteGradient(f"{said} (the last norm: {norm})")
-        return norm
+            raise NonFiniteGradient(f"{said} (the last norm: {self.last_norm})")
+
+    def counters(self) -> dict[str, int]:
+        """Where the schedule stands, and what was skipped."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def load_counters(self, counters: dict[str, int]) -> None:
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
 
     def pass_over(self, steps: int) -> None:
         """Let the schedule go on as if so many steps had been taken."""

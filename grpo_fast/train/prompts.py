@@ -1,11 +1,9 @@
-"""Which prompts a run has asked, and how hard it found each of them."""
+"""Which prompts a run asks, one after the other."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_fast.data import Example
 
@@ -29,9 +27,3 @@ class PromptQueue:
         self.consumed += count
         numbers = [place % len(self.examples) for place in places]
         return [Asked(number, self.examples[number]) for number in numbers]
-
-
-def log_prompts(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Append to the run's prompts.jsonl: one line for each prompt that a step has asked."""
-    with (folder / "prompts.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)

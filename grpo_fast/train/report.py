@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,9 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.curves import plot_runs
-from grpo_fast.train.folder import claim_folder
+from grpo_fast.train.lines import JsonLines, written
 from grpo_fast.train.page import CompletionsPage
-from grpo_fast.train.samples import write_parquet
+from grpo_fast.train.resume import ANEW, Start, enter_folder
+from grpo_fast.train.samples import read_parquet, write_parquet
 from grpo_fast.train.settings import save_config
 from grpo_fast.train.trackers import Trackers
 
@@ -49,50 +53,82 @@ class RunReport:
     """
 
     def __init__(
-        self, output_dir: str | Path, config: RunConfig, *, stream: TextIO | None = None
+        self,
+        output_dir: str | Path,
+        config: RunConfig,
+        *,
+        stream: TextIO | None = None,
+        start: Start = ANEW,
     ) -> None:
-        self.folder = claim_folder(output_dir)
+        self.folder, self._lock = enter_folder(output_dir, start)
         self.total_steps = int(config.steps)
-        save_config(config, self.folder / "config.yaml")
-        self._metrics = (self.folder / "metrics.jsonl").open("x", encoding="utf-8")
+        metrics, prompts = start.lengths
+        with written(self.folder):
+            save_config(config.model_copy(update={"resume": None}), self.folder / "config.yaml")
+            self._metrics = JsonLines(self.folder / "metrics.jsonl", metrics)
+            self._prompts = JsonLines(self.folder / "prompts.jsonl", prompts)
         self._stream = stream or sys.stdout
         self._progress = _start_bar(self._stream, self.total_steps) if config.log.progress else None
         self._plain = self._progress is None and config.log.progress
         most = config.log.page_megabytes * 2**20
         self._page = CompletionsPage(self.folder / "completions.html", self.folder.name, most)
         self._trackers = Trackers(config.log.trackers, self.folder, config.model_dump(mode="json"))
+        self._read_completions(start.step)
 
     def __enter__(self) -> RunReport:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._lock.release()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line of numbers or 0-d tensors to metrics.jsonl and move the progress on."""
         values = {name: float(value) for name, value in metrics.items()}
-        line = {"step": int(step), **plain_json(values)}
-        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
-        self._metrics.flush()
+        self._metrics.append([{"step": int(step), **plain_json(values)}])
         if "update" not in values:  # else one of several in a step
             self._trackers.log(int(step), {k: v for k, v in values.items() if math.isfinite(v)})
             self._show(step, values)
 
+    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append to prompts.jsonl: one line for each prompt that a step has asked."""
+        self._prompts.append(rows)
+
+    def lengths(self) -> tuple[int, int]:
+        """Bytes of metrics.jsonl and prompts.jsonl."""
+        return self._metrics.length, self._prompts.length
+
+    def sync(self) -> None:
+        """What was logged is on the disk."""
+        self._metrics.sync()
+        self._prompts.sync()
+
     def note(self, text: str) -> None:
         """One line for the person watching, above the progress bar."""
         text = escape_control(text)
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._stream, flush=True)
+        with self._unless_lost():
+            if self._progress is not None:
+                self._progress.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, file=self._stream, flush=True)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write completions/step_….parquet, and completions.html anew with these rows in it."""
         path = self.folder / "completions" / f"step_{int(step):06d}.parquet"
-        path.parent.mkdir(exist_ok=True)
-        write_parquet(rows, int(step), path)
-        self._page.add(int(step), rows)
+        with written(path):
+            path.parent.mkdir(exist_ok=True)
+            write_parquet(rows, int(step), path)
+            self._page.add(int(step), rows)
         return path
+
+    def _read_completions(self, until: int) -> None:
+        """The page holds the steps that a run had finished; tables of later ones are forgotten."""
+        for path in sorted((self.folder / "completions").glob("step_*.parquet")):
+            step = int(re.sub(r"\D", "", path.stem))
+            if step <= until:
+                self._page.add(step, read_parquet(path))
+            else:
+                path.unlink()
 
     def finish(self, summary: Mapping[str, Any]) -> str:
         """Write summary.json and curves.png; print and return the line before → after.
@@ -101,8 +137,9 @@ class RunReport:
         """
         self.close()
         whole = self.folder / "summary.json.tmp"
-        whole.write_text(json.dumps(plain_json(summary), indent=2) + "\n", encoding="utf-8")
-        whole.replace(self.folder / "summary.json")
+        with written(whole):
+            whole.write_text(json.dumps(plain_json(summary), indent=2) + "\n", encoding="utf-8")
+            whole.replace(self.folder / "summary.json")
         try:
             plot_runs([self.folder], self.folder / "curves.png")
         except Exception as error:  # a picture does not fail a run
@@ -113,12 +150,26 @@ class RunReport:
         return line
 
     def close(self) -> None:
-        """Stop the progress bar, close metrics.jsonl and the trackers; again: nothing."""
+        """Stop the progress bar, close the files and the trackers; again: nothing."""
         if self._progress is not None:
-            self._progress.stop()
+            with self._unless_lost():
+                self._progress.stop()
             self._progress = None
         self._metrics.close()
+        self._prompts.close()
         self._trackers.close()
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Nobody may be reading any more, or the file is full: then nothing is shown."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self._progress, lost = None, self._stream
+            self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            # What waits in its buffer would fail once more when the process ends.
+            with suppress(OSError, ValueError, AttributeError):
+                os.dup2(self._stream.fileno(), lost.fileno())
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         shown = [
@@ -129,7 +180,8 @@ class RunReport:
         if held_out and (self._plain or self._progress is not None):
             self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(held_out)}")
         if self._progress is not None and text:
-            self._progress.update(self._progress.task_ids[0], completed=step, status=text)
+            with self._unless_lost():
+                self._progress.update(self._progress.task_ids[0], completed=step, status=text)
         every = max(1, self.total_steps // PLAIN_LINES)
         if self._plain and text and (step % every == 0 or step in (1, self.total_steps)):
             self.note(f"step {step}/{self.total_steps} · {text}")

@@ -98,6 +98,13 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path
     os.replace(part, path)
 
 
+def read_parquet(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a table that `write_parquet` wrote."""
+    from pyarrow import parquet
+
+    return parquet.read_table(path).drop_columns("step").to_pylist()
+
+
 def _storable(value: Any) -> Any:
     r"""Half a character, as \ud800, is no UTF-8: written as its number."""
     if isinstance(value, str):

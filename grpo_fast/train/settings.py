@@ -66,7 +66,9 @@ def _validated(kind: type[Config], settings: dict[str, Any]) -> Config:
 def save_config(config: BaseModel, path: str | Path) -> None:
     """Write the resolved configuration as YAML that `load_recipe` reads back to an equal one."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    Path(path).write_text(text, encoding="utf-8")
+    part = Path(f"{path}.tmp")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def recipe_names(kind: type[BaseModel] = RunConfig) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 from grpo_fast.objective.kl import EXACT
@@ -26,6 +27,7 @@ from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import Reference
 from grpo_fast.train.samples import rows_of
+from grpo_fast.train.underway import Underway
 from grpo_fast.train.updates import Updates
 from grpo_fast.train.variance import gradient_variance
 
@@ -53,37 +55,68 @@ class Trainer:
         self.optimizers = [self.optimizer]
         if critic is not None:
             self.optimizers.append(critic.optimizer(config.optim, total))
-        self.update_rows: list[dict[str, float]] = []  # of the latest step, where they are wanted
         self.budget = TokenBudget(policy.lm, config)
         self.shared = config.shared_prompt and policy.unshared is None
         if config.shared_prompt and policy.unshared is not None:
             log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
         self.steps = self.num_tokens = self.peak_memory = 0
+        self.underway: Underway | None = None  # the step that has its completions
+        self.at_rest: Callable[[], Any] = lambda: None  # called where the run can be left
 
     def step(self, step: int, queue: PromptQueue) -> tuple[dict[str, float], Collected]:
-        """A batch of completions and the updates it is good for: metrics, and the completions."""
-        self.steps = step
-        config, clock, group_size = self.config, Clock(), self.config.rollout.group_size
-        collected = collect(self.policy, queue, self.rewards, config, step, clock, self.baseline)
-        rollout = collected.rollout
-        batch = StepBatch(
-            rollout, collected.advantages, group_size=group_size, minibatches=config.minibatches,
-            budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
-            mask_truncated=config.rollout.mask_truncated,
-        )  # fmt: skip
-        noise = self.noise(batch) if config.log.grad_variance else {}
-        done = self.update(batch, step, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
-        self.reference.after_step(step)
-        clock.lap("train")
+        """A batch of completions and the updates it is good for: metrics, and the completions.
 
+        A step that is under way goes on where it stands. The caller sets `underway` to None when
+        the step is written down.
+        """
+        self.steps = step
+        now = self.underway
+        if now is None:
+            now = self.underway = self.begin(step, queue)
+            self.at_rest()
+        if now.metrics is None:
+            if now.noise is None:
+                now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
+            self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
+            now.metrics = self.finish(now)
+            self.at_rest()
+        return dict(now.metrics), now.collected._replace(advantages=now.batch.used_advantages())
+
+    def begin(self, step: int, queue: PromptQueue) -> Underway:
+        """The completions of a step, packed."""
+        clock = Clock()
+        collected = collect(
+            self.policy, queue, self.rewards, self.config, step, clock, self.baseline
+        )
+        batch = StepBatch(
+            collected.rollout, collected.advantages, budget=self.budget.tokens,
+            **self.batch_options(),
+        )  # fmt: skip
+        done = Updates(self.config.minibatches, first=(step - 1) * self.updates + 1)
+        return Underway(step, collected, batch, done, clock)
+
+    def batch_options(self) -> dict[str, Any]:
+        """How completions are packed, apart from the budget."""
+        rollout = self.config.rollout
+        return {
+            "group_size": rollout.group_size, "minibatches": self.config.minibatches,
+            "device": self.policy.device, "shared": self.shared,
+            "mask_truncated": rollout.mask_truncated,
+        }  # fmt: skip
+
+    def finish(self, now: Underway) -> dict[str, float]:
+        """What follows from a step's updates, and its metrics."""
+        collected, batch, done, clock = now.collected, now.batch, now.done, now.clock
+        self.reference.after_step(now.step)
+        clock.lap("train")
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
-        generated, seen = sum(rollout.lengths), done.merged()
+        generated, seen = sum(collected.rollout.lengths), done.merged()
         metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),
             **self.learning_metrics(done, seen, batch),
-            **noise,
+            **(now.noise or {}),
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(collected.generated, int(batch.trunk_tokens * done.passes)),
@@ -92,8 +125,30 @@ class Trainer:
                 forwards=self.reads_reference + (self.updates > 1 or self.critic is not None),
             ),
         }  # fmt: skip
-        self.adapt_beta(metrics.get("kl", math.nan), len(rollout.lengths))
-        return metrics, collected._replace(advantages=batch.used_advantages())
+        now.update_rows = done.rows() if self.config.log.every_update else []
+        self.adapt_beta(metrics.get("kl", math.nan), len(collected.rollout.lengths))
+        return metrics
+
+    def forget_gradients(self) -> None:
+        """Of a minibatch that was left in its middle: it starts again."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def optimizers_by_name(self) -> dict[str, Optimizer]:
+        return dict(zip(("policy", "critic"), self.optimizers, strict=False))
+
+    def counters(self) -> dict[str, Any]:
+        """What counts on from step to step, beside the optimizers."""
+        return {
+            "num_tokens": self.num_tokens, "peak_memory": self.peak_memory, "beta": self.beta.value,
+            "budget": self.budget.state_dict(),
+        }  # fmt: skip
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        self.num_tokens, self.peak_memory = state["num_tokens"], state["peak_memory"]
+        self.beta.value = state["beta"]
+        self.use_beta()
+        self.budget.load_state_dict(state["budget"])
 
     def rows(self, collected: Collected) -> list[dict[str, Any]]:
         """A step's completions for its table and for the page."""
@@ -107,6 +162,10 @@ class Trainer:
     def adapt_beta(self, kl: float, completions: int) -> None:
         """Lead the KL's weight towards the KL that is wanted, where one is."""
         self.beta.after_step(kl, completions)
+        self.use_beta()
+
+    def use_beta(self) -> None:
+        """The loss weighs its KL with beta as it is now."""
         if self.loss_config.uses_reference:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
@@ -122,28 +181,31 @@ class Trainer:
             metrics["beta"] = self.beta.value
         return metrics | (value_metrics(batch) if self.critic is not None else {})
 
-    def update(self, batch: StepBatch, step: int, validate: str) -> Updates:
-        """μ passes over the batch, one optimizer step per minibatch.
+    def update(self, now: Underway, validate: str) -> None:
+        """μ passes over the batch, one optimizer step per minibatch, from where the step stands.
 
         After an early stop the schedule goes on as if all updates had been made.
         """
-        config, first = self.config, (step - 1) * self.updates + 1
-        done = Updates(config.minibatches, first)
+        config, batch, done = self.config, now.batch, now.done
         self.policy.model.train()
-        for epoch in range(config.inner_iterations):
-            if config.shuffle != "off":
-                batch.shuffle(f"{config.seed}/shuffle/{step}/{epoch}", config.shuffle == "groups")
-            for k in range(config.minibatches):
-                found = self.gradients(batch, k, validate, keep_fixed=len(done) > 0)
+        while now.epoch < config.inner_iterations:
+            if config.shuffle != "off" and now.minibatch == 0:
+                seed = f"{config.seed}/shuffle/{now.step}/{now.epoch}"
+                batch.shuffle(seed, config.shuffle == "groups")
+            while now.minibatch < config.minibatches:
+                found = self.gradients(batch, now.minibatch, validate, keep_fixed=len(done) > 0)
                 rate = self.optimizer.learning_rate
-                norm, *_ = [optimizer.step() for optimizer in self.optimizers]
+                norm, *_ = [optimizer.apply() for optimizer in self.optimizers]
                 done.add(found, rate, norm)
+                now.minibatch += 1
+                for optimizer in self.optimizers:
+                    optimizer.check()
+                self.at_rest()
+            now.epoch, now.minibatch = now.epoch + 1, 0
             if self.is_too_far(done):
-                break
+                now.epoch = config.inner_iterations
         for optimizer in self.optimizers:
             optimizer.pass_over(self.updates - len(done))
-        self.update_rows = done.rows() if config.log.every_update else []
-        return done
 
     def noise(self, batch: StepBatch) -> dict[str, float]:
         """The variance of the policy gradient over the groups, before the first update."""
@@ -171,11 +233,7 @@ class Trainer:
                 ref_head=self.reference.head if self.reads_reference else None,
             )  # fmt: skip
 
-        def undo() -> None:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-
-        return self.budget.within(batch, attempt, undo, keep_fixed)
+        return self.budget.within(batch, attempt, self.forget_gradients, keep_fixed)
 
     def add_fixed(self, batch: StepBatch) -> None:
         """What stays while the batch is used, as the weights are now."""

@@ -37,6 +37,19 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "checkpoint_files": [
+        "tests/train/test_checkpoints.py",
+        "-k",
+        "damaged or best or middle_of_a_save or full_disk",
+    ],
+    "checkpoint_bits": ["tests/train/test_checkpoints.py", "-k", "left_goes_on_bit_for_bit"],
+    "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
+    "checkpoint_loop": [
+        "tests/train/test_checkpoints.py",
+        "-k",
+        "passes or configuration or schedule or two_runs or remembered",
+    ],
+    "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
     "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
     "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
@@ -150,6 +163,7 @@ def all_mutants() -> list[Mutant]:
         products,
         shards,
         train,
+        train_checkpoint,
         train_compare,
         train_objectives,
         train_ppo,
@@ -157,7 +171,15 @@ def all_mutants() -> list[Mutant]:
         train_seeing,
     )
 
-    trainer = (train, train_compare, train_objectives, train_ppo, train_rewards, train_seeing)
+    trainer = (
+        train,
+        train_checkpoint,
+        train_compare,
+        train_objectives,
+        train_ppo,
+        train_rewards,
+        train_seeing,
+    )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
     files += (forward_cuda,)
     return [m for file in files for m in file.MUTANTS]

@@ -32,7 +32,7 @@ MUTANTS = [
            "if math.isfinite(norm):", "if True:",
            "a NaN reaches the weights", "optimizer"),
     Mutant("optimizer-gradients-stay", OPTIMIZER,
-           "        self.zero_grad()\n        if self._skipped", "        if self._skipped",
+           "        self.zero_grad()\n        return norm", "        return norm",
            "each step adds to the last one's gradients", "training"),
     Mutant("sampler-temperature-twice", SAMPLER,
            "z = self._truncate(scores / self.options.temperature)",

@@ -88,7 +88,7 @@ MUTANTS = [
            '"ref_hidden", "old_values", "returns"', '"ref_hidden", "returns"',
            "values are lost when a batch is packed anew", "ppo_step"),
     Mutant("ppo-shuffle-once", TRAINER,
-           "/shuffle/{step}/{epoch}", "/shuffle/{step}",
+           "/shuffle/{now.step}/{now.epoch}", "/shuffle/{now.step}",
            "every pass of a step deals the same minibatches", "ppo_passes"),
     Mutant("ppo-shuffle-seed", TRAINER,
            'f"{config.seed}/shuffle', 'f"shuffle',

@@ -145,7 +145,7 @@ def test_the_critics_own_rate(tmp_path, monkeypatch):
 def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypatch):
     """Memory runs out in the second update: what belongs to the weights before it stays."""
     seen, calls = [], [0]
-    original = loop.accumulate
+    original = trainer.accumulate
 
     def failing(policy, minibatch, *arguments, **options):
         calls[0] += 1
@@ -299,7 +299,7 @@ def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
 
 def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp_path, monkeypatch):
     parts = []
-    original = loop.accumulate
+    original = trainer.accumulate
 
     def recorded(policy, minibatch, *arguments, **options):
         parts.append(sorted(i for micro in minibatch for i in micro.chosen))

@@ -85,7 +85,7 @@ def test_folder_of_a_run(tmp_path):
     )
     assert line in report._stream.getvalue()
     names = {path.name for path in out.iterdir()}
-    pages = {"completions", "completions.html"}
+    pages = {"completions", "completions.html", "prompts.jsonl"}
     assert names == pages | {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"}
     assert (out / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and (
         out / "curves.png"

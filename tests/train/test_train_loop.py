@@ -148,8 +148,8 @@ def test_fixed_logps_have_the_losses_temperature(tmp_path):
 
 def test_early_stop_of_the_inner_passes(tmp_path, monkeypatch):
     taken = []
-    original = Optimizer.step
-    monkeypatch.setattr(Optimizer, "step", lambda self: taken.append(1) or original(self))
+    original = Optimizer.apply
+    monkeypatch.setattr(Optimizer, "apply", lambda self: taken.append(1) or original(self))
     sort(tmp_path / "a", "optim.lr=0.05", "inner_iterations=8", "max_approx_kl=1e-4", "steps=2")
     assert len(taken) == 4  # the first pass is on policy, the second sees the distance
 

@@ -50,6 +50,14 @@ class LogConfig(Section):
     grad_variance: bool = False  # the gradient's variance over groups; as costly as an update
 
 
+class CheckpointConfig(Section):
+    """What of a run is kept to resume from, beside the checkpoint of a run that is ended."""
+
+    every: Count = 0  # steps between checkpoints; 0: only when a signal or an error ends the run
+    keep: Positive = 2  # the newest ones
+    best: str | None = None  # and the one of the highest value of this metric, of its step's row
+
+
 class RunConfig(Section):
     """Everything a run depends on; saved resolved as config.yaml beside its results."""
 
@@ -80,6 +88,9 @@ class RunConfig(Section):
     warm_start: WarmStartConfig | None = None
     eval: EvalConfig = Field(default_factory=EvalConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    # auto: the newest whole checkpoint of output_dir, or the beginning; else a run or a checkpoint
+    resume: UserPath | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -98,6 +109,9 @@ class RunConfig(Section):
             expected = f"expected values up to eval.samples = {self.eval.samples}"
             raise ValueError(f"eval.k: {expected}, came {self.eval.k}")
         self._check_kl()
+        if self.checkpoint.every and self.optim.states != "full":
+            expected = "expected full beside checkpoint.every: a file cannot hold the others"
+            raise ValueError(f"optim.states: {expected}, came {self.optim.states}")
         if self.reference.kind == "synced" and self.model.lora is not None:
             expected = "with model.lora use frozen (the adapter switched off)"
             raise ValueError(f"reference.kind: {expected}, came synced")

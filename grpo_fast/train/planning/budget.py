@@ -98,6 +98,14 @@ class TokenBudget:
         self.tokens = min(self.tokens, batch.largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
 
+    def state_dict(self) -> dict[str, int]:
+        """The budget as it was found, and the largest micro-batches so far."""
+        return {"tokens": self.tokens, "largest": self.largest, "most_rows": self.most_rows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.tokens, self.largest = state["tokens"], state["largest"]
+        self.most_rows = state["most_rows"]
+
     @property
     def predicted_peak(self) -> int | None:
         """Bytes, for the largest micro-batch so far."""

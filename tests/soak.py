@@ -1,0 +1,138 @@
+"""`make soak`: a tiny run that is killed again and again ends in the bits of one that is not.
+
+    python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0
+
+Each kill is SIGKILL in a process of its own: in the middle of a save (at a random file that it
+writes), in the middle of a rollout (at a random token), and at a random moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.train import checkpoint, report
+from grpo_fast.train.checkpoint import problem_of
+from grpo_fast.train.stopping import Stopping
+from tests.train.resuming import result, run
+
+OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "checkpoint.keep=2",
+           "inner_iterations=2", "minibatches=2", "shuffle=completions", "reference.kind=synced",
+           "reference.sync_every=7", "loss.beta=0.05", "rollout.dynamic={rounds: 1}",
+           "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
+           "tokens_per_microbatch=200"]  # fmt: skip
+EVERY, FILES, PASSES = 5, 20, 5  # steps between saves; what one flushes; passes of a rollout
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # until it arrives
+
+
+def arm_save(rng: random.Random, steps: float, _: float) -> None:
+    """At a file of one of the saves in the next steps."""
+    left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
+
+    def counting(path: Path) -> None:
+        nonlocal left
+        left -= 1
+        die() if left == 0 else sync(path)
+
+    checkpoint.sync = counting
+
+
+def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
+    """At a forward pass inside a rollout of one of the next steps."""
+    left = rng.randint(1, round(PASSES * steps))
+
+    def counting(self: Stopping, *_: Any) -> None:
+        nonlocal left
+        if any(frame.name == "generate" for frame in traceback.extract_stack(limit=40)):
+            left -= 1
+        if left == 0:
+            die()
+
+    Stopping.raise_if_asked = counting  # type: ignore[method-assign]
+
+
+def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
+    """After a random time, of so many seconds for a step."""
+    timer = threading.Timer(rng.uniform(0.3, 0.3 + seconds * steps), die)
+    timer.daemon = True
+    timer.start()
+
+
+def attempt(folder: Path, options: list[str], arm: Callable[[], None]) -> bool:
+    """The run from its newest checkpoint in a process of its own; whether it was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            arm()
+            run(folder, *options, "resume=auto")
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return True
+    if os.waitstatus_to_exitcode(status) != 0:
+        sys.exit(f"soak: an attempt failed with status {status}")
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, count in (("steps", 1000), ("saves", 11), ("rollouts", 6), ("moments", 10)):
+        parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    report.plot_runs = lambda *_: None  # type: ignore[assignment]
+    rng, began = random.Random(asked.seed), time.monotonic()
+    options = [*OPTIONS, f"steps={asked.steps}"]
+    kinds = [(arm_save, asked.saves), (arm_rollout, asked.rollouts), (arm_moment, asked.moments)]
+    kills = [arm for arm, count in kinds for _ in range(count)]
+    rng.shuffle(kills)
+    with tempfile.TemporaryDirectory() as root:
+        whole, killed = Path(root) / "whole", Path(root) / "killed"
+        attempt(whole, options, lambda: None)
+        seconds = (time.monotonic() - began) / asked.steps
+        print(f"uninterrupted: {time.monotonic() - began:.0f} s", flush=True)
+        most = 1.5 * asked.steps / (len(kills) + 2)  # steps until the next kill
+        unfinished = 0
+        for number, arm in enumerate(kills, 1):
+            key = rng.random()
+            if not attempt(
+                killed, options, lambda a=arm, k=key: a(random.Random(k), most, seconds)
+            ):
+                sys.exit(f"soak: the run ended before kill {number} of {len(kills)}: more --steps")
+            unfinished += arm is arm_save and any(killed.glob("checkpoints/*.unfinished"))
+            saved = checkpoint.checkpoints_in(killed)
+            assert all(problem_of(path) is None for path in saved), "a damaged checkpoint"
+            at = saved[0].name if saved else "no checkpoint"
+            print(f"kill {number}: {arm.__name__[4:]}, {at}", flush=True)
+        if attempt(killed, options, lambda: None):
+            sys.exit("soak: killed by somebody else")
+        expected, found = result(whole), result(killed)
+        different = [name for name in expected if found.get(name) != expected[name]]
+        same = not different and found.keys() == expected.keys()
+    print(
+        f"{asked.steps} steps, {len(kills)} kills ({unfinished} left a checkpoint unfinished): "
+        + ("weights and metrics identical" if same else f"DIFFERENT: {different[:5]}")
+        + f", {time.monotonic() - began:.0f} s"
+    )
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

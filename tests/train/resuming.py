@@ -1,0 +1,70 @@
+"""For tests of checkpoints: tiny runs that are left at a chosen place and go on, and what of a
+run's folder must then be equal.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from grpo_fast.train import loop
+from grpo_fast.train.metrics import is_timing
+from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.stopping import Stopped, Stopping
+
+TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",
+        "model.config.num_hidden_layers=1", "model.config.num_attention_heads=2",
+        "model.config.num_key_value_heads=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
+        "rollout.max_new_tokens=6", "log.progress=false", "steps=3", "eval.every=2",
+        "log.completions_every=1", "tokens_per_microbatch=30"]  # fmt: skip
+
+
+def config_of(folder: Path, *overrides: str, recipe: str = "sort") -> Any:
+    words = [*(TINY if recipe == "sort" else []), *overrides, f"output_dir={folder}"]
+    return load_recipe(recipe, words)
+
+
+def run(folder: Path, *overrides: str, recipe: str = "sort") -> dict[str, Any]:
+    """The whole run, or what is left of it; what its folder holds, timings apart."""
+    loop.train(config_of(folder, *overrides, recipe=recipe))
+    return result(folder)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """Everything that must not depend on where a run was left: numbers, texts, weights."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [{k: v for k, v in json.loads(x).items() if not is_timing(k)} for x in lines]
+    found: dict[str, Any] = {
+        "metrics": rows,
+        "prompts": (folder / "prompts.jsonl").read_bytes(),
+        "tables": sorted(path.name for path in (folder / "completions").glob("*")),
+    }
+    if (folder / "completions.html").exists():
+        page = (folder / "completions.html").read_text(encoding="utf-8")
+        found["page"] = page.replace(folder.name, "NAME")
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    found["summary"] = {key: summary[key] for key in ("before", "after", "steps", "num_tokens")}
+    for path in sorted(folder.glob("*/*.safetensors")):
+        for name, tensor in load_file(path).items():
+            raw = tensor.numpy().tobytes()
+            found[f"{path.parent.name}/{path.name}:{name}"] = raw
+    return found
+
+
+class Leave:
+    """Ends a run in place of its `at`-th forward pass, as a signal does; counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
+        self.passes = 0
+
+        def ask(*_: Any) -> None:
+            self.passes += 1
+            if self.passes == at:
+                raise Stopped(signal.SIGTERM)
+
+        monkeypatch.setattr(Stopping, "raise_if_asked", ask)

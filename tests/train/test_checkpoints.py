@@ -1,0 +1,373 @@
+"""A run that is left at any place goes on bit for bit: weights, metrics, prompts, pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.train import checkpoint, run_state
+from grpo_fast.train.checkpoint import CheckpointError, checkpoints_in, problem_of
+from grpo_fast.train.folder import FolderLock, OutputFolderError
+from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer
+from grpo_fast.train.stopping import SAVED, Stopped, Stopping
+from tests.command_line import ROOT
+from tests.tiny import tiny_folder
+from tests.train.resuming import Leave, config_of, result, run
+
+PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
+KL = ["reference.kind=frozen", "loss.beta=0.1"]
+KINDS = {
+    "plain": [],
+    "passes": [*PASSES, "max_approx_kl=0.0001", "log.every_update=true"],
+    "synced and led beta": [
+        "reference.kind=synced", "reference.sync_every=1", "loss.beta=0.1", "kl.target=0.01",
+        "kl.horizon=8", *PASSES,
+    ],
+    "critic and KL in the reward": [
+        "advantages=gae", "critic={kind: model}", "kl.into=reward", *KL, *PASSES,
+    ],
+    "shared critic": ["advantages=gae", "critic={}", "shuffle=groups", "minibatches=2"],
+    "exact KL": [*KL, "loss.kl_estimator=exact", *PASSES],
+    "dynamic sampling and a running baseline": [
+        "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",
+        "log.grad_variance=true", "data.digits=2",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+def left_at(folder, monkeypatch, at, *overrides, **options):
+    """A run that a signal ends in place of its `at`-th forward pass."""
+    leave = Leave(monkeypatch, at)
+    with pytest.raises(Stopped) as stopped:
+        run(folder, *overrides, **options)
+    Leave(monkeypatch, None)
+    assert stopped.value.code == SAVED
+    return leave
+
+
+def same(found, expected):
+    assert [key for key in expected if found.get(key) != expected[key]] == []
+    assert found == expected
+
+
+def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
+    """Leave at these shares of all forward passes, one after the other in the same run."""
+    counted = Leave(monkeypatch, None)
+    whole = run(tmp_path / "whole", *overrides, **options)
+    total = counted.passes
+    for index, share in enumerate(places):
+        folder = tmp_path / f"left-{index}"
+        left_at(folder, monkeypatch, max(1, round(share * total)), *overrides, **options)
+        same(run(folder, "resume=auto", *overrides, **options), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
+    check_everywhere(tmp_path, monkeypatch, (0.37, 0.66, 0.85), *KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["synced and led beta", "critic and KL in the reward"])
+def test_every_forward_pass_is_a_place_to_leave(tmp_path, monkeypatch, kind):
+    """Rollouts, fixed logps, micro-batches, evaluations: none is a place that is forgotten."""
+    options = [*KINDS[kind], "steps=2", "eval.every=1", "log.completions_every=0"]
+    monkeypatch.setattr("tests.train.resuming.TINY", [w for w in _tiny() if "completions" not in w])
+    options.append("log.completions_every=1")
+    counted = Leave(monkeypatch, None)
+    whole = run(tmp_path / "whole", *options)
+    at, folder = counted.passes, tmp_path / "left"
+    while at > 0:  # from the last pass of the whole run on, a few at a time
+        left_at(folder, monkeypatch, at, *options)
+        same(run(folder, "resume=auto", *options), whole)
+        at -= 5
+        folder = tmp_path / f"left-{at}"
+
+
+def _tiny():
+    from tests.train.resuming import TINY
+
+    return TINY
+
+
+def test_a_run_that_is_left_again_and_again(tmp_path, monkeypatch):
+    """Every attempt makes a few passes more; a rollout that was interrupted begins again."""
+    whole = run(tmp_path / "whole", *PASSES)
+    for attempt in range(100):
+        Leave(monkeypatch, 9 + attempt % 5)
+        try:
+            found = run(tmp_path / "left", *PASSES, "resume=auto")
+        except Stopped:
+            continue
+        break
+    assert attempt > 4
+    same(found, whole)
+
+
+def test_an_adapter(tmp_path, monkeypatch):
+    folder, data = tiny_folder(tmp_path / "tiny", "llama"), tmp_path / "data"
+    data.mkdir()
+    for name in ("train", "test"):
+        rows = [{"question": f"What {name} is {i}?", "answer": f"#### {i}"} for i in range(8)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (data / f"{name}.jsonl").write_text(text)
+    words = [
+        f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
+        f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2",
+        "eval.n=2", "eval.samples=1", "eval.k=[]", "log.progress=false", "rollout.group_size=4",
+        "advantages=gae", "critic={kind: model}", "minibatches=2", "log.completions_every=1",
+        "rewards=[{name: 'tests.train.test_ppo_runs:characters'}]", *KL, "kl.into=reward",
+    ]  # fmt: skip
+    check_everywhere(tmp_path, monkeypatch, (0.7,), *words, recipe="gsm8k-smollm2-1.7b")
+    [saved] = checkpoints_in(tmp_path / "left-0")
+    assert (saved / "model" / "adapter_config.json").is_file()
+    assert not (saved / "model" / "model.safetensors").exists()
+
+
+def test_a_warm_start_is_not_made_again(tmp_path, monkeypatch):
+    """And the frozen reference is the policy that it led to, not the one that it began with."""
+    words = ["warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
+             "data.n_test=4"]  # fmt: skip
+    check_everywhere(tmp_path, monkeypatch, (0.75,), *words)
+
+
+def test_the_model_of_a_checkpoint_loads_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run(tmp_path / "run", "checkpoint.every=1", "checkpoint.keep=2")
+    saved = checkpoints_in(tmp_path / "run")
+    assert [path.name for path in saved] == ["step_000003", "step_000002"]
+    last = AutoModelForCausalLM.from_pretrained(saved[0] / "model").state_dict()
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    assert all(last[name].equal(final[name]) for name in final)
+    assert AutoTokenizer.from_pretrained(saved[0] / "model").eos_token_id is not None
+    suffixes = {path.suffix for path in saved[0].rglob("*") if path.is_file()}
+    assert suffixes <= {".json", ".safetensors", ".jinja"}
+
+
+def test_the_best_is_kept_beside_the_last(tmp_path):
+    options = ["steps=6", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=reward"]
+    rows = run(tmp_path / "run", *options)["metrics"]
+    rewards = {row["step"]: row["reward"] for row in rows if "loss" in row}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    kept = {checkpoint.order_of(path.name)[0] for path in checkpoints_in(tmp_path / "run")}
+    assert kept == {best, 6}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, damage):
+    options = ["checkpoint.every=1", "checkpoint.keep=3"]
+    whole = run(tmp_path / "run", *options)
+    newest, before, _ = checkpoints_in(tmp_path / "run")
+    file = newest / ("manifest.json" if damage == "no manifest" else "model/model.safetensors")
+    content = bytearray(file.read_bytes())
+    if damage in ("missing", "no manifest"):
+        file.unlink()
+    else:
+        content[-1] ^= 1
+        file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    (tmp_path / "run" / "summary.json").unlink()
+    same(run(tmp_path / "run", *options, "resume=auto"), whole)
+    assert f"{newest} is damaged and passed over: {file.name}" in caplog.text.replace("model/", "")
+    assert problem_of(newest) is None and problem_of(before) is None  # it was written again
+    with pytest.raises(ValueError, match="resume: expected a whole checkpoint"):
+        (newest / "state.json").write_text("{}")
+        run(tmp_path / "run", *options, f"resume={newest}")
+
+
+PLACES = ["first file", "optimizer", "manifest", "folder", "rename"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypatch, place):
+    """As after kill -9: what was half written is there, and nobody has tidied up."""
+    options = ["checkpoint.every=1", "checkpoint.keep=2"]
+    whole = run(tmp_path / "whole", *options)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_, **__):
+        raise Killed
+
+    def second(function):
+        calls = iter(range(1000))
+        # The writer comes by once for each checkpoint, in these places.
+        return lambda *a, **k: killed() if next(calls) == 1 else function(*a, **k)
+
+    with monkeypatch.context() as patched:
+        if place == "first file":
+            patched.setattr(run_state, "save_weights", second(run_state.save_weights))
+        elif place == "optimizer":
+            patched.setattr(run_state, "optimizer_state", second(run_state.optimizer_state))
+        elif place == "manifest":
+            dumps = json.dumps
+            patched.setattr(checkpoint.json, "dumps", lambda value, **k: (
+                killed() if "files" in value and value["step"] == 2 else dumps(value, **k)
+            ))  # fmt: skip
+        elif place == "folder":
+            sync, step = checkpoint.sync, f"step_000002{checkpoint.UNFINISHED}"
+            patched.setattr(
+                checkpoint, "sync", lambda p: killed() if Path(p).name == step else sync(p)
+            )
+        else:
+            patched.setattr(checkpoint.os, "replace", second_checkpoint(os.replace, killed))
+        with pytest.raises(Killed):
+            run(tmp_path / "run", *options)
+    [left] = checkpoints_in(tmp_path / "run")
+    assert left.name == "step_000001" and problem_of(left) is None
+    assert (left.parent / f"step_000002{checkpoint.UNFINISHED}").is_dir()
+    same(run(tmp_path / "run", *options, "resume=auto"), whole)
+    assert not list(left.parent.glob(f"*{checkpoint.UNFINISHED}"))
+
+
+def second_checkpoint(replace, killed):
+    return lambda a, b: killed() if str(b).endswith("step_000002") else replace(a, b)
+
+
+def test_a_full_disk_ends_the_run_with_the_checkpoint_before(tmp_path, monkeypatch):
+    options = ["checkpoint.every=1"]
+    whole = run(tmp_path / "whole", *options)
+    sync = checkpoint.sync
+
+    def full(path):
+        if "step_000002" in str(path):
+            raise OSError(28, "No space left on device")
+        sync(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "sync", full)
+        with pytest.raises(CheckpointError, match="No space left on device; the newest whole one"):
+            run(tmp_path / "run", *options)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
+    same(run(tmp_path / "run", *options, "resume=auto"), whole)
+
+
+def test_the_third_bad_gradient_leaves_a_checkpoint(tmp_path, monkeypatch):
+    apply = Optimizer.apply
+
+    def bad(self):
+        for parameter in self.parameters:
+            parameter.grad = parameter.grad * float("nan")
+        return apply(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Optimizer, "apply", bad)
+        with pytest.raises(NonFiniteGradient, match=r"3 gradients.*saved in .*step_000002"):
+            run(tmp_path / "run")
+    [saved] = checkpoints_in(tmp_path / "run")
+    counters = checkpoint.read_state(saved)["optimizers"]["policy"]
+    assert counters == {"steps": 3, "skipped": 3, "_skipped_in_a_row": 3}
+    assert run(tmp_path / "run", "resume=auto")["metrics"][-1]["skipped_steps"] == 3
+
+
+def test_a_changed_configuration_is_refused_with_the_difference(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    constant = "optim.schedule=constant"
+    left_at(folder, monkeypatch, 20, constant)
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.\d+ → 0\.5\n  steps: 3 → 2$"):
+        run(folder, "resume=auto", constant, "optim.lr=0.5", "steps=2")
+    with pytest.raises(ValueError, match=r"rollout\.group_size: 4 → 2"):
+        run(folder, "resume=auto", constant, "rollout.group_size=2")
+    kept = ["checkpoint.every=1", "log.every_update=true"]
+    rows = run(folder, "resume=auto", constant, "steps=4", *kept)["metrics"]
+    assert rows[-1]["step"] == 4
+
+
+def test_a_schedule_that_depends_on_the_steps_fixes_them(tmp_path, monkeypatch):
+    left_at(tmp_path / "run", monkeypatch, 20, "optim.schedule=linear")
+    with pytest.raises(ValueError, match="steps: 3 → 4"):
+        run(tmp_path / "run", "resume=auto", "optim.schedule=linear", "steps=4")
+
+
+def test_another_runs_checkpoint_goes_on_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    whole = run(tmp_path / "whole")
+    left_at(tmp_path / "left", monkeypatch, 30)
+    before = (tmp_path / "left" / "metrics.jsonl").read_bytes()
+    same(run(tmp_path / "new", f"resume={tmp_path / 'left'}"), whole)
+    assert (tmp_path / "left" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match="resume: expected auto, or the folder of a run"):
+        run(tmp_path / "newer", f"resume={tmp_path / 'nothing'}")
+
+
+def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
+    whole = run(tmp_path / "run", "resume=auto")
+    with pytest.raises(OutputFolderError, match="occupied"):  # finished, without a checkpoint
+        run(tmp_path / "run", "resume=auto")
+    early = tmp_path / "early"
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_fast.train.loop.run_steps", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(early)
+    (early / "metrics.jsonl").write_text('{"half": ')
+    same(run(early, "resume=auto"), whole)
+    alien = tmp_path / "alien"
+    alien.mkdir()
+    (alien / "letter.txt").write_text("dear")
+    with pytest.raises(OutputFolderError, match="occupied"):
+        run(alien, "resume=auto")
+
+
+def test_two_runs_in_one_folder(tmp_path, monkeypatch):
+    left_at(tmp_path / "run", monkeypatch, 20)
+    lock = FolderLock(tmp_path / "run")
+    with pytest.raises(OutputFolderError, match="another process is writing"):
+        run(tmp_path / "run", "resume=auto")
+    lock.release()
+    run(tmp_path / "run", "resume=auto")
+
+
+def test_moments_that_no_file_can_hold_are_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r"optim\.states: expected full beside checkpoint\.every"):
+        config_of(tmp_path, "optim.states=8bit", "checkpoint.every=1")
+
+
+def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
+    import signal
+
+    import torch
+
+    model, stopping = torch.nn.Linear(1, 1), Stopping()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped, stopping.listening(model):
+        model(torch.ones(1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a second one ends at once
+            assert signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN)
+        model(torch.ones(1))
+    assert (stopped.value.code, stopped.value.name) == (143, "SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) == before
+    model(torch.ones(1))  # nobody listens any more
+
+
+def test_the_result_of_two_whole_runs_is_compared_in_full(tmp_path):
+    """What these tests compare holds weights, metrics, prompts and pages."""
+    found = run(tmp_path / "run", "advantages=gae", "critic={kind: model}")
+    assert found == result(tmp_path / "run")
+    assert {"model/model.safetensors:lm_head.weight", "critic/value_head.safetensors:weight",
+            "metrics", "prompts", "page"} <= found.keys()  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_bit_for_bit():
+    """`make soak` in small: SIGKILL in two saves, in a rollout and at a random moment."""
+    words = "--steps 60 --saves 2 --rollouts 1 --moments 1".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.soak", *words], capture_output=True, cwd=ROOT, text=True,
+        timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "60 steps, 4 kills" in done.stdout and "identical" in done.stdout

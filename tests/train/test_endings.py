@@ -1,0 +1,221 @@
+"""How a run ends that is not let alone: signals, a lost stdout, a full disk, two in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from grpo_fast.train import lines
+from grpo_fast.train.audit import WAITING, audit
+from grpo_fast.train.checkpoint import checkpoints_in
+from grpo_fast.train.lines import JsonLines, WriteError
+from grpo_fast.train.stopping import SAVED
+from tests.command_line import ROOT, invoke, refused, write_recipe
+from tests.train.resuming import result, run
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+LONG = ["steps=100000", "eval.n=2", "log.completions_every=0"]
+
+
+def start(*words, stdout=subprocess.PIPE, **options):
+    command = [sys.executable, "-m", "grpo_fast", "train", *words]
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True, **options
+    )
+
+
+def wait_for(folder, count, process, limit=120):
+    """Until the run has logged so many lines."""
+    file, until = folder / "metrics.jsonl", time.monotonic() + limit
+    while not file.is_file() or file.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_the_run_and_has_a_status_of_its_own(tmp_path, number):
+    rewards = tmp_path / "mine.py"
+    rewards.write_text("def one(completions):\n    return [float(len(c)) for c in completions]\n")
+    recipe = write_recipe(tmp_path)
+    process = start(recipe, *LONG, f"rewards=[{{name: '{rewards}:one'}}]")
+    wait_for(tmp_path / "run", 3, process)
+    workers = _children(process.pid)
+    assert workers  # of the reward, in a session of its own
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == SAVED == 75, (out, err)
+    assert f"{number.name}: saved in" in out and "Traceback" not in err
+    assert len(checkpoints_in(tmp_path / "run")) == 1
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(row) for row in rows)
+    until = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    script = (
+        "import os, signal, time, torch\n"
+        "from grpo_fast.train.stopping import Stopping\n"
+        "with Stopping().listening(torch.nn.Linear(1, 1)):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('goes on', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('too far', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=ENVIRONMENT, timeout=120, text=True
+    )
+    assert done.stdout == "goes on\n" and done.returncode == -signal.SIGTERM, done
+
+
+def test_a_signal_before_there_is_anything_to_save(tmp_path):
+    words = ["warm_start={steps: 1000000, batch_size: 4}", "data.task=arithmetic", "data.digits=1"]
+    process = start(write_recipe(tmp_path), *words)
+    wait_for(tmp_path / "run", 2, process)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and "before there was anything" in err, err
+
+
+@pytest.mark.parametrize("lost", ["full", "closed"])
+def test_losing_stdout_ends_no_run(tmp_path, lost):
+    """`| head -1`, and `> /dev/full`."""
+    recipe, words = write_recipe(tmp_path), ("log.save_model=false",)
+    if lost == "full":
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            process = start(recipe, *words, stdout=full)
+    else:
+        process = start(recipe, *words)
+        process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and not err, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2
+
+
+def test_two_runs_that_start_at_once(tmp_path):
+    """One gets the folder, the other says so; the winner's files are its own."""
+    recipe = write_recipe(tmp_path)
+    both = [start(recipe, "steps=20", f"seed={seed}", "log.save_model=false") for seed in (1, 2)]
+    ended = [(process.communicate(timeout=120), process.returncode) for process in both]
+    codes = [code for _, code in ended]
+    assert sorted(codes) == [0, 2], ended
+    (_, err), _ = ended[codes.index(2)]
+    assert "output_dir" in err and ("occupied" in err or "another process" in err)
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert f"seed: {codes.index(0) + 1}" in config
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 21
+
+
+def test_a_line_is_whole_or_absent(tmp_path, monkeypatch):
+    file = JsonLines(tmp_path / "lines.jsonl")
+    file.append([{"a": 1}])
+    write = os.write
+    with monkeypatch.context() as patched:
+
+        def full(handle, text):
+            if len(text) > 4:
+                return write(handle, text[:4])  # the disk takes the beginning
+            raise OSError(28, "No space left on device")
+
+        patched.setattr(lines.os, "write", full)
+        with pytest.raises(WriteError, match=r"lines\.jsonl.*No space left on device"):
+            file.append([{"b": 2222}])
+    assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
+    file.append([{"c": 3}, {"d": 4}])
+    assert file.length == (tmp_path / "lines.jsonl").stat().st_size
+    file.close()
+    with pytest.raises(ValueError, match="at least 1000 bytes"):
+        JsonLines(tmp_path / "lines.jsonl", 1000)
+    JsonLines(tmp_path / "lines.jsonl", 9).close()
+    assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
+
+
+def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("grpo_fast.train.policy.Policy.save", full)
+    result = invoke("train", write_recipe(tmp_path), "log.progress=false")
+    assert refused(result, "run/model", "No space left on device", code=1)
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    """As in a folder that allows reading only."""
+    from grpo_fast.train.stopping import Stopped
+    from tests.train.resuming import Leave
+
+    Leave(monkeypatch, 20)
+    with pytest.raises(Stopped):
+        run(tmp_path / "run")
+    file = tmp_path / "run" / "prompts.jsonl"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(WriteError, match=r"a disk with room that can be written to, got .*prompts"):
+        run(tmp_path / "run", "resume=auto")
+
+
+def test_a_shipped_recipe_goes_on_in_its_own_folder(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("grpo_fast.train.loop.train", seen.append)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("sort", "sort-2"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        (tmp_path / "runs" / folder / "metrics.jsonl").write_text("")
+    invoke("train", "sort")
+    invoke("train", "sort", "resume=auto")
+    assert [config.output_dir for config in seen] == ["runs/sort-3", "runs/sort"]
+
+
+def test_the_audit_follows_every_prompt(tmp_path, monkeypatch):
+    from grpo_fast.train.stopping import Stopped
+    from tests.train.resuming import Leave
+
+    options = ["rollout.dynamic={rounds: 1}", "rollout.group_size=2", "minibatches=2"]
+    counted = Leave(monkeypatch, None)
+    run(tmp_path / "whole", *options)
+    whole = audit(tmp_path / "whole")
+    assert whole.problems == [] and {"trained", "dropped"} & {one.fate for one in whole.fates}
+    Leave(monkeypatch, counted.passes - 3)
+    with pytest.raises(Stopped):
+        run(tmp_path / "left", *options)
+    left = audit(tmp_path / "left")
+    assert left.problems == []
+    assert [(f.place, f.prompt) for f in left.fates] == [
+        (f.place, f.prompt) for f in whole.fates[: len(left.fates)]
+    ]
+    shown = invoke("audit", str(tmp_path / "left"))
+    assert shown.exit_code == 0 and "no prompt was skipped" in shown.output
+    state = json.loads((checkpoints_in(tmp_path / "left")[0] / "state.json").read_text())
+    waiting = [f.prompt for f in left.fates if f.fate == WAITING]
+    asked = state["underway"]["prompts"]
+    assert waiting == [row["prompt"] for row in asked if row["use"] != "dropped"] != []
+    Leave(monkeypatch, None)
+    file = tmp_path / "whole" / "prompts.jsonl"
+    rows = file.read_text().splitlines()
+    file.write_text("".join(row + "\n" for row in rows[:2] + rows[3:]))
+    broken = invoke("audit", str(tmp_path / "whole"))
+    assert broken.exit_code == 1 and "place 2: expected prompt 2, found 3" in broken.output
+    assert result(tmp_path / "whole")["metrics"]
+    assert refused(invoke("audit", str(tmp_path)), "audit: expected a run's folder")

@@ -23,11 +23,36 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LONG = ["steps=100000", "eval.n=2", "log.completions_every=0"]
 
 
-def start(*words, stdout=subprocess.PIPE, **options):
-    command = [sys.executable, "-m", "grpo_fast", "train", *words]
-    return subprocess.Popen(
-        command, stdout=stdout, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True, **options
-    )
+def answer_signals():
+    """In a child: as from a terminal. Under nohup, or behind a shell's &, some are ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def start():
+    """Starts `grpo-fast train`; no process outlives its test."""
+    processes = []
+
+    def started(*words, stdout=subprocess.PIPE, **options):
+        command = [sys.executable, "-m", "grpo_fast", "train", *words]
+        processes.append(
+            subprocess.Popen(
+                command,
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                text=True,
+                preexec_fn=answer_signals,
+                **options,
+            )  # fmt: skip
+        )
+        return processes[-1]
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def wait_for(folder, count, process, limit=120):
@@ -45,7 +70,7 @@ def no_pictures(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_the_run_and_has_a_status_of_its_own(tmp_path, number):
+def test_a_signal_saves_the_run_and_has_a_status_of_its_own(start, tmp_path, number):
     rewards = tmp_path / "mine.py"
     rewards.write_text("def one(completions):\n    return [float(len(c)) for c in completions]\n")
     recipe = write_recipe(tmp_path)
@@ -82,12 +107,13 @@ def test_a_second_signal_ends_at_once(tmp_path):
         "    print('too far', flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, env=ENVIRONMENT, timeout=120, text=True
-    )
+        [sys.executable, "-c", script], capture_output=True, env=ENVIRONMENT, timeout=120,
+        text=True, preexec_fn=answer_signals,
+    )  # fmt: skip
     assert done.stdout == "goes on\n" and done.returncode == -signal.SIGTERM, done
 
 
-def test_a_signal_before_there_is_anything_to_save(tmp_path):
+def test_a_signal_before_there_is_anything_to_save(start, tmp_path):
     words = ["warm_start={steps: 1000000, batch_size: 4}", "data.task=arithmetic", "data.digits=1"]
     process = start(write_recipe(tmp_path), *words)
     wait_for(tmp_path / "run", 2, process)
@@ -97,7 +123,7 @@ def test_a_signal_before_there_is_anything_to_save(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["full", "closed"])
-def test_losing_stdout_ends_no_run(tmp_path, lost):
+def test_losing_stdout_ends_no_run(start, tmp_path, lost):
     """`| head -1`, and `> /dev/full`."""
     recipe, words = write_recipe(tmp_path), ("log.save_model=false",)
     if lost == "full":
@@ -113,7 +139,7 @@ def test_losing_stdout_ends_no_run(tmp_path, lost):
     assert summary["steps"] == 2
 
 
-def test_two_runs_that_start_at_once(tmp_path):
+def test_two_runs_that_start_at_once(start, tmp_path):
     """One gets the folder, the other says so; the winner's files are its own."""
     recipe = write_recipe(tmp_path)
     both = [start(recipe, "steps=20", f"seed={seed}", "log.save_model=false") for seed in (1, 2)]

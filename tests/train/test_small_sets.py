@@ -31,7 +31,8 @@ def test_words_of_a_file_are_symbols(tmp_path):
     (tmp_path / "test.jsonl").write_text(json.dumps(lines[5]) + "\n")
     rewards = "rewards=[{name: exact_match}]"
     data = f"data={{task: jsonl, path: {tmp_path}}}"
-    summary = train(tmp_path, data, rewards, "log.save_model=true")
+    words = ["rollout.max_new_tokens=4", "log.save_model=true"]
+    summary = train(tmp_path, data, rewards, *words)
     assert summary["after"]["eval_n"] == 1 and not math.isnan(summary["after"]["eval_reward"])
     with open(tmp_path / "run" / "model" / "tokenizer.json") as file:
         vocabulary = json.load(file)["model"]["vocab"]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.rollout import Sampling
+from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
 
 
@@ -74,6 +74,7 @@ class DynamicSamplingConfig(Section):
 class RolloutConfig(Section, Sampling):
     """How completions are sampled in training."""
 
+    engine: EngineName = "transformers"  # who samples
     temperature: float = Field(1.0, gt=0)
     group_size: Positive = 8  # G completions per prompt
     prompts_per_step: Positive = 8

@@ -108,7 +108,7 @@ def logits_logps(
     support: Support | None = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
-    """`linear_logps` from raw logits, differentiable in them (once). Arguments, errors: see there."""
+    """`linear_logps` from raw logits, differentiable in them (once); arguments, errors: there."""
     raise_pending()
     checks.logits(logits, target_ids)
     checks.rule(target_ids, temperature, softcap, logit_scale, backend)

@@ -143,7 +143,8 @@ class _Places(NamedTuple):
             "hidden_rows", self.picked(targets.hidden_rows), end, validate, kind="rows",
             expected=f"rows in [0, {end}) at the active tokens",
         )  # fmt: skip
-        return ActiveRows(self.num_rows, self.kept, target_ids, rule, predicting, True, support)
+        rows = ActiveRows(self.num_rows, self.kept, target_ids, rule, predicting, repeats=True)
+        return rows._replace(support=support)
 
 
 def _places(given: Given, validate: str) -> _Places:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.gpu.configs import forward_kernel
 from grpo_fast.kernels.types import POSITIVE16
@@ -51,6 +52,7 @@ class Kernels(NamedTuple):
     head_logps: Callable | None = None  # from hidden
     head_exponentials: Callable | None = None  # from hidden
     gradients: Any = None  # module: what surrounds the gradient GEMMs of exponentials; None: torch
+    support: Any = support_reference  # module: rows that exist only in a sampler's support
 
 
 class Route(NamedTuple):

@@ -76,6 +76,7 @@ def calls(draw):
         ),
         "bias": draw(st.booleans()),
         "sampling": draw(st.booleans()),
+        "support": draw(st.booleans()),
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
@@ -165,7 +166,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
 
     case = make_case(
         call["seed"], H=call["H"], V=call["V"], mask=call["mask"], dtype=call["dtype"],
-        bias=call["bias"], sampling=call["sampling"],
+        bias=call["bias"], sampling=call["sampling"], support=call["support"],
         per_token_advantages=call["per_token_advantages"], **call["options"],
     )  # fmt: skip
     if call["on_policy"]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
+from grpo_fast.rollout.kept import KeptIds
 from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, Sampling
 
 
@@ -55,7 +56,8 @@ class TransformersEngine(Engine):
         mask = torch.tensor(
             [[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device
         )
-        sampler = Sampler(numbers.to(device), options)
+        kept = KeptIds()
+        sampler = Sampler(numbers.to(device), options, kept.add if options.wants_kept else None)
         output = policy.lm.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
             do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
@@ -67,7 +69,7 @@ class TransformersEngine(Engine):
             end = next((t + 1 for t, token in enumerate(row) if token in policy.eos_ids), None)
             if row_logps[:end].isnan().any():
                 raise NonFiniteLogits("the policy's logits are NaN or infinite")
-            kept = row_logps[: len(row[:end])].clone()
-            why = LENGTH if end is None else EOS
-            completions.append(Completion(row[:end], kept, why, self.version))
-        return completions
+            why, own = LENGTH if end is None else EOS, row_logps[: len(row[:end])].clone()
+            completions.append(Completion(row[:end], own, why, self.version))
+        sets = kept.by_completion([len(one.ids) for one in completions])
+        return [one._replace(kept=own) for one, own in zip(completions, sets, strict=True)]

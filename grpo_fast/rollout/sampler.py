@@ -11,6 +11,7 @@ alone.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -29,6 +30,16 @@ class Sampling(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: off
     batch_size: int | None = Field(None, ge=1)  # completions at a time; None: all at once
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def wants_kept(self) -> bool:
+        """Whether an engine hands on what each token was drawn from, where it truncates."""
+        return False
 
     @field_validator("temperature")
     @classmethod
@@ -55,6 +66,7 @@ class Sampler:
         uniforms: (B, L) in [0, 1); column t decides the t-th new token of each row.
         options: greedy takes the most likely token, its log-probability at temperature 1; else
             top_k comes first, then top_p over what is left.
+        on_kept: told of every step's logits, and of the same with -inf where top_k or top_p cut.
 
     `logps` (B, L) fp32 afterwards holds the log-probabilities under the *processed* distribution,
     the one sampled from: with top_k or top_p they are renormalised over the kept tokens, and so
@@ -62,8 +74,13 @@ class Sampler:
     no sync per token.
     """
 
-    def __init__(self, uniforms: Tensor, options: Sampling) -> None:
-        self.uniforms, self.options = uniforms, options
+    def __init__(
+        self,
+        uniforms: Tensor,
+        options: Sampling,
+        on_kept: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self.uniforms, self.options, self.on_kept = uniforms, options, on_kept
         self.logps = torch.zeros_like(uniforms)
         self.position = 0
 
@@ -73,7 +90,10 @@ class Sampler:
             tokens = scores.argmax(-1)
             logps = scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
         else:
-            z = self._truncate(scores / self.options.temperature)
+            whole = scores / self.options.temperature
+            z = self._truncate(whole)
+            if self.on_kept is not None and z is not whole:
+                self.on_kept(whole, z)
             tokens = draw(z, self.uniforms[:, self.position])
             logps = z.gather(-1, tokens[:, None])[:, 0] - z.logsumexp(-1)
         self.logps[:, self.position] = logps

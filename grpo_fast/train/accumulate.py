@@ -53,7 +53,8 @@ def accumulate(
         hidden = policy.hidden(packed)
         output = linear_grpo_loss(
             hidden, head.weight, packed.target_ids, advantages, alone.replace(**head.rule),
-            hidden_rows=packed.predicting, bias=head.bias, validate=validate, **per_token,
+            hidden_rows=packed.predicting, bias=head.bias, support=batch.support,
+            validate=validate, **per_token,
         )  # fmt: skip
         loss, metrics = output.loss, dict(output.metrics)
         weights = token_weights(batch, config, items, completions)

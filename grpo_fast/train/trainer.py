@@ -21,7 +21,14 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.fixed import RewardKL, add_fixed
 from grpo_fast.train.kl_weight import KLWeight
-from grpo_fast.train.metrics import Clock, LossMetrics, Work, is_policy_alone, sampling_metrics
+from grpo_fast.train.metrics import (
+    Clock,
+    LossMetrics,
+    Work,
+    is_policy_alone,
+    kept_metrics,
+    sampling_metrics,
+)
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
 from grpo_fast.train.policy import Policy
@@ -123,6 +130,7 @@ class Trainer:
         metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),
+            **kept_metrics(collected.rollout),
             **self.learning_metrics(done, seen, batch),
             **(now.noise or {}),
             "num_tokens": float(self.num_tokens),

@@ -58,8 +58,8 @@ class Underway:
         tensors |= {f"reward/{name}": values for name, values in scores.per_fn.items()}
         tensors |= _numbered("sampling_logps", rollout.sampling_logps)
         for i, kept in enumerate(rollout.kept):
-            if kept is not None:
-                tensors |= {f"kept/{i}/{name}": x for name, x in kept._asdict().items()}
+            known = {} if kept is None else kept._asdict()
+            tensors |= {f"kept/{i}/{name}": x for name, x in known.items() if x is not None}
         fixed = [name for name in FIXED if batch.has_fixed and batch.has(name)]
         for name in fixed:
             tensors |= _numbered(name, batch.of_each(name))
@@ -95,7 +95,7 @@ def restore(
     count = len(lists["texts"])
     logps = [tensors[f"sampling_logps/{i}"] for i in range(count)]
     kept = [
-        Kept(*(tensors[f"kept/{i}/{name}"] for name in Kept._fields))
+        Kept(*(tensors.get(f"kept/{i}/{name}") for name in Kept._fields))
         if f"kept/{i}/ids" in tensors
         else None
         for i in range(count)

@@ -43,6 +43,8 @@ SUITES: dict[str, list[str]] = {
         "damaged or best or middle_of_a_save or full_disk",
     ],
     "checkpoint_bits": ["tests/train/test_checkpoints.py", "-k", "left_goes_on_bit_for_bit"],
+    "checkpoint_kept": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and kept"],
+    "replay": ["tests/train/test_replay.py"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",
@@ -167,6 +169,7 @@ def all_mutants() -> list[Mutant]:
         train_compare,
         train_objectives,
         train_ppo,
+        train_replay,
         train_rewards,
         train_seeing,
     )
@@ -177,6 +180,7 @@ def all_mutants() -> list[Mutant]:
         train_compare,
         train_objectives,
         train_ppo,
+        train_replay,
         train_rewards,
         train_seeing,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from grpo_fast.rollout import EngineName, Sampling
-from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
+from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath
+
+KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
 
 class DataConfig(Section):
@@ -81,6 +83,19 @@ class RolloutConfig(Section, Sampling):
     mask_truncated: bool = False  # a completion without an EOS does not count in the loss
     correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
     dynamic: DynamicSamplingConfig | None = None  # drop groups without spread and refill
+    # auto: beside top_p or top_k the loss is over the tokens that the sampler kept; off: over all
+    replay_support: Annotated[Literal["auto", "off"], Off] = "auto"
+
+    @model_validator(mode="after")
+    def _bound_the_kept(self) -> RolloutConfig:
+        """With top_p alone a flat distribution keeps nearly the whole vocabulary."""
+        if self.wants_kept and "top_k" not in self.model_fields_set:
+            self.__dict__["top_k"] = KEPT_AT_MOST
+        return self
+
+    @property
+    def wants_kept(self) -> bool:
+        return self.replay_support == "auto" and self.truncates
 
 
 class HeldOut(Section, Sampling):

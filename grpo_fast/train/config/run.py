@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
@@ -12,7 +12,7 @@ from grpo_fast.objective.config import LossConfig, choice
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.baseline import split_options
-from grpo_fast.train.config.base import Count, Positive, Section, UserPath
+from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
     CriticConfig,
@@ -77,7 +77,7 @@ class RunConfig(Section):
     minibatches: Positive = 1  # optimizer steps per pass
     tokens_per_microbatch: Positive | None = None  # None: what the memory model finds room for
     # what is dealt to the minibatches anew in every pass; off: completions in their order
-    shuffle: Literal["off", "groups", "completions"] = "off"
+    shuffle: Annotated[Literal["off", "groups", "completions"], Off] = "off"
     shared_prompt: bool = True  # the completions of a group share one copy of their prompt
     # These end the inner passes of a batch early, by the mean over a whole pass.
     max_approx_kl: float | None = Field(None, gt=0)  # to the policy that sampled the batch

@@ -60,6 +60,10 @@ class Engine(ABC):
     No call waits for ever: what an engine waits for has a timeout, and its error says for what.
     """
 
+    # It samples on a device and with weights of its own, also in a thread while the policy is
+    # trained, and needs no sleep meanwhile.
+    is_apart = False
+
     @abstractmethod
     def generate(
         self,

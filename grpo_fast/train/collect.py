@@ -41,17 +41,19 @@ def collect(
     clock: Clock,
     baseline: RunningBaseline | None = None,
     engine: Engine | None = None,
+    ahead: Rollout | None = None,
 ) -> Collected:
     """G completions of each of the next prompts, and what they are worth.
 
     With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following prompt is
     asked in its place, for some rounds; what is then still missing is filled with dropped groups.
     A running baseline takes in the rewards of all that was sampled, after the advantages are made.
-    The engine samples with the weights it has; None: the policy does it itself.
+    The engine samples with the weights it has; None: the policy does it itself. `ahead` is what the
+    step's first prompts were answered with before.
     """
     dynamic, size = config.rollout.dynamic, config.rollout.group_size
     wanted = config.rollout.prompts_per_step
-    drawn = _draw(policy, queue, wanted, rewards, config, (config.seed, step), clock, engine)
+    drawn = _draw(policy, queue, wanted, rewards, config, (config.seed, step), clock, engine, ahead)
     uses, metrics = ["kept"] * wanted, {}
     judged_by = None if dynamic is None else dynamic.judged_by
     if dynamic is not None:
@@ -94,11 +96,15 @@ def _draw(
     seed: tuple[int, ...],
     clock: Clock,
     engine: Engine | None,
+    ahead: Rollout | None = None,
 ) -> Drawn:
     """Groups of the next `count` prompts."""
     size, asked = config.rollout.group_size, queue.take(count)
-    prompts = [one.example.prompt for one in asked]
-    rollout = generate(policy, prompts, config.rollout, group_size=size, seed=seed, engine=engine)
+    prompts, rollout = [one.example.prompt for one in asked], ahead
+    if rollout is None:
+        rollout = generate(
+            policy, prompts, config.rollout, group_size=size, seed=seed, engine=engine
+        )
     clock.lap("rollout")
     repeated = [one.example for one in asked for _ in range(size)]
     scores = score(rewards, repeated, rollout.texts, rollout.completion_ids)

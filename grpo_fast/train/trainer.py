@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
 from grpo_fast.rollout import Engine, awake, build_engine
 from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.ahead import Ahead, check_staleness, staleness
 from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Collected, collect
@@ -57,6 +59,7 @@ class Trainer:
     ) -> None:
         self.config, self.policy, self.rewards, self.critic = config, policy, rewards, critic
         self.engine = engine or build_engine(policy, config.rollout)
+        self.ahead = Ahead(config, policy, self.engine)
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
         self.baseline = running_baseline(config.advantages, config.advantage_options)
@@ -88,6 +91,10 @@ class Trainer:
         if now is None:
             now = self.underway = self.begin(step, queue)
             self.at_rest()
+        if self.ahead.is_due(step):
+            self.ahead.begin(step, queue)
+            now.clock.lap("ahead")
+            self.at_rest()
         if now.metrics is None:
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
@@ -99,10 +106,15 @@ class Trainer:
     def begin(self, step: int, queue: PromptQueue) -> Underway:
         """The completions of a step, packed."""
         clock = Clock()
-        with awake(self.engine, self.policy, version=step - 1) as engine:
+        ahead = self.ahead.take(clock)
+        is_idle = ahead is not None and self.config.rollout.dynamic is None
+        version = nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1)
+        with version:
             collected = collect(
-                self.policy, queue, self.rewards, self.config, step, clock, self.baseline, engine
-            )
+                self.policy, queue, self.rewards, self.config, step, clock, self.baseline,
+                self.engine, ahead,
+            )  # fmt: skip
+        check_staleness(collected.rollout, step, self.config.rollout.ahead)
         batch = StepBatch(
             collected.rollout, collected.advantages, budget=self.budget.tokens,
             **self.batch_options(),
@@ -124,6 +136,9 @@ class Trainer:
         collected, batch, done, clock = now.collected, now.batch, now.done, now.clock
         self.reference.after_step(now.step)
         clock.lap("train")
+        if self.config.rollout.ahead:
+            self.ahead.settle()
+            clock.lap("ahead")
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()
@@ -131,6 +146,7 @@ class Trainer:
             **collected.metrics,
             **sampling_metrics(seen.logps),
             **kept_metrics(collected.rollout),
+            **(staleness(collected.rollout, now.step) if self.config.rollout.ahead else {}),
             **self.learning_metrics(done, seen, batch),
             **(now.noise or {}),
             "num_tokens": float(self.num_tokens),

@@ -105,9 +105,7 @@ def test_over_a_samplers_sets_against_fp64(mib, monkeypatch):
     expected = []
     for t, ids in enumerate(sets):
         ids = ids if len(ids) else torch.arange(53)
-        h, w, b, ref_h, ref_w, ref_b = wide
-        p, q = ((x[t] @ y[ids].T + z[ids]).softmax(-1) for x, y, z in ((h, w, b),
-                                                                      (ref_h, ref_w, ref_b)))  # fmt: skip
+        p, q = ((x[t] @ w[ids].T + bias[ids]).softmax(-1) for x, w, bias in (wide[:3], wide[3:]))
         expected.append((p * (p / q).log()).sum())
     (torch.stack(expected) * upstream).sum().backward()
     assert kl[1] == 0 and error(kl.detach(), torch.stack(expected).detach()) < 1e-6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, UNDERWAY, METRICS = (
+FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
     f"grpo_fast/train/{x}.py"
-    for x in ("fixed", "accumulate", "batch", "reference", "exact_kl", "underway", "metrics")
+    for x in ("fixed", "accumulate", "batch", "reference", "exact_kl", "stored", "metrics")
 )
 DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
 
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant("replay-off-bounds", DATA,
            'return self.replay_support == "auto" and self.truncates', "return self.truncates",
            "off keeps the sets", "replay"),
-    Mutant("replay-forgotten-in-a-checkpoint", UNDERWAY,
+    Mutant("replay-forgotten-in-a-checkpoint", STORED,
            'if f"kept/{i}/ids" in tensors', 'if f"kept/{i}" in tensors',
            "a step that is resumed goes on over the whole vocabulary", "checkpoint_kept"),
     Mutant("replay-mass", METRICS,

@@ -37,6 +37,10 @@ KINDS = {
         "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",
         "log.grad_variance=true", "data.digits=2",
     ],
+    "ahead": [
+        "rollout.ahead=1", "rollout.correct_sampling=true", "rollout.dynamic={rounds: 2}",
+        "rollout.top_k=6", "rollout.group_size=2", "data.digits=2", *PASSES,
+    ],
 }  # fmt: skip
 
 

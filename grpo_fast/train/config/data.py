@@ -82,6 +82,8 @@ class RolloutConfig(Section, Sampling):
     prompts_per_step: Positive = 8
     mask_truncated: bool = False  # a completion without an EOS does not count in the loss
     correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
+    # 1: a step's completions are sampled during the step before, with the weights it began with
+    ahead: int = Field(0, ge=0, le=1)
     dynamic: DynamicSamplingConfig | None = None  # drop groups without spread and refill
     # auto: beside top_p or top_k the loss is over the tokens that the sampler kept; off: over all
     replay_support: Annotated[Literal["auto", "off"], Off] = "auto"

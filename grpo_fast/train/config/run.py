@@ -186,6 +186,9 @@ class RunConfig(Section):
     def _check_sampling_correction(self) -> None:
         """Refuse a correction by logps that the loss is not given, and logps it does not read."""
         given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
+        if self.rollout.ahead and not given:
+            expected = "expected true beside rollout.ahead, whose completions older weights sampled"
+            raise ValueError(f"rollout.correct_sampling: {expected}, came false")
         for name in ("sampling_correction", "sampling_ratio_cap"):
             came, default = getattr(loss, name), getattr(LossConfig, name)
             # A saved configuration holds every default: this one beside correct_sampling: false.

@@ -8,35 +8,37 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.engine import Kept
+from grpo_fast.rollout.sampler import Drawn
 
 
 class KeptIds:
-    """The kept ids of B completions, as they grow."""
+    """The kept ids of B completions of at most L tokens, on the CPU."""
 
-    def __init__(self) -> None:
-        self.rows: list[Tensor] = []
+    def __init__(self, rows: int, length: int) -> None:
+        self.counts = torch.zeros(rows, length, dtype=torch.int64)
+        self.masses = torch.zeros(rows, length)
         self.ids: list[Tensor] = []
-        self.counts: list[Tensor] = []  # (B,) of each token
-        self.masses: list[Tensor] = []  # (B,) of each token
+        self.rows: list[Tensor] = []  # of each of `ids`
 
-    def add(self, z: Tensor, kept: Tensor) -> None:  # (B, V) logits, and with -inf for those gone
-        """The next token of every row."""
-        is_kept = kept > float("-inf")
-        rows, ids = is_kept.nonzero(as_tuple=True)
-        self.rows.append(rows.int())
-        self.ids.append(ids.int())
-        self.counts.append(is_kept.sum(-1))
-        self.masses.append((kept.logsumexp(-1) - z.logsumexp(-1)).exp())
+    def add(self, rows: Tensor, t: int, drawn: Drawn) -> None:
+        """Token t of these rows. Waits for the device where something was truncated."""
+        if drawn.candidates is None or drawn.kept is None or drawn.mass is None:
+            return
+        kept, rows = drawn.kept.cpu(), rows.cpu()
+        counts = kept.sum(1)
+        self.counts[rows, t], self.masses[rows, t] = counts, drawn.mass.cpu()
+        self.ids.append(drawn.candidates.to("cpu", torch.int32)[kept])
+        self.rows.append(rows.repeat_interleave(counts))
 
     def by_completion(self, lengths: Sequence[int]) -> list[Kept | None]:
-        """Of each row, cut to its length; None where nothing was truncated."""
+        """Of each completion, cut to its length; None where nothing was truncated."""
         if not self.ids:
             return [None] * len(lengths)
-        counts, masses = (torch.stack(x, 1).cpu() for x in (self.counts, self.masses))
-        order = torch.cat(self.rows).sort(stable=True).indices  # by row, then by token
-        ids = torch.cat(self.ids)[order].cpu().split(counts.sum(1).tolist())
+        order = torch.cat(self.rows).argsort(stable=True)
+        ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
         found: list[Kept | None] = []
-        for own, of_row, mass, n in zip(ids, counts, masses, lengths, strict=True):
-            offsets = torch.nn.functional.pad(of_row[:n].cumsum(0), (1, 0))
-            found.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:n].clone()))
+        for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
+            offsets = torch.zeros(length + 1, dtype=torch.int64)
+            torch.cumsum(counts[:length], 0, out=offsets[1:])
+            found.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
         return found

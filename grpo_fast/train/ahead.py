@@ -67,14 +67,21 @@ class Ahead:
         if coming is not None:
             self.found = coming.result()
 
-    def take(self, clock: Clock) -> Rollout | None:
-        """The rollout of the step that begins, if there is one; its seconds count there."""
+    def rollout(self, clock: Clock) -> Rollout | None:
+        """That of the step that begins, if there is one; its seconds count there.
+
+        It stays until the step calls `done`: one that is left before it has all its completions
+        begins again.
+        """
         self.settle()
-        found, self.found = self.found, None
-        if found is None:
+        if self.found is None:
             return None
-        clock.seconds["rollout"] = clock.seconds.get("rollout", 0.0) + found.seconds
-        return found.rollout
+        clock.seconds["rollout"] = self.found.seconds
+        return self.found.rollout
+
+    def done(self) -> None:
+        """The step has taken over what there was."""
+        self.found = None
 
     def state(self) -> tuple[dict[str, Any] | None, stored.Tensors]:
         """What is there, for a checkpoint. What fails now is sampled again from there."""

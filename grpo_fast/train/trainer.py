@@ -90,6 +90,7 @@ class Trainer:
         now = self.underway
         if now is None:
             now = self.underway = self.begin(step, queue)
+            self.ahead.done()
             self.at_rest()
         if self.ahead.is_due(step):
             self.ahead.begin(step, queue)
@@ -106,7 +107,7 @@ class Trainer:
     def begin(self, step: int, queue: PromptQueue) -> Underway:
         """The completions of a step, packed."""
         clock = Clock()
-        ahead = self.ahead.take(clock)
+        ahead = self.ahead.rollout(clock)
         is_idle = ahead is not None and self.config.rollout.dynamic is None
         version = nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1)
         with version:

@@ -11,7 +11,7 @@ import torch
 from grpo_fast import grpo_loss
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.rollout import Kept, Rollout, Sampling, generate
+from grpo_fast.rollout import Kept, Rollout, generate
 from grpo_fast.train import loop
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import MicroBatch, StepBatch, support_of
@@ -80,14 +80,13 @@ def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
 
 
 def test_who_is_not_asked_hands_on_nothing(policy):
-    """A plain `Sampling`, an evaluation's too, draws the same and keeps no sets."""
+    """An evaluation, too: it draws the same and keeps no sets."""
     rollout, _ = sampled(policy, top_p=0.6)
     off, _ = sampled(policy, top_p=0.6, replay_support="off")
-    plain = Sampling(max_new_tokens=9, top_p=0.6)
-    assert generate(policy, PROMPTS, plain, group_size=4, seed=1).completion_ids == (
-        off.completion_ids == rollout.completion_ids and off.completion_ids
-    )
-    assert off.kept == [None] * 12 and not EvalConfig(top_p=0.5).wants_kept
+    asked = EvalConfig(max_new_tokens=9, top_p=0.6, temperature=1.0)
+    plain = generate(policy, PROMPTS, asked, group_size=4, seed=1)
+    assert plain.completion_ids == off.completion_ids == rollout.completion_ids
+    assert plain.kept == off.kept == [None] * 12
     assert MicroBatch.pack(off, torch.zeros(12), [[0]], "cpu").support is None
     assert sampled(policy)[0].kept == [None] * 12  # nothing is truncated
 

@@ -107,6 +107,11 @@ class HeldOut(Section, Sampling):
     samples: Positive = 1  # per prompt
     max_new_tokens: Size | None = None  # None: the rollout's
 
+    @property
+    def wants_kept(self) -> bool:
+        """Nothing is computed from it."""
+        return False
+
 
 class EvalConfig(HeldOut):
     """Evaluation on held-out prompts: before the run, on the way and after it."""

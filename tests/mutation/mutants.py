@@ -45,6 +45,9 @@ SUITES: dict[str, list[str]] = {
     "checkpoint_bits": ["tests/train/test_checkpoints.py", "-k", "left_goes_on_bit_for_bit"],
     "checkpoint_kept": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and kept"],
     "replay": ["tests/train/test_replay.py"],
+    "ahead": ["tests/train/test_ahead.py"],
+    "ahead_bits": ["tests/train/test_ahead.py", "-k", "prompts_the_same"],
+    "checkpoint_ahead": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and ahead"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",

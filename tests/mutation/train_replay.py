@@ -1,4 +1,6 @@
-"""Bugs planted where the sampler's kept tokens travel into the losses."""
+"""Bugs planted where the sampler's kept tokens travel into the losses, and where a step's
+completions are sampled ahead of it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,11 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
     for x in ("fixed", "accumulate", "batch", "reference", "exact_kl", "stored", "metrics")
 )
 DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
+AHEAD, TRAINER, RUN_STATE, PROMPTS, RUN, PLOT = (
+    f"grpo_fast/train/{x}.py"
+    for x in ("ahead", "trainer", "run_state", "prompts", "config/run", "compare_plot")
+)
+SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/kept.py"
 
 MUTANTS = [
     Mutant("replay-loss-over-all", ACCUMULATE,
@@ -50,4 +57,58 @@ MUTANTS = [
            '"sampling/support_size/max": float(sizes.max())',
            '"sampling/support_size/max": float(sizes.mean())',
            "the largest set is reported as an average one", "replay"),
+    Mutant("replay-mass-of-all", SAMPLER,
+           "mass = (values.logsumexp(-1) - z.logsumexp(-1)).exp()",
+           "mass = (z.logsumexp(-1) - values.logsumexp(-1)).exp()",
+           "the kept mass is its inverse", "replay"),
+    Mutant("replay-evaluation-keeps", SAMPLER,
+           "        if not options.wants_kept:\n", "        if not options.truncates:\n",
+           "an evaluation keeps the sets of all its tokens", "replay"),
+    Mutant("replay-panel-of-ones", PLOT,
+           "abs(value - neutral) > TELLING", "abs(value - neutral) >= 0",
+           "every comparison shows a ratio that is 1", "compare"),
+    Mutant("ahead-later-weights", TRAINER,
+           """        if self.ahead.is_due(step):
+            self.ahead.begin(step, queue)
+            now.clock.lap("ahead")
+            self.at_rest()
+        if now.metrics is None:
+            if now.noise is None:
+                now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
+            self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
+""",
+           """        if now.metrics is None:
+            if now.noise is None:
+                now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
+            self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
+            if self.ahead.is_due(step):
+                self.ahead.begin(step, queue)
+""",
+           "what is sampled ahead comes from the weights after the updates", "ahead"),
+    Mutant("ahead-same-numbers", AHEAD,
+           "seed=(self.config.seed, step + 1)", "seed=(self.config.seed, step)",
+           "a step's random numbers are those of the step before", "ahead_bits"),
+    Mutant("ahead-not-saved", RUN_STATE,
+           'if state["ahead"] is not None:', "if False:",
+           "what was sampled ahead is sampled again with newer weights", "ahead"),
+    Mutant("ahead-dropped-early", AHEAD,
+           "        return self.found.rollout\n",
+           "        found, self.found = self.found, None\n        return found.rollout\n",
+           "a step that is left while it refills has lost what it began with", "checkpoint_ahead"),
+    Mutant("ahead-consumes", AHEAD,
+           "queue.next(self.config.rollout.prompts_per_step)",
+           "queue.take(self.config.rollout.prompts_per_step)",
+           "every other batch of prompts is skipped", "ahead"),
+    Mutant("ahead-never-waits", AHEAD,
+           "        coming, self.coming = self.coming, None\n", "        coming = None\n",
+           "what a thread samples is forgotten", "ahead"),
+    Mutant("ahead-beyond-the-end", AHEAD,
+           "step < self.config.steps", "True",
+           "the last step samples for one that never comes", "ahead"),
+    Mutant("ahead-any-age", AHEAD,
+           "if came > most:", "if came > most + 1:",
+           "weights of two steps ago are taken", "ahead"),
+    Mutant("ahead-uncorrected", RUN,
+           "if self.rollout.ahead and not given:", "if False:",
+           "older samples are taken for the policy's own", "ahead"),
 ]  # fmt: skip

@@ -62,7 +62,7 @@ MUTANTS = [
            "mass = (z.logsumexp(-1) - values.logsumexp(-1)).exp()",
            "the kept mass is its inverse", "replay"),
     Mutant("replay-evaluation-keeps", SAMPLER,
-           "        if not options.wants_kept:\n", "        if not options.truncates:\n",
+           "if not options.wants_kept:", "if not options.truncates:",
            "an evaluation keeps the sets of all its tokens", "replay"),
     Mutant("replay-panel-of-ones", PLOT,
            "abs(value - neutral) > TELLING", "abs(value - neutral) >= 0",

@@ -93,6 +93,17 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path):
     assert rows[1] != others[1]
 
 
+def test_weights_that_stand_still_are_sampled_with_the_same_random_numbers(tmp_path):
+    words = ["rollout.correct_sampling=true", "optim.lr=1e-30", "log.completions_every=0"]
+    found, plain = (
+        run(tmp_path / name, *words, f"rollout.ahead={ahead}", "rollout.dynamic={rounds: 1}")
+        for ahead, name in ((1, "ahead"), (0, "plain"))
+    )
+    assert found["prompts"] == plain["prompts"]
+    for row, other in zip(training_rows(found), training_rows(plain), strict=True):
+        assert {**row, **other} == row and row["sampling/sampling_logp_difference/max"] < 1e-5
+
+
 def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
     """And with the weights from before: the run is that of an engine that does not overlap."""
     options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]

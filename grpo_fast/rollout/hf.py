@@ -32,6 +32,8 @@ class TransformersEngine(Engine):
 
     def __init__(self, policy: Any, options: Any = None) -> None:
         self.policy, self.version = policy, 0
+        with policy.generation():
+            why_unsuited(policy)
 
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version

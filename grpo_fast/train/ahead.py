@@ -96,20 +96,3 @@ class Ahead:
 
     def load(self, state: dict[str, Any], tensors: stored.Tensors) -> None:
         self.found = Sampled(stored.restore(state["rollout"], tensors), state["seconds"])
-
-
-def staleness(rollout: Rollout, step: int) -> dict[str, float]:
-    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's."""
-    ages = [step - 1 - version for version in rollout.weight_versions]
-    return {
-        "sampling/staleness/mean": sum(ages) / len(ages),
-        "sampling/staleness/max": float(max(ages)),
-    }
-
-
-def check_staleness(rollout: Rollout, step: int, most: int) -> None:
-    """Raise a RuntimeError for completions of weights that are older than was agreed."""
-    came = staleness(rollout, step)["sampling/staleness/max"]
-    if came > most:
-        expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
-        raise RuntimeError(f"rollout: {expected} in step {step}, got some of {came:g}")

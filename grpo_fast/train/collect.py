@@ -15,7 +15,7 @@ from grpo_fast.train.baseline import RunningBaseline, split_options
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import GAE
 from grpo_fast.train.groups import Drawn, difficulties, uses_of
-from grpo_fast.train.metrics import Clock, completion_metrics, reward_metrics
+from grpo_fast.train.metrics import Clock, completion_metrics, kept_metrics, reward_metrics
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 
@@ -76,12 +76,19 @@ def collect(
     advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
     if baseline is not None:
         baseline.update(drawn.scores.total)
+    if engine is not None:
+        metrics |= staleness(drawn.rollout, step, most=config.rollout.ahead)
     return Collected(
         chosen.rollout,
         [one.example for one in chosen.asked for _ in range(size)],
         chosen.scores,
         advantages,
-        {**reward_metrics(drawn.scores, size), **completion_metrics(drawn.rollout), **metrics},
+        {
+            **reward_metrics(drawn.scores, size),
+            **completion_metrics(drawn.rollout),
+            **kept_metrics(drawn.rollout),
+            **metrics,
+        },
         sum(drawn.rollout.lengths),
         difficulties(drawn.asked, drawn.judged(judged_by), uses, step),
     )
@@ -128,3 +135,23 @@ def advantages_of(
         options["lengths"] = torch.tensor(rollout.lengths)
     size = config.rollout.group_size
     return group_advantages(rewards, config.advantages, group_size=size, **options)
+
+
+def staleness(rollout: Rollout, step: int, most: int) -> dict[str, float]:
+    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's.
+
+    Nothing where there is nothing to see, with most = 0.
+
+    Raises:
+        RuntimeError: some are older than `most`.
+    """
+    ages = [step - 1 - version for version in rollout.weight_versions]
+    if max(ages) > most:
+        expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
+        raise RuntimeError(f"rollout: {expected} in step {step}, got some of {max(ages)}")
+    if most == 0:
+        return {}
+    return {
+        "sampling/staleness/mean": sum(ages) / len(ages),
+        "sampling/staleness/max": float(max(ages)),
+    }

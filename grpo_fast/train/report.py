@@ -224,9 +224,9 @@ def kernels_line(summary: Mapping[str, Any]) -> str:
 
 
 def support_line(rollout: RolloutConfig) -> str:
-    """Of a run whose sampler hands on what it kept."""
+    """Of a run whose engine is asked for what its sampler kept."""
     kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
-    return f"loss over the tokens that the sampler kept ({kept}); rollout.replay_support=off: all"
+    return f"loss over the tokens that the sampler kept, where it says which ({kept})"
 
 
 def _start_bar(stream: TextIO, total: int) -> Progress | None:

@@ -15,7 +15,8 @@ from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
 from grpo_fast.rollout import Engine, awake, build_engine
 from grpo_fast.train.accumulate import accumulate
-from grpo_fast.train.ahead import Ahead, check_staleness, staleness
+from grpo_fast.train.agreement import SamplerWatch
+from grpo_fast.train.ahead import Ahead
 from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Collected, collect
@@ -23,14 +24,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.fixed import RewardKL, add_fixed
 from grpo_fast.train.kl_weight import KLWeight
-from grpo_fast.train.metrics import (
-    Clock,
-    LossMetrics,
-    Work,
-    is_policy_alone,
-    kept_metrics,
-    sampling_metrics,
-)
+from grpo_fast.train.metrics import Clock, LossMetrics, Work, is_policy_alone, sampling_metrics
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.planning.budget import TokenBudget, host_peak
 from grpo_fast.train.policy import Policy
@@ -60,6 +54,7 @@ class Trainer:
         self.config, self.policy, self.rewards, self.critic = config, policy, rewards, critic
         self.engine = engine or build_engine(policy, config.rollout)
         self.ahead = Ahead(config, policy, self.engine)
+        self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
         self.baseline = running_baseline(config.advantages, config.advantage_options)
@@ -115,7 +110,6 @@ class Trainer:
                 self.policy, queue, self.rewards, self.config, step, clock, self.baseline,
                 self.engine, ahead,
             )  # fmt: skip
-        check_staleness(collected.rollout, step, self.config.rollout.ahead)
         batch = StepBatch(
             collected.rollout, collected.advantages, budget=self.budget.tokens,
             **self.batch_options(),
@@ -143,11 +137,10 @@ class Trainer:
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()
+        self.watch.look(now.step, done.losses[0].logps)
         metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),
-            **kept_metrics(collected.rollout),
-            **(staleness(collected.rollout, now.step) if self.config.rollout.ahead else {}),
             **self.learning_metrics(done, seen, batch),
             **(now.noise or {}),
             "num_tokens": float(self.num_tokens),

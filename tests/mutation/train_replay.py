@@ -11,9 +11,9 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
     for x in ("fixed", "accumulate", "batch", "reference", "exact_kl", "stored", "metrics")
 )
 DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
-AHEAD, TRAINER, RUN_STATE, PROMPTS, RUN, PLOT = (
+AHEAD, TRAINER, RUN_STATE, COLLECT, RUN, PLOT = (
     f"grpo_fast/train/{x}.py"
-    for x in ("ahead", "trainer", "run_state", "prompts", "config/run", "compare_plot")
+    for x in ("ahead", "trainer", "run_state", "collect", "config/run", "compare_plot")
 )
 SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/kept.py"
 
@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant("ahead-beyond-the-end", AHEAD,
            "step < self.config.steps", "True",
            "the last step samples for one that never comes", "ahead"),
-    Mutant("ahead-any-age", AHEAD,
-           "if came > most:", "if came > most + 1:",
+    Mutant("ahead-any-age", COLLECT,
+           "if max(ages) > most:", "if max(ages) > most + 1:",
            "weights of two steps ago are taken", "ahead"),
     Mutant("ahead-uncorrected", RUN,
            "if self.rollout.ahead and not given:", "if False:",

@@ -204,7 +204,7 @@ def test_a_run_says_how_much_the_sampler_kept(tmp_path, monkeypatch, capsys, rep
     loop.train(load_recipe("sort", [*TINY, *words, f"output_dir={tmp_path / 'run'}"]))
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     row = next(row for row in map(json.loads, rows) if "loss" in row)
-    line = "loss over the tokens that the sampler kept (top_k 512, top_p 0.5)"
+    line = "tokens that the sampler kept, where it says which (top_k 512, top_p 0.5)"
     assert (line in capsys.readouterr().out.replace("\n", " ")) == (replay == "auto")
     if replay == "auto":
         assert row["sampling/sampling_logp_difference/max"] <= 1e-5

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class StandIn(torch.nn.Module):
     """`LightningModule` without a Trainer."""
 
+    trainer = types.SimpleNamespace(world_size=1)
+
     def optimizers(self):
         self.__dict__.setdefault("optimizer", self.configure_optimizers())
         return self.optimizer
@@ -58,16 +60,27 @@ def models():
 
 
 def tutorial_step(
-    model, reference, batch, optimizer, *, group_size, inner_iterations, max_grad_norm
+    model,
+    reference,
+    batch,
+    optimizer,
+    *,
+    group_size,
+    inner_iterations,
+    max_grad_norm,
+    advantages=grpo_reference.group_advantages,
+    **loss_options,
 ) -> dict:
     """Old and reference logps once, then μ updates; the means of the metrics."""
-    advantages = grpo_reference.group_advantages(batch["rewards"], group_size)
+    advantages = advantages(batch["rewards"], group_size)
     with torch.no_grad():
         old, _, _ = grpo_reference.token_logps(model, batch)
         ref = None if reference is None else grpo_reference.token_logps(reference, batch)[0]
     seen = []
     for _ in range(inner_iterations):
-        loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, ref, beta=0.05)
+        loss, _, metrics = grpo_reference.grpo(
+            model, batch, advantages, old, ref, beta=0.05, **loss_options
+        )
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -164,6 +177,9 @@ def test_refusals_name_the_option(stand_in, models):
         stand_in(models[0], LossConfig(), group_size=4, inner_iterations=0)
     with pytest.raises(ValueError, match="reference: beta = 0.05 expects a model"):
         stand_in(models[0], CONFIG, group_size=4)
+    module = stand_in(models[0], LossConfig(), group_size=3)
+    with pytest.raises(ValueError, match="rewards: expected groups of 3, got 4 rewards"):
+        module.training_step(grpo_reference.rows(4), 0)
     with pytest.raises(
         ValueError, match="reference: beta = 0.0 expects None, got Qwen2ForCausalLM"
     ):

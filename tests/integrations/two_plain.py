@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from benchmarks.trainers import packages
 from grpo_fast import LossConfig
 from tests import grpo_reference
 from tests.integrations import test_integration_examples as examples
-from tests.integrations import test_lightning, trainer_packages
+from tests.integrations import test_lightning
 from tests.integrations.two_trl import Result, between_ranks, furthest
 from tests.tiny import tiny_model
 
@@ -92,8 +93,14 @@ def lightning_case(name: str, folder: Path) -> Result:
     for step in range(STEPS):
         expected.append(
             test_lightning.tutorial_step(
-                twin, reference, both(step), optimizer, group_size=4, inner_iterations=2,
-                max_grad_norm=1.0, **LIGHTNING[name][1],
+                twin,
+                reference,
+                both(step),
+                optimizer,
+                group_size=4,
+                inner_iterations=2,
+                max_grad_norm=1.0,
+                **LIGHTNING[name][1],
             )  # fmt: skip
         )
     return {
@@ -119,13 +126,16 @@ def hf_case(folder: Path) -> Result:
     for step in (data[:4], data[4:]):  # accelerate deals the rows out, one to each rank by turns
         batch = {k: torch.stack([row[k] for row in step]) for k in data[0]}
         advantages = batch.pop("advantages")
-        loss, _, metrics = grpo_reference.grpo(
+        loss, *_ = grpo_reference.grpo(
             twin, batch, advantages, batch["old_logps"], None, by_token=True
         )
         twin.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 100.0)
-        expected.append({"loss": float(loss), "grad_norm": float(norm)})
+        tokens = float((batch["labels"][:, 1:] != -100).sum())
+        expected.append(
+            {"loss": float(loss), "grad_norm": float(norm), "active_tokens": tokens / 2}
+        )
         with torch.no_grad():
             for p in twin.parameters():
                 p -= 0.05 * p.grad
@@ -140,6 +150,6 @@ def hf_case(folder: Path) -> Result:
 
 def results(folder: Path) -> Iterator[tuple[str, Result]]:
     yield "hf_trainer", hf_case(folder)
-    trainer_packages.require("lightning")
+    packages.require("lightning")
     for name in LIGHTNING:
         yield f"lightning-{name}", lightning_case(name, folder)

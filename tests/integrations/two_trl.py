@@ -12,12 +12,12 @@ from torch import Tensor, distributed
 from trl import GRPOTrainer
 
 from grpo_fast.integrations.trl import FastGRPOTrainer
+from grpo_fast.integrations.trl_head import use_fast_head
 from tests.integrations import trl_cases
 
 VOCABULARY = 260
-SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
 # Several micro-batches per step and updates per generation: ratios leave the clip range.
-MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
 ADAPTIVE = {
     "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
     "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
@@ -26,31 +26,28 @@ SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
 # The loss types by what they divide by: completions, the rank's tokens, the world's tokens.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", **MOVING},
-    "grpo_kl": {"loss_type": "grpo", "beta": 0.05, **MOVING},
     "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
-    "dr_grpo": {"loss_type": "dr_grpo", "beta": 0.05, **MOVING},
-    "dapo": {"loss_type": "dapo", **MOVING},
-    "dapo_kl": {"loss_type": "dapo", "beta": 0.05, "delta": 1.5, **MOVING},
-    "cispo": {"loss_type": "cispo", "beta": 0.05, "epsilon_high": 1.1, **MOVING},
-    "sapo_synced": {"loss_type": "sapo", "beta": 0.1, **SYNCED, **MOVING},
-    "luspo": {"loss_type": "luspo", "epsilon_high": 0.28, **MOVING},
+    "dr_grpo": {"loss_type": "dr_grpo", **MOVING},
+    "dapo": {"loss_type": "dapo", **MOVING, "max_steps": 3},
+    "sapo": {"loss_type": "sapo", "beta": 0.1, **SYNCED, **MOVING, "max_steps": 4},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", **MOVING},
-    "vespo": {"loss_type": "vespo", **MOVING},
-    "lora": {"loss_type": "dapo", "beta": 0.1, "lora": True, **MOVING},
-    "adaptive_entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING},
-    "high_entropy": {"loss_type": "grpo", "top_entropy_quantile": 0.4, **MOVING},
+    "lora": {
+        "loss_type": "dapo", "beta": 0.1, "lora": True, "gradient_checkpointing": True, **MOVING,
+    },
+    "entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING, "max_steps": 3},
     # A group's completions on two ranks, four steps per generation, clipped gradients.
     "split_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
         "steps_per_generation": 4, "max_steps": 4, "max_grad_norm": 0.5,
     },
-    "checkpointing": {"loss_type": "dapo", "gradient_checkpointing": True, **MOVING},
-    # The second rank has no token that counts.
+    # The second rank has no token that counts; none of its completions has a prompt.
     "empty_rank": {"loss_type": "dapo", "mask_truncated_completions": True, **MOVING},
+    "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
     "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
 }  # fmt: skip
-LOSSES = {"gspo": ON_LOGPS, "vespo": ON_LOGPS, "high_entropy": ON_LOGPS}
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": True}}
+# Ours beside TRL's in another way than by its class.
+OTHERS = ("fast_head", "kept_groups")
 Result = dict[str, Any]
 
 
@@ -81,6 +78,16 @@ def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: b
     return trl_cases.trainer(cls, str(folder), output, completions=completions, **options)
 
 
+class NoPrompt:
+    """On the second rank no prompt would predict the first token of a completion."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        if distributed.get_rank() == 1:
+            output["prompt_mask"][:] = 0
+        return output
+
+
 def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
@@ -102,7 +109,7 @@ def compared(theirs: Any, ours: Any) -> Result:
     return {
         "wrapped": type(ours.model_wrapped).__name__,
         "processes": ours.accelerator.num_processes,
-        "path": ours.fast_path,
+        "path": getattr(ours, "fast_path", None),
         "logs": [theirs.state.log_history, ours.state.log_history],
         "weights": furthest(weights(theirs), weights(ours)),
         "ranks": between_ranks(weights(ours)),
@@ -116,6 +123,7 @@ def run(name: str, folder: Path, output: Path) -> Result:
     evaluates, pair = name == "evaluation", []
     for cls in (GRPOTrainer, FastGRPOTrainer):
         options = {**CASES[name], "evaluation": evaluates}
+        cls = type(cls.__name__, (NoPrompt, cls), {}) if name == "no_prompt" else cls
         pair.append(build(cls, folder, output / cls.__name__, options, cut))
         pair[-1].train()
         if evaluates:
@@ -135,12 +143,27 @@ def resume(name: str, folder: Path, output: Path) -> Result:
         again.append(build(cls, folder, place, options))
         again[-1].train(resume_from_checkpoint=str(place / "checkpoint-2"))
     result = compared(*again)
-    return {**result, "from_start": [furthest(weights(a), weights(b)) for a, b in zip(pair, again)]}
+    gaps = [furthest(weights(a), weights(b)) for a, b in zip(pair, again, strict=True)]
+    return {**result, "from_start": gaps}
+
+
+def other(name: str, folder: Path, output: Path) -> Result:
+    """TRL's trainer with our head; ours with the completions of a prompt in one micro-batch."""
+    pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
+    for cls in (GRPOTrainer, GRPOTrainer if name == "fast_head" else FastGRPOTrainer):
+        pair.append(build(cls, folder, output, options))
+        if len(pair) == 2 and name == "fast_head":
+            use_fast_head(pair[1])
+        elif len(pair) == 2:
+            pair[1].keep_groups = True
+        pair[-1].train()
+    return compared(*pair)
 
 
 def cases() -> Iterator[tuple[str, Callable[[str, Path, Path], Result]]]:
     yield from ((name, run) for name in CASES)
     yield from ((name, resume) for name in RESUMED)
+    yield from ((name, other) for name in OTHERS)
 
 
 def results(folder: Path) -> Iterator[tuple[str, Result]]:

@@ -74,8 +74,8 @@ def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: b
     if options.pop("lora", False):
         lora = importlib.import_module("peft").LoraConfig
         options["peft_config"] = lora(r=4, target_modules=["q_proj", "v_proj"])
-    completions = Completions(distributed.get_rank() if distributed.is_initialized() else 0, cut)
-    return trl_cases.trainer(cls, str(folder), output, completions=completions, **options)
+    drawn = Completions(distributed.get_rank(), cut)
+    return trl_cases.trainer(cls, str(folder), output, completions=drawn, **options)
 
 
 class NoPrompt:
@@ -94,7 +94,7 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
 def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
-    return max(float((x - b[name]).abs().max()) for name, x in a.items())
+    return float(torch.stack([(x - b[name]).abs().max() for name, x in a.items()]).max())
 
 
 def between_ranks(found: dict[str, Tensor]) -> float:

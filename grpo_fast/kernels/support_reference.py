@@ -13,12 +13,30 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import reference
-from grpo_fast.kernels.support import SupportRows
+from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitRule, RowStats, add_rows_, scaled_rows
 from grpo_fast.kernels.workspace import unset
 
 # Elements of gathered rows (of W or hidden) that exist at a time.
 BLOCK_ELEMENTS = 4 << 20
+
+
+def target_places(
+    ids: Tensor,  # (nnz,) int64 in [0, V)
+    offsets: Tensor,  # (R+1,) int64
+    target_ids: Tensor,  # (R,) int64
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Where each row's target stands in it, (R,), -1 where it does not; and 0-d, an id that a row
+    has twice, or -1.
+    """
+    rows = rows_of(offsets, len(ids))
+    places = torch.arange(len(ids), device=ids.device) - offsets[rows]
+    found = torch.where(ids == target_ids[rows], places, -1)
+    found = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, found, "amax")
+    keys = (rows * vocab_size + ids).sort().values
+    again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
+    return found, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
 
 
 def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
@@ -54,14 +72,31 @@ def row_grad_(
     return raw
 
 
-def head_logits(
+def head_rows(
     hidden: Tensor,  # (N, H)
     index: Tensor | None,  # (R,) int64: the row of hidden of each row; None: in order
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
-) -> Tensor:  # (nnz,)
-    """hidden·W[id] + bias[id] for every id, summed in fp32 (fp64 for fp64)."""
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+    return_slopes: bool,
+) -> HeadRows:
+    """Logits of every id and the statistics of every row, summed in fp32 (fp64 for fp64); with
+    `return_slopes` what a loss needs for dH, which is its dL/dlogp times these.
+    """
+    raw, slopes = _logits(hidden, index, weight, bias, rows), None
+    stats = row_logps(raw, rows, rule, return_entropy=return_entropy)
+    if return_slopes:
+        ones = torch.ones_like(stats[1])
+        slopes = head_hidden(row_grad_(raw.clone(), rows, stats, ones, None, rule), weight, rows)
+    return HeadRows(raw, stats, slopes)
+
+
+def _logits(
+    hidden: Tensor, index: Tensor | None, weight: Tensor, bias: Tensor | None, rows: SupportRows
+) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     raw = unset(weight.new_empty, len(rows.ids), dtype=dtype)
     sources = rows.rows if index is None else index[rows.rows]

@@ -122,18 +122,18 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
         batch, policy, temperature=0.8, keep_old=True, reference=reference,
         exact=estimator == "exact",
     )  # fmt: skip
-    old = torch.cat(batch.of_each("old_logps"))
-    with torch.no_grad():  # away from the old policy, too
-        policy.head.weight.mul_(1.02)
+    groups = [range(i, i + 4) for i in range(0, 12, 4)]
+    whole = MicroBatch.pack(rollout, batch.advantages, groups, "cpu")
+    target = whole.packed.target_ids[:, None]
+    with torch.no_grad():
+        old = masked_logps(policy, whole, 0.8).gather(1, target)[:, 0]
+        policy.head.weight.mul_(1.02)  # away from the old policy, too
     seen = accumulate(
         policy, batch.minibatches[0], config, correct_sampling=False, validate="full",
         ref_head=reference.head,
     )  # fmt: skip
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     policy.model.zero_grad()
-    groups = [range(i, i + 4) for i in range(0, 12, 4)]
-    whole = MicroBatch.pack(rollout, batch.advantages, groups, "cpu")
-    target = whole.packed.target_ids[:, None]
     lp = masked_logps(policy, whole, 0.8)
     p, finite = lp.exp(), lp.masked_fill(lp == -torch.inf, 0.0)
     with torch.no_grad():

@@ -66,13 +66,15 @@ def train(
     from grpo_fast.rollout import NonFiniteLogits
     from grpo_fast.train import loop
     from grpo_fast.train.checkpoint import CheckpointError
+    from grpo_fast.train.distributed import RankError, launched_rank
     from grpo_fast.train.folder import free_folder, run_folder
     from grpo_fast.train.lines import WriteError
     from grpo_fast.train.optimizer import NonFiniteGradient
     from grpo_fast.train.settings import load_recipe, recipe_names
     from grpo_fast.train.stopping import SAVED, Stopped
 
-    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError)
+    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError,
+                RankError)  # fmt: skip
     with _told(debug, *failures):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)
@@ -80,12 +82,12 @@ def train(
             config.output_dir = str(run_folder(config.output_dir, name))
         elif _may_move(recipe in recipe_names(), words, config.resume):
             taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
-            if config.output_dir != taken:
+            if config.output_dir != taken and launched_rank() == 0:
                 typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
         try:
             loop.train(config)
         except Stopped as stopped:
-            if stopped.code != SAVED:
+            if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
             raise
 
@@ -290,6 +292,8 @@ def _refuse(error: Exception, debug: bool | None, code: int, start: str = "") ->
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
     text = start + str(error)
     shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
+    rank = os.environ.get("RANK", "0")
+    shown = shown if rank == "0" else f"rank {rank}: {shown}"
     # debug is None for a command without that option.
     hint = "  (--debug shows where)" if debug is False else ""
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)

@@ -38,6 +38,7 @@ def generate(
     *,
     group_size: int,
     seed: int | tuple[int | str, ...],
+    places: Sequence[int] | None = None,
 ) -> Rollout:
     """G = `group_size` completions of each prompt.
 
@@ -46,6 +47,7 @@ def generate(
         prompts: texts, or chat messages for the tokenizer's template.
         seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
             the completion's place and the token's position only, not on `options.batch_size`.
+        places: of the prompts in the whole step's batch, rising; None: they are all of it.
 
     Raises:
         ValueError: a prompt that the tokenizer does not take, without tokens, with unknown ones,
@@ -56,7 +58,11 @@ def generate(
     repeated = [i for i in range(len(ids)) for _ in range(group_size)]
     parts = seed if isinstance(seed, tuple) else (seed,)
     generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
-    uniforms = torch.rand(len(repeated), options.max_new_tokens, generator=generator)
+    last = len(ids) if places is None else max(places, default=-1) + 1
+    every = torch.rand(last * group_size, options.max_new_tokens, generator=generator)
+    uniforms = every if places is None else torch.cat([every[:0], *(
+        every[place * group_size : (place + 1) * group_size] for place in places
+    )])  # fmt: skip
     rollout = Rollout()
     size = options.batch_size or max(len(repeated), 1)
     with policy.generation():

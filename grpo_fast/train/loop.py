@@ -16,6 +16,7 @@ from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rollout import NonFiniteLogits, check_prompts
+from grpo_fast.train import distributed
 from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import load_critic
@@ -28,8 +29,9 @@ from grpo_fast.train.planning.budget import host_peak
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import check_reference
 from grpo_fast.train.report import RunReport, kernels_line, memory_line
-from grpo_fast.train.resume import find_start
+from grpo_fast.train.resume import Start, find_start
 from grpo_fast.train.run_state import RunState
+from grpo_fast.train.silent_report import SilentReport
 from grpo_fast.train.stopping import SAVED, Stopped, Stopping
 from grpo_fast.train.trackers import check_trackers
 from grpo_fast.train.trainer import Trainer
@@ -54,11 +56,17 @@ def train(config: RunConfig) -> dict[str, Any]:
         CheckpointError, WriteError: the disk is full, or does not allow it.
         Stopped: (a SystemExit) a signal ended the run.
     """
+    ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
+    with distributed.joined(*ranks):
+        return _train(config)
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-    start = find_start(config, log.warning)
+    start = agreed_start(config)
     check_trackers(config.log.trackers)
     rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
     plain = config.data.model_copy(update={"shots_tokens": None})
@@ -67,6 +75,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     known = questions if isinstance(questions, list) else questions[:1]
     check_examples(rewards, known, "training")
     policy = load_policy(config.model, build_tokenizer(config, questions))
+    distributed.align([policy.model])
     check_reference(config.reference, config.model, policy.tokenizer)
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
@@ -77,10 +86,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         "backend": route.head_route("auto", policy.head.weight).backend,
         "backend_fallback": route.fallback_reason(policy.device.type),
     }
-    with (
-        RunReport(config.output_dir, config, start=start) as report,
-        Stopping().listening(policy.lm.base_model),
-    ):
+    with open_report(config, start) as report, Stopping().listening(policy.lm.base_model):
         report.note(kernels_line(kernels))
         if config.warm_start is not None and start.checkpoint is None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
@@ -98,12 +104,34 @@ def train(config: RunConfig) -> dict[str, Any]:
         report.finish(summary)
         report.note(memory_line(summary))
         if config.log.save_model:
-            save_models(trainer, report.folder)
+            with distributed.together():
+                save_models(trainer, report.folder)
     return summary
+
+
+def agreed_start(config: RunConfig) -> Start:
+    """Where the run begins, as rank 0 finds it."""
+
+    def found() -> list[Any]:
+        start = find_start(config, log.warning)
+        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:]]
+
+    checkpoint, (metrics, prompts), again = distributed.from_main(found)
+    return Start(None if checkpoint is None else Path(checkpoint), (metrics, prompts), again)
+
+
+def open_report(config: RunConfig, start: Start) -> RunReport:
+    """Rank 0's, or one that writes nothing."""
+    with distributed.together():
+        if not distributed.is_main():
+            return SilentReport(config.output_dir)
+        return RunReport(config.output_dir, config, start=start)
 
 
 def save_models(trainer: Trainer, folder: Path) -> None:
     """What the run was for, behind its summary: a disk that is full costs no more than this."""
+    if not distributed.is_main():
+        return
     with written(folder / "model"):
         trainer.policy.save(folder / "model")
         if trainer.critic is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.data import reason
+from grpo_fast.train import sharding
+
+Result = TypeVar("Result")
 
 
 class Policy:
@@ -61,6 +64,8 @@ class Policy:
             expected = "expected auto or an attention that transformers has here"
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
+        self.is_sharded = False  # `sharding.shard` makes it so
+        self._is_inside = False
         self.eos_ids, self.pad_id = _special_ids(self.lm, tokenizer)
         self.positions = _positions(self.lm.config.get_text_config())
 
@@ -77,8 +82,24 @@ class Policy:
         bias = None if head.bias is None else head.bias.to(self.autocast)
         return head._replace(weight=head.weight.to(self.autocast), bias=bias)
 
+    def inside(self, work: Callable[[], Result]) -> Result:
+        """`work()`, for which a sharded model has its head together, too; others just do it.
+
+        The tensors that it returns, with a graph, are those that lead back into the model.
+        """
+        if not self.is_sharded or self._is_inside:
+            return work()
+        self._is_inside = True
+        try:
+            return self.lm.inside(work)
+        finally:
+            self._is_inside = False
+
     def hidden(self, packed: PackedGroups) -> Tensor:
         """(T, H) final hidden states of a packed row; `packed.predicting`: which predicts what."""
+        return self.inside(lambda: self._hidden(packed))
+
+    def _hidden(self, packed: PackedGroups) -> Tensor:
         with self._autocast():
             states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
         return states if self.autocast is None else states.to(self.autocast)
@@ -90,11 +111,32 @@ class Policy:
 
         hidden: what `hidden(packed)` gave, where that is known already.
         """
-        head, states = self.head, self.hidden(packed) if hidden is None else hidden
-        return linear_logps(
-            states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
-            bias=head.bias, temperature=temperature, **head.rule,
-        )  # fmt: skip
+
+        def logps() -> Tensor:
+            head, states = self.head, self.hidden(packed) if hidden is None else hidden
+            return linear_logps(
+                states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
+                bias=head.bias, temperature=temperature, **head.rule,
+            )  # fmt: skip
+
+        return self.inside(logps)
+
+    def shard(self, mesh: Any) -> None:
+        """Leave each rank a part of the weights."""
+        self.plain = sharding.skeleton(self.model)
+        sharding.shard(self.lm, mesh)
+        self.is_sharded = True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A sharded model has all of its weights on every rank: for rollouts, whose lengths differ
+        from rank to rank.
+        """
+        if not self.is_sharded:
+            yield
+            return
+        with sharding.unsharded(self.lm):
+            yield
 
     @contextmanager
     def generation(self) -> Iterator[None]:

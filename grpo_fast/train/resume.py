@@ -21,7 +21,9 @@ from grpo_fast.train.settings import load_recipe
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
-FREE = ("output_dir", "log", "checkpoint", "resume")  # sections and keys that may change
+# sections and keys that may change
+FREE = ("output_dir", "log", "checkpoint", "resume", "distributed", "distributed_replicas",
+        "distributed_timeout")  # fmt: skip
 
 
 class Start(NamedTuple):

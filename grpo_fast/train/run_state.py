@@ -11,11 +11,13 @@ step.safetensors  of a step that is under way: its completions' numbers
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_fast.train import distributed
 from grpo_fast.train.checkpoint import (
     STATE,
     CheckpointError,
@@ -71,7 +73,7 @@ class RunState:
         self.mark()
 
     def save(self) -> Path:
-        """Write a checkpoint of the latest mark, and prune the older ones."""
+        """Write a checkpoint of the latest mark, and prune the older ones: rank 0, for all."""
         config = self.trainer.config
         if config.optim.states != "full":
             expected = "expected optim.states: full, whose moments a file can hold"
@@ -82,11 +84,30 @@ class RunState:
         value = self.metrics.get(wanted) if wanted is not None and underway is None else None
         self.report.sync()
         about = {"step": self.step, "value": value}
-        path = write_checkpoint(self.report.folder, name, self._fill, about)
-        prune(path, config.checkpoint.keep)
-        return path
+        pieces = self._pieces()
 
-    def _fill(self, folder: Path) -> None:
+        def written() -> str:
+            fill = partial(self._fill, **pieces)
+            path = write_checkpoint(self.report.folder, name, fill, about)
+            prune(path, config.checkpoint.keep)
+            return str(path)
+
+        return Path(distributed.from_main(written))
+
+    def _pieces(self) -> dict[str, Any]:
+        """What the ranks put together before rank 0 writes: all of them come here."""
+        underway, optimizers = self.trainer.underway, self.trainer.optimizers_by_name()
+        return {
+            "underway": (None, {}) if underway is None else underway.state(),
+            "optimizers": {who: optimizer_state(each) for who, each in optimizers.items()},
+        }
+
+    def _fill(
+        self,
+        folder: Path,
+        underway: tuple[Any, dict[str, torch.Tensor]],
+        optimizers: dict[str, tuple[dict[str, int], dict[str, torch.Tensor]]],
+    ) -> None:
         from safetensors.torch import save_file
 
         trainer = self.trainer
@@ -99,19 +120,17 @@ class RunState:
                 save_weights(trainer.critic.trunk, folder / "critic")
             head = {n: x.detach().cpu() for n, x in trainer.critic.head.state_dict().items()}
             save_file(head, folder / "critic" / HEAD_FILE)
-        counters = {}
-        for who, optimizer in trainer.optimizers_by_name().items():
-            counters[who], moments = optimizer_state(optimizer)
+        for who, (_, moments) in optimizers.items():
             save_file(moments, folder / f"{who}_optimizer.safetensors")
         save_file(_random_state(), folder / "random.safetensors")
-        underway = None
-        if trainer.underway is not None:
-            underway, tensors = trainer.underway.state()
+        numbers, tensors = underway
+        if numbers is not None:
             save_file(tensors, folder / "step.safetensors")
         state = {
             "step": self.step, "before": self.before, "after": self.after, "metrics": self.metrics,
-            "training_set": len(self.queue.examples), **self.marked, "optimizers": counters,
-            "trainer": trainer.counters(), "underway": underway,
+            "training_set": len(self.queue.examples), **self.marked,
+            "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
+            "trainer": trainer.counters(), "underway": numbers,
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -119,7 +138,8 @@ class RunState:
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint. Weights of another shape or a missing file raise ValueError."""
         try:
-            self._load(folder, read_state(folder))
+            with distributed.together():
+                self._load(folder, read_state(folder))
         except (OSError, KeyError, RuntimeError) as error:
             said = "expected a checkpoint of this configuration"
             raise ValueError(f"resume: {said} in {folder}, got {error}") from error

@@ -1,0 +1,108 @@
+"""Models whose weights lie in shards on all ranks (FSDP2), and the same models in one piece.
+
+Each decoder layer is gathered when its turn comes, forward and backward; embeddings, last norm and
+head belong to the model itself, whose method `inside` has them together. Gradients are sums over
+the ranks: losses are divided by the whole step's counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.train import distributed
+
+
+def mesh_of(device: torch.device, replicas: int | None) -> Any:
+    """All ranks in a row, or in `replicas` rows: a row holds the weights once."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks = distributed.size()
+    if replicas is None:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    shape = (replicas, ranks // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: Any) -> None:
+    """Leave each rank its part of the weights, and of the gradients."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for module in (*layers, model):
+        sharded: Any = fully_shard(module, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
+    model.inside = types.MethodType(_inside, model)  # type: ignore[assignment]
+    register_fsdp_forward_method(model, "inside")
+
+
+def _inside(_: nn.Module, work: Callable[[], Any]) -> Any:
+    return work()
+
+
+@contextmanager
+def unsharded(model: Any) -> Iterator[None]:
+    """All weights on every rank, and no rank waits for another inside; then shards again."""
+    parts = _parts(model)
+    model.set_reshard_after_forward(False)
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+        model.set_reshard_after_forward(True)
+        model.set_reshard_after_forward(False, recurse=False)  # its head is wanted in backward
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+# ------------------------------------------------------------------------------ in one piece
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a model that is not sharded yet, without its weights."""
+    known = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, known)
+
+
+def fill(plain: nn.Module, model: nn.Module) -> None:
+    """Give a skeleton the weights of the sharded model, in rank 0's main memory. All ranks call."""
+    for name, tensor in model.state_dict().items():
+        found = distributed.whole(tensor.detach())
+        if distributed.is_main():
+            _set(plain, name, found.cpu())
+
+
+def empty(plain: nn.Module) -> None:
+    """Take the weights of a skeleton away."""
+    for name, tensor in plain.state_dict().items():
+        _set(plain, name, tensor.to("meta"))
+
+
+def _set(model: nn.Module, name: str, value: Tensor) -> None:
+    own = dict(model.named_parameters(remove_duplicate=False))[name]
+    own.data = value
+
+
+def take(own: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into `own`; all of it where that is no shard."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(own, DTensor):
+        full = full.to(own.device, own.dtype)
+        full = distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
+    own.copy_(full)

@@ -1,0 +1,78 @@
+"""Rollouts and rewards of several ranks: each samples its share, rank 0 scores, all know it all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grpo_fast import rewards, rollout
+from grpo_fast.data import Example
+from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rollout import Rollout, Sampling
+from grpo_fast.train import distributed
+
+
+def generate(
+    policy: Any,
+    prompts: Sequence[Any],
+    options: Sampling,
+    *,
+    group_size: int,
+    seed: int | tuple[int | str, ...],
+) -> Rollout:
+    """`rollout.generate` by all ranks: the same completions on any number of them."""
+    count, ranks = len(prompts), distributed.size()
+    if ranks == 1:
+        return rollout.generate(policy, prompts, options, group_size=group_size, seed=seed)
+    first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
+    with policy.whole(), distributed.together():
+        own = Rollout()
+        if end > first:
+            own = rollout.generate(
+                policy, prompts[first:end], options, group_size=group_size, seed=seed,
+                places=range(first, end),
+            )  # fmt: skip
+    return _joined(own, group_size)
+
+
+def score(
+    reward_set: RewardSet,
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    ids: Sequence[list[int]] | None = None,
+) -> RewardResult:
+    """`rewards.score` by rank 0: a function sees the batch that it would see in one process."""
+    if distributed.size() == 1:
+        return rewards.score(reward_set, examples, texts, ids)
+
+    def scored() -> dict[str, Any]:
+        found = rewards.score(reward_set, examples, texts, ids)
+        per_fn = {name: values.tolist() for name, values in found.per_fn.items()}
+        return {"total": found.total.tolist(), "per_fn": per_fn, "reasons": found.reasons}
+
+    found = distributed.from_main(scored)
+    return RewardResult(
+        torch.tensor(found["total"]),
+        {name: torch.tensor(values) for name, values in found["per_fn"].items()},
+        {name: Counter(why) for name, why in found["reasons"].items()},
+    )
+
+
+def _joined(own: Rollout, group_size: int) -> Rollout:
+    """The rollouts of all ranks as one, in the order of their prompts."""
+    lists = {f.name: getattr(own, f.name) for f in dataclasses.fields(Rollout)}
+    lists["sampling_logps"] = [logps.tolist() for logps in own.sampling_logps]
+    for name in ("prompts", "prompt_ids"):  # the same for a whole group
+        lists[name] = lists[name][::group_size]
+    found: dict[str, Any] = {name: [] for name in lists}
+    for said in distributed.gather(lists):
+        for name, values in said.items():
+            found[name] += values
+    for name in ("prompts", "prompt_ids"):
+        found[name] = [one for one in found[name] for _ in range(group_size)]
+    found["sampling_logps"] = [torch.tensor(logps) for logps in found["sampling_logps"]]
+    return Rollout(**found)

@@ -146,7 +146,7 @@ def _generate_batch(policy: Any, options: Sampling, uniforms: Tensor, rollout: R
     output = policy.lm.generate(
         input_ids=input_ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
         do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
-        pad_token_id=pad,
+        pad_token_id=pad, synced_gpus=False,  # ranks do not wait for each other's longest
     )  # fmt: skip
     rows, logps = output[:, longest:].tolist(), sampler.logps.cpu()
     for row, row_logps in zip(rows, logps, strict=True):

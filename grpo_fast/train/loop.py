@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from grpo_fast.train.loading import build_tokenizer, load_policy
 from grpo_fast.train.metrics import finite, is_policy_alone
 from grpo_fast.train.optimizer import NonFiniteGradient
 from grpo_fast.train.planning.budget import host_peak
+from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import check_reference
 from grpo_fast.train.report import RunReport, kernels_line, memory_line
@@ -86,7 +87,10 @@ def _train(config: RunConfig) -> dict[str, Any]:
         "backend": route.head_route("auto", policy.head.weight).backend,
         "backend_fallback": route.fallback_reason(policy.device.type),
     }
-    with open_report(config, start) as report, Stopping().listening(policy.lm.base_model):
+    with (
+        open_report(config, start) as report,
+        Stopping().listening(policy.lm.base_model, agreement(policy)),
+    ):
         report.note(kernels_line(kernels))
         if config.warm_start is not None and start.checkpoint is None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
@@ -104,9 +108,13 @@ def _train(config: RunConfig) -> dict[str, Any]:
         report.finish(summary)
         report.note(memory_line(summary))
         if config.log.save_model:
-            with distributed.together():
-                save_models(trainer, report.folder)
+            save_models(trainer, report.folder)
     return summary
+
+
+def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
+    """How the ranks agree on a signal in a forward pass, where they make that in step."""
+    return lambda: distributed.together() if policy.in_step else nullcontext()
 
 
 def agreed_start(config: RunConfig) -> Start:
@@ -130,12 +138,13 @@ def open_report(config: RunConfig, start: Start) -> RunReport:
 
 def save_models(trainer: Trainer, folder: Path) -> None:
     """What the run was for, behind its summary: a disk that is full costs no more than this."""
-    if not distributed.is_main():
-        return
-    with written(folder / "model"):
-        trainer.policy.save(folder / "model")
-        if trainer.critic is not None:
-            trainer.critic.save(folder / "critic")
+    critic = None if trainer.critic is None else trainer.critic.gathered()
+    policy = trainer.policy.gathered()
+    with distributed.together(), written(folder / "model"):
+        if distributed.is_main():
+            policy.save(folder / "model")
+            if critic is not None:
+                critic.save(folder / "critic")
 
 
 def run_steps(state: RunState, evaluate: Callable[[], EvalResult]) -> None:

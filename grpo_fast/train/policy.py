@@ -53,6 +53,7 @@ class Policy:
     ) -> None:
         self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.kind = type(self.lm)  # of transformers; a sharded model's type is another
         check_supported(self.lm)
         # Why completions cannot share their prompt; None: they can.
         self.unshared = shared_prompt_supported(self.lm)
@@ -64,8 +65,7 @@ class Policy:
             expected = "expected auto or an attention that transformers has here"
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
-        self.is_sharded = False  # `sharding.shard` makes it so
-        self._is_inside = False
+        self.is_sharded = self._is_whole = self._is_inside = False
         self.eos_ids, self.pad_id = _special_ids(self.lm, tokenizer)
         self.positions = _positions(self.lm.config.get_text_config())
 
@@ -94,6 +94,8 @@ class Policy:
             return self.lm.inside(work)
         finally:
             self._is_inside = False
+            if not torch.is_grad_enabled():  # no backward pass follows, which would do it
+                self.lm.reshard()
 
     def hidden(self, packed: PackedGroups) -> Tensor:
         """(T, H) final hidden states of a packed row; `packed.predicting`: which predicts what."""
@@ -123,9 +125,24 @@ class Policy:
 
     def shard(self, mesh: Any) -> None:
         """Leave each rank a part of the weights."""
-        self.plain = sharding.skeleton(self.model)
+        self._plain = sharding.skeleton(self.model)
         sharding.shard(self.lm, mesh)
         self.is_sharded = True
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the ranks wait for each other in every forward pass."""
+        return self.is_sharded and not self._is_whole
+
+    def gathered(self) -> Policy:
+        """Itself, or with all of its weights in rank 0's main memory (all ranks call it)."""
+        if not self.is_sharded:
+            return self
+        twin = copy.copy(self)
+        twin.model = sharding.filled(self._plain, self.model)
+        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
+        twin.is_sharded = False
+        return twin
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -136,7 +153,11 @@ class Policy:
             yield
             return
         with sharding.unsharded(self.lm):
-            yield
+            self._is_whole = True
+            try:
+                yield
+            finally:
+                self._is_whole = False
 
     @contextmanager
     def generation(self) -> Iterator[None]:

@@ -26,12 +26,20 @@ from grpo_fast.train.checkpoint import (
     read_state,
     write_checkpoint,
 )
-from grpo_fast.train.critic import HEAD_FILE
+from grpo_fast.train.critic import HEAD_FILE, Critic
+from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.report import RunReport
 from grpo_fast.train.trainer import Trainer
 from grpo_fast.train.underway import restore
-from grpo_fast.train.weights import load_optimizer, load_weights, optimizer_state, save_weights
+from grpo_fast.train.weights import (
+    load_optimizer,
+    load_parts,
+    load_weights,
+    optimizer_state,
+    save_moments,
+    save_weights,
+)
 
 
 class RunState:
@@ -96,8 +104,13 @@ class RunState:
 
     def _pieces(self) -> dict[str, Any]:
         """What the ranks put together before rank 0 writes: all of them come here."""
-        underway, optimizers = self.trainer.underway, self.trainer.optimizers_by_name()
+        trainer, critic = self.trainer, self.trainer.critic
+        underway, optimizers = trainer.underway, trainer.optimizers_by_name()
+        stored = self._stores_reference()
         return {
+            "policy": trainer.policy.gathered(),
+            "reference": trainer.reference.copy.gathered() if stored else None,
+            "critic": None if critic is None else critic.gathered(),
             "underway": (None, {}) if underway is None else underway.state(),
             "optimizers": {who: optimizer_state(each) for who, each in optimizers.items()},
         }
@@ -105,23 +118,26 @@ class RunState:
     def _fill(
         self,
         folder: Path,
+        policy: Policy,
+        reference: Policy | None,
+        critic: Critic | None,
         underway: tuple[Any, dict[str, torch.Tensor]],
         optimizers: dict[str, tuple[dict[str, int], dict[str, torch.Tensor]]],
     ) -> None:
         from safetensors.torch import save_file
 
         trainer = self.trainer
-        save_weights(trainer.policy, folder / "model")
-        if self._stores_reference():
-            save_weights(trainer.reference.copy, folder / "reference")
-        if trainer.critic is not None:
+        save_weights(policy, folder / "model")
+        if reference is not None:
+            save_weights(reference, folder / "reference")
+        if critic is not None:
             (folder / "critic").mkdir()
-            if not trainer.critic.is_shared:
-                save_weights(trainer.critic.trunk, folder / "critic")
-            head = {n: x.detach().cpu() for n, x in trainer.critic.head.state_dict().items()}
+            if not critic.is_shared:
+                save_weights(critic.trunk, folder / "critic")
+            head = {n: x.detach().cpu() for n, x in critic.head.state_dict().items()}
             save_file(head, folder / "critic" / HEAD_FILE)
         for who, (_, moments) in optimizers.items():
-            save_file(moments, folder / f"{who}_optimizer.safetensors")
+            save_moments(moments, folder / f"{who}_optimizer.safetensors")
         save_file(_random_state(), folder / "random.safetensors")
         numbers, tensors = underway
         if numbers is not None:
@@ -154,7 +170,7 @@ class RunState:
         if trainer.critic is not None:
             if not trainer.critic.is_shared:
                 load_weights(trainer.critic.trunk, folder / "critic")
-            trainer.critic.head.load_state_dict(load_file(folder / "critic" / HEAD_FILE))
+            load_parts(trainer.critic.head, load_file(folder / "critic" / HEAD_FILE))
         for who, optimizer in trainer.optimizers_by_name().items():
             moments = load_file(folder / f"{who}_optimizer.safetensors")
             load_optimizer(optimizer, state["optimizers"][who], moments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,8 @@ def shard(model: nn.Module, mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    # Hidden states are a view of a batch of one; nothing writes into them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):
         sharded: Any = fully_shard(module, mesh=mesh)
@@ -72,37 +75,29 @@ def _parts(model: nn.Module) -> list[Any]:
 
 # ------------------------------------------------------------------------------ in one piece
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model that is not sharded yet, without its weights."""
-    known = {
-        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
-    }
+    """A copy of a model without its weights, made before it is sharded."""
+    known = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, known)
 
 
-def fill(plain: nn.Module, model: nn.Module) -> None:
-    """Give a skeleton the weights of the sharded model, in rank 0's main memory. All ranks call."""
-    for name, tensor in model.state_dict().items():
-        found = distributed.whole(tensor.detach())
+def filled(plain: nn.Module, model: nn.Module) -> nn.Module:
+    """A skeleton with the weights of the sharded model, in rank 0's main memory. All ranks call.
+
+    It is a skeleton still on the others.
+    """
+    known = {}
+    for own, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+        whole = distributed.whole(sharded.detach())
         if distributed.is_main():
-            _set(plain, name, found.cpu())
+            known[id(own)] = nn.Parameter(whole.cpu(), own.requires_grad)
+    return copy.deepcopy(plain, known)
 
 
-def empty(plain: nn.Module) -> None:
-    """Take the weights of a skeleton away."""
-    for name, tensor in plain.state_dict().items():
-        _set(plain, name, tensor.to("meta"))
-
-
-def _set(model: nn.Module, name: str, value: Tensor) -> None:
-    own = dict(model.named_parameters(remove_duplicate=False))[name]
-    own.data = value
-
-
-def take(own: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into `own`; all of it where that is no shard."""
+def part(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor, as `like` is sharded; all of it where that is not."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if isinstance(own, DTensor):
-        full = full.to(own.device, own.dtype)
-        full = distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
-    own.copy_(full)
+    if not isinstance(like, DTensor):
+        return full
+    full = full.to(like.device)
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

@@ -70,11 +70,7 @@ class Trainer:
     def _shard(self) -> None:
         """Every model of the run: each rank keeps a part."""
         mesh = sharding.mesh_of(self.policy.device, self.config.distributed_replicas)
-        models, critic = [self.policy, self.reference.copy], self.critic
-        if critic is not None:
-            sharding.shard(critic.head, mesh)
-            models += [] if critic.is_shared else [critic.trunk]
-        for model in models:
+        for model in (self.policy, self.reference.copy, self.critic):
             if model is not None:
                 model.shard(mesh)
 

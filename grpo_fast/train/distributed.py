@@ -64,6 +64,35 @@ def is_main() -> bool:
 
 
 @contextmanager
+def _answered() -> Iterator[None]:
+    """A rank that is gone, or does not come, is named, whoever waited for it: torch, or we."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
+            raise
+        missing = _missing()
+        said = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+        why = str(error).splitlines()[0][:200]
+        raise RankError(f"{said} has ended or does not answer in distributed_timeout seconds: "
+                        f"{why}") from error  # fmt: skip
+
+
+def _missing() -> list[int]:
+    """The ranks that do not say within some seconds that they, too, miss one."""
+    if not _store:
+        return []
+    others = set(range(size())) - {rank()}
+    with suppress(RuntimeError):
+        _store[0].set(f"here/{rank()}", "1")
+        until = time.monotonic() + HERE_S
+        while others and time.monotonic() < until:
+            others -= {r for r in others if _store[0].check([f"here/{r}"])}
+            time.sleep(0.05)
+    return sorted(others)
+
+
+@contextmanager
 def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
     """Meet the other ranks, and part from them at the end; a process on its own is left alone.
 
@@ -84,7 +113,8 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         expected = f"expected a number that divides the {count} processes"
         raise ValueError(f"distributed_replicas: {expected}, came {replicas}")
     if kind is None or is_there:
-        yield
+        with _answered():
+            yield
         return
     is_cuda = torch.cuda.is_available()
     if is_cuda:
@@ -96,53 +126,25 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         store=dist.PrefixStore("grpo_fast", store), rank=number, world_size=count,
     )  # fmt: skip
     try:
-        yield
+        with _answered():
+            yield
     finally:
         _store.clear()
         dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------ what they tell
-@contextmanager
-def _answered() -> Iterator[None]:
-    """A rank that is gone, or does not come, is named."""
-    try:
-        yield
-    except RuntimeError as error:
-        missing = _missing()
-        said = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
-        why = str(error).splitlines()[0][:200]
-        raise RankError(f"{said} has ended or does not answer (distributed_timeout): {why}") from (
-            error
-        )
-
-
-def _missing() -> list[int]:
-    """The ranks that do not say within some seconds that they, too, miss one."""
-    if not _store:
-        return []
-    others = set(range(size())) - {rank()}
-    with suppress(RuntimeError):
-        _store[0].set(f"here/{rank()}", "1")
-        until = time.monotonic() + HERE_S
-        while others and time.monotonic() < until:
-            others -= {r for r in others if _store[0].check([f"here/{r}"])}
-            time.sleep(0.05)
-    return sorted(others)
-
-
 def gather_tensors(own: Tensor) -> list[Tensor]:  # (n,) on the CPU, any n
     """The 1-D tensors of all ranks, in their order."""
     if size() == 1:
         return [own]
-    with _answered():
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
-        dist.all_gather(counts, torch.tensor([own.numel()]))
-        sizes = [int(count) for count in counts]
-        padded = torch.zeros(max(sizes), dtype=own.dtype)
-        padded[: own.numel()] = own
-        found = [torch.zeros_like(padded) for _ in sizes]
-        dist.all_gather(found, padded)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
+    dist.all_gather(counts, torch.tensor([own.numel()]))
+    sizes = [int(count) for count in counts]
+    padded = torch.zeros(max(sizes), dtype=own.dtype)
+    padded[: own.numel()] = own
+    found = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(found, padded)
     return [values[:count] for values, count in zip(found, sizes, strict=True)]
 
 
@@ -166,8 +168,7 @@ def from_main(make: Callable[[], Result]) -> Result:
 def sum_(values: Tensor) -> Tensor:
     """The sum over the ranks, in place and returned."""
     if size() > 1:
-        with _answered():
-            dist.all_reduce(values)
+        dist.all_reduce(values)
     return values
 
 
@@ -235,10 +236,9 @@ def align(modules: Iterable[nn.Module]) -> None:
     """Every rank begins with the weights of rank 0."""
     if size() == 1:
         return
-    with _answered():
-        for module in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor, 0)
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor, 0)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -252,10 +252,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
         return
     grads = [p.grad for p in parameters if p.grad is not None]
     plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
-    with _answered():
-        works = [dist.all_reduce(grad, async_op=True) for grad in plain]
-        for work in works:
-            work.wait()
+    for work in [dist.all_reduce(grad, async_op=True) for grad in plain]:
+        work.wait()
 
 
 def whole(tensor: Tensor) -> Tensor:

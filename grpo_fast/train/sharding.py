@@ -12,12 +12,14 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast.train import distributed
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def mesh_of(device: torch.device, replicas: int | None) -> Any:
@@ -61,9 +63,9 @@ def unsharded(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        model.set_reshard_after_forward(True)  # first: a rollout that was left keeps them else
         for part in parts:
             part.reshard()
-        model.set_reshard_after_forward(True)
         model.set_reshard_after_forward(False, recurse=False)  # its head is wanted in backward
 
 
@@ -74,13 +76,13 @@ def _parts(model: nn.Module) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------ in one piece
-def skeleton(model: nn.Module) -> nn.Module:
+def skeleton(model: Model) -> Model:
     """A copy of a model without its weights, made before it is sharded."""
     known = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, known)
 
 
-def filled(plain: nn.Module, model: nn.Module) -> nn.Module:
+def filled(plain: Model, model: nn.Module) -> Model:
     """A skeleton with the weights of the sharded model, in rank 0's main memory. All ranks call.
 
     It is a skeleton still on the others.

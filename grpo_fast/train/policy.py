@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -31,6 +30,7 @@ from grpo_fast.attention import (
 )
 from grpo_fast.data import reason
 from grpo_fast.train import sharding
+from grpo_fast.train.model_words import generation_attention, positions, special_ids
 
 Result = TypeVar("Result")
 
@@ -58,7 +58,7 @@ class Policy:
         # Why completions cannot share their prompt; None: they can.
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
-        self.generation_attn = _generation_attention(self.lm) if attn == "auto" else attn
+        self.generation_attn = generation_attention(self.lm) if attn == "auto" else attn
         try:
             self.lm.set_attn_implementation(self.generation_attn)
         except (ImportError, ValueError) as error:
@@ -66,8 +66,8 @@ class Policy:
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
         self.is_sharded = self._is_whole = self._is_inside = False
-        self.eos_ids, self.pad_id = _special_ids(self.lm, tokenizer)
-        self.positions = _positions(self.lm.config.get_text_config())
+        self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
+        self.positions = positions(self.lm.config.get_text_config())
 
     @property
     def device(self) -> torch.device:
@@ -275,33 +275,3 @@ def without_bars() -> Iterator[None]:
     finally:
         if was_on:
             logging.enable_progress_bar()
-
-
-def _generation_attention(lm: Any) -> str:
-    softcap = getattr(lm.config, "attn_logit_softcapping", None)
-    return "eager" if softcap is not None else lm.config._attn_implementation
-
-
-def _special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Every id that ends a completion (tokenizer's, generation config's), and one for padding."""
-    eos: set[int] = set()
-    for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
-        eos |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
-    if not all(type(token) is int and token >= 0 for token in eos):
-        raise ValueError(f"eos_token_id: expected token ids, got {', '.join(map(repr, eos))}")
-    if not eos:
-        raise ValueError("tokenizer: has no EOS token, so no completion could end")
-    pad = tokenizer.pad_token_id
-    return frozenset(eos), min(eos) if pad is None else pad
-
-
-def _positions(config: Any) -> float:
-    """The longest prompt, in tokens: inf where the config names no bound."""
-    bound = getattr(config, "max_position_embeddings", None)
-    if not isinstance(bound, int):
-        return math.inf
-    # Qwen2.5 is stretched (YaRN) by these two alone: max_position_embeddings stays as it was.
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    is_stretched = isinstance(factor, (int, float))
-    return max(bound, int(factor * (original or bound))) if is_stretched else bound

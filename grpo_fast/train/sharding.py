@@ -33,7 +33,7 @@ def mesh_of(device: torch.device, replicas: int | None) -> Any:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, mesh: Any) -> None:
+def shard(model: Any, mesh: Any) -> None:
     """Leave each rank its part of the weights, and of the gradients."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -45,8 +45,11 @@ def shard(model: nn.Module, mesh: Any) -> None:
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
-    model.inside = types.MethodType(_inside, model)  # type: ignore[assignment]
+    model.inside = types.MethodType(_inside, model)
     register_fsdp_forward_method(model, "inside")
+    with torch.no_grad():  # whose parts are whose is settled by the first pass: that of the whole
+        model.inside(lambda: None)
+    model.reshard()
 
 
 def _inside(_: nn.Module, work: Callable[[], Any]) -> Any:

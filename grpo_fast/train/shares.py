@@ -12,7 +12,8 @@ import torch
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
-from grpo_fast.rollout import Rollout, Sampling
+from grpo_fast.rollout import Engine, Kept, Rollout, Sampling
+from grpo_fast.rollout.engine import Seed
 from grpo_fast.train import distributed
 
 
@@ -22,21 +23,19 @@ def generate(
     options: Sampling,
     *,
     group_size: int,
-    seed: int | tuple[int | str, ...],
+    seed: Seed,
+    engine: Engine | None = None,
 ) -> Rollout:
     """`rollout.generate` by all ranks: the same completions on any number of them."""
     count, ranks = len(prompts), distributed.size()
+    given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
     if ranks == 1:
-        return rollout.generate(policy, prompts, options, group_size=group_size, seed=seed)
+        return rollout.generate(policy, prompts, options, **given)
     first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
     with policy.whole(), distributed.together():
-        own = Rollout()
-        if end > first:
-            own = rollout.generate(
-                policy, prompts[first:end], options, group_size=group_size, seed=seed,
-                places=range(first, end),
-            )  # fmt: skip
-    return _joined(own, group_size)
+        own, places = prompts[first:end], range(first, end)
+        found = rollout.generate(policy, own, options, **given, places=places) if own else Rollout()
+    return _joined(found, group_size)
 
 
 def score(
@@ -64,8 +63,9 @@ def score(
 
 def _joined(own: Rollout, group_size: int) -> Rollout:
     """The rollouts of all ranks as one, in the order of their prompts."""
-    lists = {f.name: getattr(own, f.name) for f in dataclasses.fields(Rollout)}
+    lists: dict[str, Any] = {f.name: getattr(own, f.name) for f in dataclasses.fields(Rollout)}
     lists["sampling_logps"] = [logps.tolist() for logps in own.sampling_logps]
+    lists["kept"] = [None if one is None else [x.tolist() for x in one] for one in own.kept]
     for name in ("prompts", "prompt_ids"):  # the same for a whole group
         lists[name] = lists[name][::group_size]
     found: dict[str, Any] = {name: [] for name in lists}
@@ -75,4 +75,9 @@ def _joined(own: Rollout, group_size: int) -> Rollout:
     for name in ("prompts", "prompt_ids"):
         found[name] = [one for one in found[name] for _ in range(group_size)]
     found["sampling_logps"] = [torch.tensor(logps) for logps in found["sampling_logps"]]
+    found["kept"] = [one and _kept(*one) for one in found["kept"]]
     return Rollout(**found)
+
+
+def _kept(ids: list[int], offsets: list[int]) -> Kept:
+    return Kept(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int64))

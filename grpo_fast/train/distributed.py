@@ -8,6 +8,7 @@ tensors over gloo, never as a pickle.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -113,7 +114,7 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         expected = f"expected a number that divides the {count} processes"
         raise ValueError(f"distributed_replicas: {expected}, came {replicas}")
     if kind is None or is_there:
-        with _answered():
+        with _answered(), _quiet(rank()):
             yield
         return
     is_cuda = torch.cuda.is_available()
@@ -126,11 +127,34 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         store=dist.PrefixStore("grpo_fast", store), rank=number, world_size=count,
     )  # fmt: skip
     try:
-        with _answered():
+        with _answered(), _quiet(number):
             yield
     finally:
         _store.clear()
         dist.destroy_process_group()
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """What is built inside finds no launcher's word of other ranks in the environment."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= hidden
+
+
+@contextmanager
+def _quiet(number: int) -> Iterator[None]:
+    """What all ranks would warn of is said by rank 0 alone."""
+    logger = logging.getLogger("grpo_fast")
+    before = logger.level
+    logger.setLevel(before if number == 0 else logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 # ------------------------------------------------------------------------ what they tell

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from grpo_fast.train import accumulate, distributed, loop, optimizer, report
+from grpo_fast.train import accumulate, distributed, loop, optimizer, report, trackers
 from grpo_fast.train.metrics import is_timing
 from grpo_fast.train.settings import load_recipe
 from grpo_fast.train.stopping import Stopped, Stopping
@@ -128,6 +128,32 @@ def say(*values: Any) -> Any:
     tensors = distributed.gather_tensors(torch.arange(float(distributed.rank())))
     return [distributed.gather(value), [x.tolist() for x in tensors],
             distributed.from_main(lambda: value)]  # fmt: skip
+
+
+def track() -> Any:
+    """What a tracker on rank 0 gets, and whether the ranks meet afterwards."""
+    from accelerate.tracking import GeneralTracker
+
+    class Listed(GeneralTracker):
+        name, requires_logging_directory, tracker = "listed", False, None
+        seen: list[Any] = []  # noqa: RUF012
+
+        def store_init_configuration(self, values: Any) -> None:
+            self.seen.append("config")
+
+        def log(self, values: Any, step: int | None = None, **_: Any) -> None:
+            self.seen.append([step, values])
+
+        def finish(self) -> None:
+            self.seen.append("finished")
+
+    if distributed.is_main():
+        check, trackers.check_trackers = trackers.check_trackers, lambda _: None
+        mine = trackers.Trackers([Listed()], ".", {})  # type: ignore[list-item]
+        mine.log(1, {"reward": 0.5})
+        mine.close()
+        trackers.check_trackers = check
+    return distributed.gather(Listed.seen)[0]
 
 
 def shards(case: str, kind: str, folder: str) -> Any:

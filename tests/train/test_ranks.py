@@ -143,6 +143,11 @@ def test_ranks_tell_each_other_numbers_and_texts(ranks):
         assert found == [[values, [[], [0.0], [0.0, 1.0]], values[0]]]
 
 
+def test_trackers_are_rank_0s(ranks):
+    for [seen] in ranks(2, ["track"]):
+        assert seen == ["config", [1, {"reward": 0.5}], "finished"]
+
+
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path):
     survivor, gone = ranks(2, ["ended", str(tmp_path / "run"), 1])
     assert gone == [] and survivor[0]["error"] == "RankError", survivor

@@ -71,6 +71,9 @@ SUITES: dict[str, list[str]] = {
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
     "rollout": ["tests/rollout/test_rollout.py"],
+    "decode": ["tests/rollout/test_decode.py"],
+    "engines": ["tests/rollout/test_engine.py", "tests/rollout/test_continuous.py"],
+    "agreement": ["tests/train/test_agreement.py"],
     "policy": ["tests/train/test_train_policy.py"],
     "data": ["tests/data/test_data.py"],
     "compare": ["tests/train/test_compare.py", "-k", "not command"],
@@ -178,6 +181,7 @@ def all_mutants() -> list[Mutant]:
         loss,
         objectives,
         products,
+        rollout,
         shards,
         train,
         train_checkpoint,
@@ -200,7 +204,7 @@ def all_mutants() -> list[Mutant]:
         train_seeing,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations)
+    files += (forward_cuda, integrations, rollout)
     return [m for file in files for m in file.MUTANTS]
 
 

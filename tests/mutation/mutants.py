@@ -51,6 +51,9 @@ SUITES: dict[str, list[str]] = {
     ],
     "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
     "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
+    "support": ["tests/loss/test_support.py", "-k", "not every_loss and not aggregations"],
+    "support_refusals": ["tests/loss/test_support.py", "-k", "refus"],
+    "support_doors": ["tests/kernels/test_support.py"],
     "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
@@ -162,6 +165,7 @@ def all_mutants() -> list[Mutant]:
         objectives,
         products,
         shards,
+        support,
         train,
         train_checkpoint,
         train_compare,
@@ -180,7 +184,7 @@ def all_mutants() -> list[Mutant]:
         train_rewards,
         train_seeing,
     )
-    files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
+    files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards, support)
     files += (forward_cuda,)
     return [m for file in files for m in file.MUTANTS]
 

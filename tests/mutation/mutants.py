@@ -67,6 +67,9 @@ SUITES: dict[str, list[str]] = {
     "ranks_refused": ["tests/train/test_ranks.py", "-k", "refused or do_not_fit"],
     "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
     "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
+    "support": ["tests/loss/test_support.py", "-k", "not every_loss and not aggregations"],
+    "support_refusals": ["tests/loss/test_support.py", "-k", "refus"],
+    "support_doors": ["tests/kernels/test_support.py"],
     "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
@@ -183,6 +186,7 @@ def all_mutants() -> list[Mutant]:
         products,
         rollout,
         shards,
+        support,
         train,
         train_checkpoint,
         train_compare,
@@ -204,7 +208,7 @@ def all_mutants() -> list[Mutant]:
         train_seeing,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations, rollout)
+    files += (forward_cuda, integrations, rollout, support)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -1,0 +1,274 @@
+"""The engine `vllm-server`: completions by vLLM servers, which are sent the weights.
+
+Prompts are dealt to the servers in turn. A server that is gone, hangs or has other weights is left
+out, and what it was asked is asked again; it takes part again as soon as it has the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from grpo_fast.data import reason
+from grpo_fast.rollout.engine import Completion, Engine, Seed
+from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.vllm_http import Server, ServerError
+from grpo_fast.rollout.vllm_options import VLLMOptions, host_of, is_loopback
+from grpo_fast.rollout.vllm_sampling import (
+    parameters,
+    say_that_kept_is_unknown,
+    to_completion,
+    truncates,
+)
+from grpo_fast.rollout.vllm_weights import (
+    GlooGroup,
+    Group,
+    Named,
+    NCCLGroup,
+    buckets,
+    started,
+)
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # to get all completions of a batch, or the weights to a server that is up
+CONNECTIONS = 256  # to one server at a time
+PAUSE_S = 1.0  # between two looks for a server that is gone
+LOGPROBS = "processed_logprobs"
+
+
+class StaleWeights(ServerError):
+    """Completions of other weights than were asked for."""
+
+
+class Link:
+    """A server, and the group that weights reach it by.
+
+    `label` names the weights that it is known to have; None: nobody knows.
+    """
+
+    def __init__(self, url: str, options: VLLMOptions, backend: str) -> None:
+        self.server, self.options, self.backend = Server(url), options, backend
+        self.group: Group | None = None
+        self.label: str | None = None
+        self.error: Exception | None = None  # why it was left out
+
+    def begin(self) -> None:
+        """Make it wait for weights; a server that has started anew is met anew."""
+        if self.group is None or self.server.weight_version() != self.label:
+            self.group = self._meet()
+        self.server.start_update(self.options.timeout)
+
+    def send(self, tensors: Named) -> None:
+        group, seconds = self.group, self.options.timeout
+        sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
+        self.server.announce(tensors, seconds)
+        sent.result(seconds)
+
+    def finish(self, label: str) -> None:
+        self.server.finish_update(label, self.options.timeout)
+        if self.error is not None:
+            log.warning("%s takes part again", self.server.url)
+        self.label, self.error = label, None
+
+    def leave_out(self, error: Exception) -> None:
+        """Until it has been met anew and has the weights."""
+        if self.error is None:
+            log.warning("%s is left out: %s", self.server.url, reason(error))
+        self.group = self.label = None
+        self.error = error
+
+    def _meet(self) -> Group:
+        address, seconds = self.options.address, self.options.timeout
+        world_size = 1 + self.server.world_size()
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        where = {
+            "master_address": address, "master_port": port, "world_size": world_size,
+            "rank_offset": 1,
+        }  # fmt: skip
+        if self.backend == "nccl":
+            listener.close()  # vLLM opens its own
+            meeting: Any = started(lambda: NCCLGroup(address, port, world_size))
+        else:
+            where["seconds"] = seconds
+            meeting = started(
+                lambda: GlooGroup(address, port, 0, world_size, seconds, listener)
+            )
+        self.server.meet(where, seconds)
+        return meeting.result(seconds)
+
+
+class VLLMServers(Engine):
+    """Servers that are sent the policy's weights; see `build`."""
+
+    def __init__(self, policy: Any, options: VLLMOptions) -> None:
+        self.policy, self.options = policy, options
+        backend = options.transfer
+        if backend == "auto":
+            backend = "nccl" if policy.device.type == "cuda" else "gloo"
+        self.links = [Link(url, options, backend) for url in options.urls]
+        self.run, self.version = secrets.token_hex(4), 0
+
+    @property
+    def label(self) -> str:
+        """What a server calls these weights: of this run, so that no other's are taken for them."""
+        return f"{self.run}-{self.version}"
+
+    def check(self) -> None:
+        """Raise unless every server is there and can be sent weights."""
+        for link in self.links:
+            deadline = time.monotonic() + self.options.patience
+            while not link.server.is_up():
+                if time.monotonic() > deadline:
+                    waited = f"within {self.options.patience:.3g} s"
+                    raise ServerError(f"{link.server.url}: expected a vLLM server, found none {waited}")
+                time.sleep(PAUSE_S)
+            link.server.weight_version()
+            mode = link.server.logprobs_mode()
+            if mode != LOGPROBS:
+                expected = f"expected a server with --logprobs-mode {LOGPROBS}"
+                raise ValueError(f"rollout.vllm.urls: {expected}, {link.server.url} has {mode}")
+
+    # ------------------------------------------------------------------------------- weights
+    def update(self, policy: Any, version: int) -> None:
+        """Send the weights to all servers that have others.
+
+        A server that comes back later is sent them as they are then: they must not change while
+        `generate` runs.
+
+        Raises:
+            ServerError: no server has them within `patience`.
+        """
+        self.policy, self.version = policy, version
+        self._bring_up()
+
+    def _bring_up(self) -> list[Link]:
+        """The servers that have the weights; those that can be reached have been sent them."""
+        deadline, failures = time.monotonic() + self.options.patience, 0
+        while True:
+            reached = [x for x in self.links if x.label != self.label and x.server.is_up()]
+            if reached:
+                self._send(reached)
+            ready = [link for link in self.links if link.label == self.label]
+            if ready:
+                return ready
+            failures += bool(reached)
+            if failures == ATTEMPTS or time.monotonic() > deadline:
+                why = "; ".join(reason(x.error) for x in self.links if x.error is not None)
+                tried = f"within {self.options.patience:.3g} s, or {failures} tries"
+                raise ServerError(f"no vLLM server has the weights {tried}: {why or 'none is up'}")
+            time.sleep(PAUSE_S)
+
+    def _send(self, links: list[Link]) -> None:
+        links = _each(links, Link.begin)
+        for tensors in buckets(self.policy):
+            links = _each(links, lambda link, tensors=tensors: link.send(tensors))
+        _each(links, lambda link: link.finish(self.label))
+
+    # --------------------------------------------------------------------------- completions
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        group_size: int,
+        seed: Seed,
+        places: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
+        wanted = [
+            parameters(sampling, self.policy.eos_ids, group_size=group_size, seed=seed, place=place)
+            for place in (range(len(prompts)) if places is None else places)
+        ]
+        done: dict[int, list[Completion]] = {}
+        for _ in range(ATTEMPTS):
+            pending = [i for i in range(len(prompts)) if i not in done]
+            if pending:
+                self._ask([(i, prompts[i], wanted[i]) for i in pending], sampling, done)
+        if len(done) < len(prompts):
+            missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
+            why = "; ".join(reason(x.error) for x in self.links if x.error is not None)
+            raise ServerError(f"{missing} after {ATTEMPTS} tries: {why}")
+        completions = [one for i in range(len(prompts)) for one in done[i]]
+        if truncates(sampling) and any(one.kept is None for one in completions):
+            say_that_kept_is_unknown()
+        return completions
+
+    def _ask(
+        self,
+        questions: list[tuple[int, Sequence[int], dict[str, Any]]],
+        sampling: Sampling,
+        done: dict[int, list[Completion]],
+    ) -> None:
+        """Ask all at once; `done` gets the completions that come."""
+        links = self._bring_up()
+        deadline = time.monotonic() + self.options.timeout
+        pool = ThreadPoolExecutor(min(len(questions), CONNECTIONS * len(links)))
+        asked = {}
+        for k, (i, prompt, wanted) in enumerate(questions):
+            link = links[k % len(links)]
+            future = pool.submit(self._completions, link, prompt, wanted, sampling, deadline)
+            asked[future] = i, link
+        try:
+            for future in as_completed(asked):
+                i, link = asked[future]
+                try:
+                    done[i] = future.result()
+                except ServerError as error:
+                    link.leave_out(error)
+        finally:  # those that are left end by the deadline
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _completions(
+        self, link: Link, prompt: Sequence[int], wanted: dict[str, Any], sampling: Sampling,
+        deadline: float,
+    ) -> list[Completion]:  # fmt: skip
+        found = link.server.generate(prompt, wanted, deadline - time.monotonic())
+        completions = []
+        for answer, label in found:
+            run, _, version = label.rpartition("-")
+            if run != self.run or int(version) < self.version:
+                expected = f"expected completions by the weights {self.label}"
+                raise StaleWeights(f"{link.server.url}: {expected}, got some by {label}")
+            completions.append(
+                to_completion(answer, sampling, self.policy.eos_ids, int(version))
+            )
+        return completions
+
+
+def _each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
+    """Those that an action succeeded with; it is done with all at once."""
+
+    def succeeds(link: Link) -> bool:
+        try:
+            action(link)
+        except (RuntimeError, TimeoutError) as error:  # of the server, the group, or the wait
+            link.leave_out(error)
+            return False
+        return True
+
+    if not links:
+        return []
+    with ThreadPoolExecutor(len(links)) as pool:
+        return [x for x, good in zip(links, pool.map(succeeds, links), strict=True) if good]
+
+
+def build(policy: Any, options: Any) -> VLLMServers:
+    """The engine `vllm-server`, for a configuration `rollout`.
+
+    Raises:
+        ServerError: a server is not there within `rollout.vllm.patience`.
+        ValueError: a server that was started otherwise than it has to be.
+    """
+    engine = VLLMServers(policy, options.vllm)
+    for url in options.vllm.urls:
+        if not is_loopback(host_of(url)):
+            log.warning("%s is not on this machine: its HTTP and weights are not encrypted", url)
+    engine.check()
+    return engine

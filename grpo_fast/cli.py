@@ -63,7 +63,7 @@ def train(
 ) -> None:
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
     from grpo_fast.rewards import RewardError
-    from grpo_fast.rollout import NonFiniteLogits
+    from grpo_fast.rollout import EngineError, NonFiniteLogits
     from grpo_fast.train import loop
     from grpo_fast.train.checkpoint import CheckpointError
     from grpo_fast.train.folder import free_folder, run_folder
@@ -72,8 +72,8 @@ def train(
     from grpo_fast.train.settings import load_recipe, recipe_names
     from grpo_fast.train.stopping import SAVED, Stopped
 
-    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError)
-    with _told(debug, *failures):
+    numbers = (NonFiniteGradient, NonFiniteLogits)
+    with _told(debug, *numbers, RewardError, EngineError, CheckpointError, WriteError):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)
         if name is not None:

@@ -1,8 +1,8 @@
 """The engine `vllm`: vLLM inside of the trainer's process, asleep while it trains.
 
-Weights are handed over in memory. On a GPU it sleeps at level 2: its weights and its cache are given
-back to the trainer (level 1 would keep a copy of the weights in host memory, for nothing). On a CPU
-it has level 0 alone: it pauses, and keeps its memory.
+Weights are handed over in memory. On a GPU it sleeps at level 2: the memory of its weights and its
+cache is the trainer's (level 1 would keep a copy of the weights on the host, for nothing). On a CPU
+there is level 0 alone: it pauses, and keeps its memory.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def build(policy: Any, options: Any) -> VLLMEngine:
             return VLLMEngine(policy, LLM(model=folder, **given), level)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             what = f"{policy.lm.config.model_type} with rollout.vllm.options={options.vllm.options}"
-            raise ValueError(f"rollout.engine: vllm does not take {what}: {reason(error)}") from error
+            raise ValueError(
+                f"rollout.engine: vllm does not take {what}: {reason(error)}"
+            ) from error
 
 
 def _settings(policy: Any, options: Any, level: int) -> dict[str, Any]:

@@ -40,13 +40,14 @@ def host_of(url: str) -> str:
     """The host of a server's URL. Raises ValueError for anything that is not http(s)://host:port"""
     try:
         parts = urlsplit(url)
-        host, rest = parts.hostname, (parts.path.rstrip("/"), parts.query, parts.username)
-        fits = parts.scheme in ("http", "https") and bool(host) and bool(parts.port)
+        needed = (parts.scheme in ("http", "https"), parts.hostname, parts.port)
+        others = (parts.path.rstrip("/"), parts.query, parts.username)
+        fits = all(needed) and not any(others)
     except ValueError:  # a port that is no number
-        fits, host, rest = False, None, ()
-    if not fits or any(rest):
+        fits = False
+    if not fits:
         raise ValueError(f"urls: expected http://host:port, came {url!r}")
-    return str(host)
+    return str(parts.hostname)
 
 
 def is_loopback(host: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Kept, Seed
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, EngineError, Kept, Seed
 from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling, seed_of
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
 
 
-class BadAnswer(RuntimeError):
+class BadAnswer(EngineError):
     """vLLM answered something that is no completion of what it was asked."""
 
 

@@ -12,10 +12,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import Any
 
 from grpo_fast.data import reason
-from grpo_fast.rollout.engine import Completion, Engine, Seed
+from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.vllm_http import Server, ServerError
 from grpo_fast.rollout.vllm_options import VLLMOptions, host_of, is_loopback
@@ -25,14 +26,7 @@ from grpo_fast.rollout.vllm_sampling import (
     to_completion,
     truncates,
 )
-from grpo_fast.rollout.vllm_weights import (
-    GlooGroup,
-    Group,
-    Named,
-    NCCLGroup,
-    buckets,
-    started,
-)
+from grpo_fast.rollout.vllm_weights import GlooGroup, Group, Named, NCCLGroup, buckets, started
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +73,7 @@ class Link:
     def leave_out(self, error: Exception) -> None:
         """Until it has been met anew and has the weights."""
         if self.error is None:
-            log.warning("%s is left out: %s", self.server.url, reason(error))
+            log.warning("%s is left out: %s", self.server.url, _said(error))
         self.group = self.label = None
         self.error = error
 
@@ -97,9 +91,7 @@ class Link:
             meeting: Any = started(lambda: NCCLGroup(address, port, world_size))
         else:
             where["seconds"] = seconds
-            meeting = started(
-                lambda: GlooGroup(address, port, 0, world_size, seconds, listener)
-            )
+            meeting = started(lambda: GlooGroup(address, port, 0, world_size, seconds, listener))
         self.server.meet(where, seconds)
         return meeting.result(seconds)
 
@@ -127,7 +119,9 @@ class VLLMServers(Engine):
             while not link.server.is_up():
                 if time.monotonic() > deadline:
                     waited = f"within {self.options.patience:.3g} s"
-                    raise ServerError(f"{link.server.url}: expected a vLLM server, found none {waited}")
+                    raise ServerError(
+                        f"{link.server.url}: expected a vLLM server, found none {waited}"
+                    )
                 time.sleep(PAUSE_S)
             link.server.weight_version()
             mode = link.server.logprobs_mode()
@@ -160,16 +154,19 @@ class VLLMServers(Engine):
                 return ready
             failures += bool(reached)
             if failures == ATTEMPTS or time.monotonic() > deadline:
-                why = "; ".join(reason(x.error) for x in self.links if x.error is not None)
-                tried = f"within {self.options.patience:.3g} s, or {failures} tries"
-                raise ServerError(f"no vLLM server has the weights {tried}: {why or 'none is up'}")
+                tried = f"after {self.options.patience:.3g} s and {failures} tries"
+                raise ServerError(f"no vLLM server has the weights {tried}: {self._why()}")
             time.sleep(PAUSE_S)
 
     def _send(self, links: list[Link]) -> None:
         links = _each(links, Link.begin)
         for tensors in buckets(self.policy):
-            links = _each(links, lambda link, tensors=tensors: link.send(tensors))
+            links = _each(links, partial(Link.send, tensors=tensors))
         _each(links, lambda link: link.finish(self.label))
+
+    def _why(self) -> str:
+        """What the servers that are left out are left out for."""
+        return "; ".join(_said(x.error) for x in self.links if x.error is not None) or "none is up"
 
     # --------------------------------------------------------------------------- completions
     def generate(
@@ -193,8 +190,7 @@ class VLLMServers(Engine):
                 self._ask([(i, prompts[i], wanted[i]) for i in pending], sampling, done)
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
-            why = "; ".join(reason(x.error) for x in self.links if x.error is not None)
-            raise ServerError(f"{missing} after {ATTEMPTS} tries: {why}")
+            raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
         completions = [one for i in range(len(prompts)) for one in done[i]]
         if truncates(sampling) and any(one.kept is None for one in completions):
             say_that_kept_is_unknown()
@@ -236,10 +232,12 @@ class VLLMServers(Engine):
             if run != self.run or int(version) < self.version:
                 expected = f"expected completions by the weights {self.label}"
                 raise StaleWeights(f"{link.server.url}: {expected}, got some by {label}")
-            completions.append(
-                to_completion(answer, sampling, self.policy.eos_ids, int(version))
-            )
+            completions.append(to_completion(answer, sampling, self.policy.eos_ids, int(version)))
         return completions
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, EngineError) else reason(error)
 
 
 def _each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:

@@ -81,17 +81,17 @@ class GlooGroup:
         listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
         limit = timedelta(seconds=seconds)
-        given = {} if listener is None else {"master_listen_fd": listener.detach()}
+        given: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
         self.store = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
             **given,
         )  # fmt: skip
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = limit
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address))]
-        self.group = dist.ProcessGroupGloo(
-            dist.PrefixStore("weights", self.store), rank, world_size, options
-        )
+        options._devices = [gloo.create_device(hostname=own_address(address))]
+        store = dist.PrefixStore("weights", self.store)
+        self.group = gloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
         self.group.broadcast([tensor.cpu()], dist.BroadcastOptions()).wait()

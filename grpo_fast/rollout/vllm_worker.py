@@ -62,9 +62,7 @@ class GlooWorker(WeightTransferEngine[Meeting, Announced]):
     def receive_weights(self, update_info: Announced) -> None:
         if self.group is None:
             raise RuntimeError("weights were announced before /init_weight_transfer_engine")
-        announced = zip(
-            update_info.names, update_info.dtype_names, update_info.shapes, strict=True
-        )
+        announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         for name, dtype, shape in announced:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from grpo_fast.data import reason
-from grpo_fast.rollout.engine import Completion, Engine, Seed
+from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.vllm_sampling import (
     Answer,
@@ -79,7 +79,7 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams
 
         if self.asleep or self.version is None:
-            raise RuntimeError("the engine vllm: expected wake and update before generate")
+            raise EngineError("the engine vllm: expected wake and update before generate")
         eos_ids = self.policy.eos_ids
         wanted = [
             SamplingParams(

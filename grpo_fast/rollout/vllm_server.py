@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
+import torch
+
 from grpo_fast.data import reason
 from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
 from grpo_fast.rollout.sampler import Sampling
@@ -46,8 +48,10 @@ class Link:
     `label` names the weights that it is known to have; None: nobody knows.
     """
 
-    def __init__(self, url: str, options: VLLMOptions, backend: str) -> None:
-        self.server, self.options, self.backend = Server(url), options, backend
+    def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
+        self.server, self.options, self.device = Server(url), options, device
+        by_nccl = options.transfer == "nccl" or (options.transfer, device.type) == ("auto", "cuda")
+        self.backend = "nccl" if by_nccl else "gloo"
         self.group: Group | None = None
         self.label: str | None = None
         self.error: Exception | None = None  # why it was left out
@@ -88,7 +92,8 @@ class Link:
         }  # fmt: skip
         if self.backend == "nccl":
             listener.close()  # vLLM opens its own
-            meeting: Any = started(lambda: NCCLGroup(address, port, world_size))
+            nccl = partial(NCCLGroup, address, port, world_size, self.device)
+            meeting: Any = started(nccl)
         else:
             where["seconds"] = seconds
             meeting = started(lambda: GlooGroup(address, port, 0, world_size, seconds, listener))
@@ -101,10 +106,7 @@ class VLLMServers(Engine):
 
     def __init__(self, policy: Any, options: VLLMOptions) -> None:
         self.policy, self.options = policy, options
-        backend = options.transfer
-        if backend == "auto":
-            backend = "nccl" if policy.device.type == "cuda" else "gloo"
-        self.links = [Link(url, options, backend) for url in options.urls]
+        self.links = [Link(url, options, policy.device) for url in options.urls]
         self.run, self.version = secrets.token_hex(4), 0
 
     @property

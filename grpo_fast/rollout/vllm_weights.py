@@ -98,18 +98,23 @@ class GlooGroup:
 
 
 class NCCLGroup:
-    """Rank 0 of the group that vLLM's own engine `nccl` makes, on the current GPU."""
+    """Rank 0 of the group that vLLM's own engine `nccl` makes, on a GPU.
 
-    def __init__(self, address: str, port: int, world_size: int) -> None:
+    Both calls come from threads, whose current device is another.
+    """
+
+    def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         where = {"master_address": address, "master_port": port, "world_size": world_size}
-        self.group = trainer_init(where)
+        with torch.cuda.device(device):
+            self.group = trainer_init(where)
 
     def broadcast(self, tensor: Tensor) -> None:
-        stream = torch.cuda.current_stream()
-        self.group.broadcast(tensor, src=0, stream=stream)
-        stream.synchronize()
+        with torch.cuda.device(tensor.device):
+            stream = torch.cuda.current_stream()
+            self.group.broadcast(tensor, src=0, stream=stream)
+            stream.synchronize()
 
 
 def own_address(peer: str) -> str:

@@ -55,6 +55,8 @@ SUITES: dict[str, list[str]] = {
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
     "rollout": ["tests/rollout/test_rollout.py"],
+    "vllm": ["tests/rollout/test_vllm_server.py"],
+    "vllm_engine": ["tests/rollout/test_vllm_engine.py"],
     "policy": ["tests/train/test_train_policy.py"],
     "data": ["tests/data/test_data.py"],
     "compare": ["tests/train/test_compare.py", "-k", "not command"],
@@ -169,6 +171,7 @@ def all_mutants() -> list[Mutant]:
         train_ppo,
         train_rewards,
         train_seeing,
+        vllm,
     )
 
     trainer = (
@@ -179,6 +182,7 @@ def all_mutants() -> list[Mutant]:
         train_ppo,
         train_rewards,
         train_seeing,
+        vllm,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
     files += (forward_cuda,)

@@ -36,7 +36,7 @@ class VLLMEngine(Engine):
     def __init__(self, policy: Any, llm: Any, level: int) -> None:
         self.policy, self.llm, self.level = policy, llm, level
         self.version: int | None = None  # of the weights that it has
-        self.asleep = False
+        self.asleep = self.without_cache = False
 
     def update(self, policy: Any, version: int) -> None:
         self.policy = policy
@@ -44,8 +44,9 @@ class VLLMEngine(Engine):
             return
         weights = (pair for bucket in buckets(policy) for pair in bucket)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.level:
+        if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
+            self.without_cache = False
         self.llm.reset_prefix_cache()
         self.llm.update_weight_version(str(version))
         self.version = version
@@ -53,7 +54,7 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         if not self.asleep:
             self.llm.sleep(level=self.level)
-            self.asleep = True
+            self.asleep, self.without_cache = True, self.level > 0
             self.version = None if self.level else self.version
 
     def wake(self) -> None:

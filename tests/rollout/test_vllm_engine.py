@@ -111,7 +111,7 @@ def spoil(policy):
     [
         (0, ["reload_weights", "reset", "sleep 0", "wake scheduling", "sleep 0",
              "wake scheduling", "reload_weights", "reset", "sleep 0"]),
-        (2, ["reload_weights", "wake kv_cache", "reset", "sleep 2", "wake weights",
+        (2, ["reload_weights", "reset", "sleep 2", "wake weights",
              "reload_weights", "wake kv_cache", "reset", "sleep 2", "wake weights",
              "reload_weights", "wake kv_cache", "reset", "sleep 2"]),
     ],

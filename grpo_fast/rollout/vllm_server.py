@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from grpo_fast.data import reason
-from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
+from grpo_fast.rollout.engine import Completion, Engine, Seed
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.vllm_http import Server, ServerError
+from grpo_fast.rollout.vllm_http import ServerError
+from grpo_fast.rollout.vllm_link import Link, each, said
 from grpo_fast.rollout.vllm_options import VLLMOptions, host_of, is_loopback
 from grpo_fast.rollout.vllm_sampling import (
     parameters,
@@ -28,7 +28,7 @@ from grpo_fast.rollout.vllm_sampling import (
     to_completion,
     truncates,
 )
-from grpo_fast.rollout.vllm_weights import GlooGroup, Group, Named, NCCLGroup, buckets, started
+from grpo_fast.rollout.vllm_weights import Named, buckets
 
 log = logging.getLogger(__name__)
 
@@ -42,72 +42,17 @@ class StaleWeights(ServerError):
     """Completions of other weights than were asked for."""
 
 
-class Link:
-    """A server, and the group that weights reach it by.
-
-    `label` names the weights that it is known to have; None: nobody knows.
-    """
-
-    def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
-        self.server, self.options, self.device = Server(url), options, device
-        by_nccl = options.transfer == "nccl" or (options.transfer, device.type) == ("auto", "cuda")
-        self.backend = "nccl" if by_nccl else "gloo"
-        self.group: Group | None = None
-        self.label: str | None = None
-        self.error: Exception | None = None  # why it was left out
-
-    def begin(self) -> None:
-        """Make it wait for weights; a server that has started anew is met anew."""
-        if self.group is None or self.server.weight_version() != self.label:
-            self.group = self._meet()
-        self.server.start_update(self.options.timeout)
-
-    def send(self, tensors: Named) -> None:
-        group, seconds = self.group, self.options.timeout
-        sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
-        self.server.announce(tensors, seconds)
-        sent.result(seconds)
-
-    def finish(self, label: str) -> None:
-        self.server.finish_update(label, self.options.timeout)
-        if self.error is not None:
-            log.warning("%s takes part again", self.server.url)
-        self.label, self.error = label, None
-
-    def leave_out(self, error: Exception) -> None:
-        """Until it has been met anew and has the weights."""
-        if self.error is None:
-            log.warning("%s is left out: %s", self.server.url, _said(error))
-        self.group = self.label = None
-        self.error = error
-
-    def _meet(self) -> Group:
-        address, seconds = self.options.address, self.options.timeout
-        world_size = 1 + self.server.world_size()
-        listener = socket.create_server((address, 0))
-        port = listener.getsockname()[1]
-        where = {
-            "master_address": address, "master_port": port, "world_size": world_size,
-            "rank_offset": 1,
-        }  # fmt: skip
-        if self.backend == "nccl":
-            listener.close()  # vLLM opens its own
-            nccl = partial(NCCLGroup, address, port, world_size, self.device)
-            meeting: Any = started(nccl)
-        else:
-            where["seconds"] = seconds
-            meeting = started(lambda: GlooGroup(address, port, 0, world_size, seconds, listener))
-        self.server.meet(where, seconds)
-        return meeting.result(seconds)
-
-
 class VLLMServers(Engine):
     """Servers that are sent the policy's weights; see `build`."""
 
     def __init__(self, policy: Any, options: VLLMOptions) -> None:
-        self.policy, self.options = policy, options
+        self.policy, self.options, self.rank = policy, options, 0
         self.links = [Link(url, options, policy.device) for url in options.urls]
         self.run, self.version = secrets.token_hex(4), 0
+        if dist.is_available() and dist.is_initialized():
+            number = torch.tensor([int(self.run, 16)], device=policy.device)
+            dist.broadcast(number, 0)
+            self.run, self.rank = f"{number.item():x}", dist.get_rank()
 
     @property
     def label(self) -> str:
@@ -135,40 +80,43 @@ class VLLMServers(Engine):
     def update(self, policy: Any, version: int) -> None:
         """Send the weights to all servers that have others.
 
-        A server that comes back later is sent them as they are then: they must not change while
-        `generate` runs.
+        Of several ranks the first one sends; all of them call this. A server that comes back later
+        is sent them as they are then: they must not change while `generate` runs.
 
         Raises:
             ServerError: no server has them within `patience`.
         """
         self.policy, self.version = policy, version
-        self._bring_up()
+        is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
+        self._bring_up(list(buckets(policy)) if is_sharded else None)
 
-    def _bring_up(self) -> list[Link]:
+    def _bring_up(self, whole: list[Named] | None = None) -> list[Link]:
         """The servers that have the weights; those that can be reached have been sent them."""
         deadline, failures = time.monotonic() + self.options.patience, 0
         while True:
             reached = [x for x in self.links if x.label != self.label and x.server.is_up()]
-            if reached:
-                self._send(reached)
+            if self.rank:
+                each(reached, lambda link: link.look(self.label))
+            else:
+                self._send(reached, buckets(self.policy) if whole is None else whole)
             ready = [link for link in self.links if link.label == self.label]
             if ready:
                 return ready
-            failures += bool(reached)
+            failures += bool(reached) and not self.rank
             if failures == ATTEMPTS or time.monotonic() > deadline:
                 tried = f"after {self.options.patience:.3g} s and {failures} tries"
                 raise ServerError(f"no vLLM server has the weights {tried}: {self._why()}")
             time.sleep(PAUSE_S)
 
-    def _send(self, links: list[Link]) -> None:
-        links = _each(links, Link.begin)
-        for tensors in buckets(self.policy):
-            links = _each(links, partial(Link.send, tensors=tensors))
-        _each(links, lambda link: link.finish(self.label))
+    def _send(self, links: list[Link], weights: Iterable[Named]) -> None:
+        links = each(links, Link.begin)
+        for tensors in weights if links else ():
+            links = each(links, partial(Link.send, tensors=tensors))
+        each(links, lambda link: link.finish(self.label))
 
     def _why(self) -> str:
         """What the servers that are left out are left out for."""
-        return "; ".join(_said(x.error) for x in self.links if x.error is not None) or "none is up"
+        return "; ".join(said(x.error) for x in self.links if x.error is not None) or "none is up"
 
     # --------------------------------------------------------------------------- completions
     def generate(
@@ -236,27 +184,6 @@ class VLLMServers(Engine):
                 raise StaleWeights(f"{link.server.url}: {expected}, got some by {label}")
             completions.append(to_completion(answer, sampling, self.policy.eos_ids, int(version)))
         return completions
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else reason(error)
-
-
-def _each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
-    """Those that an action succeeded with; it is done with all at once."""
-
-    def succeeds(link: Link) -> bool:
-        try:
-            action(link)
-        except (RuntimeError, TimeoutError) as error:  # of the server, the group, or the wait
-            link.leave_out(error)
-            return False
-        return True
-
-    if not links:
-        return []
-    with ThreadPoolExecutor(len(links)) as pool:
-        return [x for x, good in zip(links, pool.map(succeeds, links), strict=True) if good]
 
 
 def build(policy: Any, options: Any) -> VLLMServers:

@@ -6,7 +6,9 @@ from tests.mutation.mutants import Mutant
 
 ROLLOUT = "grpo_fast/rollout"
 HTTP, SERVER, IN_PROCESS = (f"{ROLLOUT}/vllm{x}.py" for x in ("_http", "_server", ""))
-SAMPLING, WEIGHTS, OPTIONS = (f"{ROLLOUT}/vllm_{x}.py" for x in ("sampling", "weights", "options"))
+SAMPLING, WEIGHTS, OPTIONS, LINK = (
+    f"{ROLLOUT}/vllm_{x}.py" for x in ("sampling", "weights", "options", "link")
+)
 
 MUTANTS = [
     Mutant("vllm-stale-accepted", SERVER,
@@ -19,7 +21,7 @@ MUTANTS = [
     Mutant("vllm-label-without-run", SERVER,
            'return f"{self.run}-{self.version}"', 'return f"run-{self.version}"',
            "weights of another run with the same number need not be sent", "vllm"),
-    Mutant("vllm-restart-unseen", SERVER,
+    Mutant("vllm-restart-unseen", LINK,
            "if self.group is None or self.server.weight_version() != self.label:",
            "if self.group is None:",
            "a server that has started anew between two steps is sent weights by its old group", "vllm"),
@@ -79,6 +81,9 @@ MUTANTS = [
     Mutant("vllm-last-bucket", WEIGHTS,
            "    if bucket:\n        yield bucket", "    if False:\n        yield bucket",
            "the last weights are not sent", "vllm"),
+    Mutant("vllm-every-rank-sends", SERVER,
+           "            if self.rank:\n", "            if self.rank > 1:\n",
+           "ranks take the servers from each other", "vllm"),
     Mutant("vllm-adapter-left-out", WEIGHTS,
            "value = value + module.get_delta_weight(adapter)", "pass",
            "the base model samples for its adapter", "vllm"),

@@ -157,6 +157,22 @@ def test_sampling_is_stopped_while_weights_are_exchanged(policy, server):
     assert order[-5:] == names
 
 
+def test_of_several_ranks_the_first_one_sends(policy, server):
+    first, second = engine_of(policy, server), engine_of(policy, server)
+    second.run, second.rank = first.run, 1  # as the ranks of a run agree on it
+    spoil(policy)
+    late = threading.Timer(0.2, first.update, (policy, 0))
+    late.start()
+    second.update(policy, 0)  # waits for the first one
+    late.join()
+    assert difference(policy, generate(policy, second)) < 1e-5
+    first.update(policy, 1)
+    with pytest.raises(ServerError, match="no vLLM server has the weights"):
+        second.options.patience = 0.1
+        second.update(policy, 2)
+    assert server.calls["/init_weight_transfer_engine"] == 1 and server.calls[UPDATE] == 2
+
+
 # --------------------------------------------------------------------------------- completions
 def test_a_seed_gives_the_same_samples_on_any_servers(policy, servers):
     one, two = engine_of(policy, servers[0]), engine_of(policy, *servers)

@@ -136,6 +136,8 @@ class StandIn:
 
     # ---------------------------------------------------------------------------------- HTTP
     def _handler(stand_in) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        ended = stand_in.ended  # of this start
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.respond()
@@ -149,7 +151,6 @@ class StandIn:
                 stand_in.calls[path] += 1
                 faults = stand_in.faults.get(path)
                 fault = faults.pop(0) if faults else None
-                ended = stand_in.ended
                 if fault == "die":
                     threading.Thread(target=stand_in.stop, daemon=True).start()
                 if fault in ("hang", "die"):

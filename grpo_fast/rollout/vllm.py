@@ -20,8 +20,8 @@ from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.vllm_sampling import (
     Answer,
     BadAnswer,
+    grouped,
     parameters,
-    say_that_kept_is_unknown,
     to_completion,
     truncates,
 )
@@ -89,13 +89,9 @@ class VLLMEngine(Engine):
             for place in (range(len(prompts)) if places is None else places)
         ]
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        completions = []
-        for output in self.llm.generate(asked, wanted, use_tqdm=False):
-            for one in output.outputs:
-                completions.append(self._completion(one, sampling))
-        if truncates(sampling) and any(one.kept is None for one in completions):
-            say_that_kept_is_unknown()
-        return completions
+        outputs = self.llm.generate(asked, wanted, use_tqdm=False)
+        found = [[self._completion(one, sampling) for one in each.outputs] for each in outputs]
+        return grouped(found, sampling, group_size)
 
     def _completion(self, one: Any, sampling: Sampling) -> Completion:
         version = int(one.weight_versions[0].version)

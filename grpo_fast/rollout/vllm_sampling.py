@@ -36,16 +36,28 @@ def parameters(
 ) -> dict[str, Any]:
     """vLLM's SamplingParams for the G completions of one prompt.
 
-    vLLM gives the g-th of them the seed plus g.
+    vLLM gives the g-th of them the seed plus g. Greedy completions are all the same: it makes one.
     """
     parts = seed if isinstance(seed, tuple) else (seed,)
+    is_greedy = sampling.temperature == 0
     return {
-        "n": group_size, "seed": seed_of("vllm", *parts, place) >> 8,
+        "n": 1 if is_greedy else group_size, "seed": seed_of("vllm", *parts, place) >> 8,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(eos_ids),
         "ignore_eos": True,  # the model's own would come on top of these
         "logprobs": 0, "detokenize": False,
     }  # fmt: skip
+
+
+def grouped(
+    found: Sequence[Sequence[Completion]], sampling: Sampling, group_size: int
+) -> list[Completion]:
+    """G completions of each prompt, from what vLLM made of `parameters`."""
+    copies = group_size if sampling.temperature == 0 else 1
+    completions = [one for group in found for _ in range(copies) for one in group]
+    if truncates(sampling) and any(one.kept is None for one in completions):
+        say_that_kept_is_unknown()
+    return completions
 
 
 def to_completion(

@@ -22,12 +22,7 @@ from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.vllm_http import ServerError
 from grpo_fast.rollout.vllm_link import Link, each, said
 from grpo_fast.rollout.vllm_options import VLLMOptions, host_of, is_loopback
-from grpo_fast.rollout.vllm_sampling import (
-    parameters,
-    say_that_kept_is_unknown,
-    to_completion,
-    truncates,
-)
+from grpo_fast.rollout.vllm_sampling import grouped, parameters, to_completion
 from grpo_fast.rollout.vllm_weights import Named, buckets
 
 log = logging.getLogger(__name__)
@@ -141,10 +136,7 @@ class VLLMServers(Engine):
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
-        completions = [one for i in range(len(prompts)) for one in done[i]]
-        if truncates(sampling) and any(one.kept is None for one in completions):
-            say_that_kept_is_unknown()
-        return completions
+        return grouped([done[i] for i in range(len(prompts))], sampling, group_size)
 
     def _ask(
         self,

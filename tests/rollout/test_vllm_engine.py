@@ -65,6 +65,7 @@ class StandIn:
 
     def generate(self, prompts, parameters, use_tqdm):
         engine = TransformersEngine(self.own)
+        assert all(wanted.n == 1 or wanted.temperature > 0 for wanted in parameters)
         for prompt, wanted in zip(prompts, parameters, strict=True):
             sampling = Sampling(max_new_tokens=wanted.max_tokens, temperature=wanted.temperature)
             found = engine.generate(
@@ -138,6 +139,12 @@ def test_it_keeps_the_weights_it_was_given(policy, vllm):
         assert all(map(torch.equal, given, llm.own.lm.parameters()))
         engine.update(policy, 2)
         assert all(map(torch.equal, policy.lm.parameters(), llm.own.lm.parameters()))
+
+
+def test_greedy_completions(policy, vllm):
+    with awake(VLLMEngine(policy, StandIn(), 0), policy, 1) as engine:
+        ours = generate(policy, None, temperature=0.0).completion_ids
+        assert generate(policy, engine, temperature=0.0).completion_ids == ours
 
 
 @pytest.mark.parametrize("level", [0, 2])

@@ -205,6 +205,13 @@ def test_ends_of_completions(policy, server):
     assert rollout.truncated == [eos not in ids for ids in rollout.completion_ids]
 
 
+def test_greedy_completions(policy, server):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    ours = generate(policy, None, temperature=0.0).completion_ids
+    assert generate(policy, engine, temperature=0.0).completion_ids == ours
+
+
 def with_kept(answer):
     for choice in answer["choices"]:
         choice["sampling_mask"] = [sorted({token, 1}) for token in choice["token_ids"]]

@@ -112,6 +112,7 @@ class StandIn:
         self, token_ids: list[int], sampling_params: dict[str, Any]
     ) -> dict[str, Any]:
         given = sampling_params
+        assert given["n"] == 1 or given["temperature"] > 0
         assert given["ignore_eos"] and set(given["stop_token_ids"]) == self.policy.eos_ids
         sampling = Sampling(
             max_new_tokens=given["max_tokens"], temperature=given["temperature"],

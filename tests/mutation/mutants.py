@@ -57,6 +57,9 @@ SUITES: dict[str, list[str]] = {
     "rollout": ["tests/rollout/test_rollout.py"],
     "vllm": ["tests/rollout/test_vllm_server.py"],
     "vllm_engine": ["tests/rollout/test_vllm_engine.py"],
+    "decode": ["tests/rollout/test_decode.py"],
+    "engines": ["tests/rollout/test_engine.py", "tests/rollout/test_continuous.py"],
+    "agreement": ["tests/train/test_agreement.py"],
     "policy": ["tests/train/test_train_policy.py"],
     "data": ["tests/data/test_data.py"],
     "compare": ["tests/train/test_compare.py", "-k", "not command"],
@@ -163,6 +166,7 @@ def all_mutants() -> list[Mutant]:
         loss,
         objectives,
         products,
+        rollout,
         shards,
         train,
         train_checkpoint,
@@ -185,7 +189,7 @@ def all_mutants() -> list[Mutant]:
         vllm,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda,)
+    files += (forward_cuda, rollout)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -58,6 +58,8 @@ class VLLMServers(Engine):
         """Raise unless every server is there and can be sent weights."""
         for link in self.links:
             deadline = time.monotonic() + self.options.patience
+            if not link.server.is_up():
+                log.warning("%s is waited for", link.server.url)
             while not link.server.is_up():
                 if time.monotonic() > deadline:
                     waited = f"within {self.options.patience:.3g} s"

@@ -63,7 +63,7 @@ def train(
 ) -> None:
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
     from grpo_fast.rewards import RewardError
-    from grpo_fast.rollout import NonFiniteLogits
+    from grpo_fast.rollout import EngineError, NonFiniteLogits
     from grpo_fast.train import loop
     from grpo_fast.train.checkpoint import CheckpointError
     from grpo_fast.train.distributed import RankError, launched_rank
@@ -73,8 +73,8 @@ def train(
     from grpo_fast.train.settings import load_recipe, recipe_names
     from grpo_fast.train.stopping import SAVED, Stopped
 
-    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError,
-                RankError)  # fmt: skip
+    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, EngineError, CheckpointError,
+                WriteError, RankError)  # fmt: skip
     with _told(debug, *failures):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)

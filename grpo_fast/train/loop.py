@@ -15,7 +15,14 @@ from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rollout import Engine, NonFiniteLogits, awake, build_engine, check_prompts
+from grpo_fast.rollout import (
+    Engine,
+    EngineError,
+    NonFiniteLogits,
+    awake,
+    build_engine,
+    check_prompts,
+)
 from grpo_fast.train import distributed
 from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.config import RunConfig
@@ -53,7 +60,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: a configuration, data or a model that cannot be used.
-        NonFiniteLogits, NonFiniteGradient, RewardError: the run cannot go on.
+        NonFiniteLogits, NonFiniteGradient, RewardError, EngineError: the run cannot go on.
         CheckpointError, WriteError: the disk is full, or does not allow it.
         Stopped: (a SystemExit) a signal ended the run.
     """
@@ -183,7 +190,10 @@ def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None
 
 @contextmanager
 def saved_when_it_ends(state: RunState) -> Iterator[None]:
-    """A run that a signal or its gradients end leaves a checkpoint; others leave what they have."""
+    """A run that a signal, its engine or its gradients end leaves a checkpoint.
+
+    Others leave what they have.
+    """
     trainer = state.trainer
     try:
         yield
@@ -193,6 +203,8 @@ def saved_when_it_ends(state: RunState) -> Iterator[None]:
         raise NonFiniteLogits(f"{error} {when}; {advice}") from None
     except NonFiniteGradient as error:
         raise NonFiniteGradient(f"{error}; {_saved(state)}") from None
+    except EngineError as error:
+        raise EngineError(f"{error}; {_saved(state)}") from error
     except Stopped as stopped:
         trainer.forget_gradients()
         path = state.save()

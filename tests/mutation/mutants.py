@@ -74,6 +74,8 @@ SUITES: dict[str, list[str]] = {
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
     "rollout": ["tests/rollout/test_rollout.py"],
+    "vllm": ["tests/rollout/test_vllm_server.py"],
+    "vllm_engine": ["tests/rollout/test_vllm_engine.py"],
     "decode": ["tests/rollout/test_decode.py"],
     "engines": ["tests/rollout/test_engine.py", "tests/rollout/test_continuous.py"],
     "agreement": ["tests/train/test_agreement.py"],
@@ -195,6 +197,7 @@ def all_mutants() -> list[Mutant]:
         train_ranks,
         train_rewards,
         train_seeing,
+        vllm,
     )
 
     trainer = (
@@ -206,6 +209,7 @@ def all_mutants() -> list[Mutant]:
         train_ranks,
         train_rewards,
         train_seeing,
+        vllm,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
     files += (forward_cuda, integrations, rollout, support)

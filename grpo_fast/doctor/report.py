@@ -46,10 +46,10 @@ def _checks(checks: Sequence[Check]) -> Any:
     table = _table("This machine", "self-test", "error", "allowed", "")
     for check in checks:
         missing = check.error is None
-        error = "—" if missing else f"{check.error:.1e}"
+        error, allowed = ("—", "—") if missing else (_short(check.error), _short(check.bound))
         verdict = "not here" if missing else "ok" if check.ok else "FAILED"
         name = f"{check.name}: {check.note}" if check.note else check.name
-        table.add_row(escape_control(name), error, f"{check.bound:.0e}", verdict)
+        table.add_row(escape_control(name), error, allowed, verdict)
     return table
 
 
@@ -81,6 +81,10 @@ def _table(title: str, *columns: str) -> Any:
         is_number = name in ("error", "allowed", "nats per token", "before", "without it")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
     return table
+
+
+def _short(number: float) -> str:
+    return f"{number:.1e}" if number else "0"
 
 
 def _finite(value: Any) -> Any:

@@ -64,27 +64,29 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
     for backend in BACKENDS:
         missing = route.unavailable(backend, device.type)
         if missing is not None:
-            yield Check(f"loss, {backend}", None, 0.0, missing.splitlines()[0])
+            yield Check(backend, None, 0.0, missing.splitlines()[0])
             continue
         for dtype in DTYPES:
             made = problem(dtype, device)
-            what = f"{backend}, {str(dtype).removeprefix('torch.')}"
+            what = f"{backend} {_named(dtype)}"
             for name, bound, error in (
-                ("loss and log-probabilities against fp64", LOGPS, values_error),
+                ("loss and logps against fp64", LOGPS, values_error),
                 ("gradients against fp64", GRADIENTS[dtype], gradients_error),
-                ("same bits again, and for rows alone", 0.0, differing),
+                ("same bits again, and alone", 0.0, differing),
             ):
-                yield timed(f"{name}, {what}", bound, partial(error, made, backend))
+                yield timed(f"{what}: {name}", bound, partial(error, made, backend))
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
     """Every attention kernel that can run here against the dense reference."""
     for dtype in DTYPES:
-        for window, softcap in ((False, False), (True, False), (False, True)):
-            kind = Kind(device.type, dtype, 64, window, softcap, device.index)
+        for with_what in ("", ", window", ", softcap"):
+            extras = (with_what == ", window", with_what == ", softcap")
+            kind = Kind(device.type, dtype, HIDDEN, *extras, device.index)
             for provider in candidates(kind):
+                name = f"attention {provider.name} {_named(dtype)}{with_what}"
                 run = partial(self_test, provider.attend, kind)
-                yield timed(f"attention {provider.name}, {kind}", SELF_TEST_TOLERANCE[dtype], run)
+                yield timed(name, SELF_TEST_TOLERANCE[dtype], run)
 
 
 def problem(dtype: torch.dtype, device: torch.device) -> Problem:
@@ -149,6 +151,10 @@ def differing(p: Problem, backend: str) -> float:
         p.cu_seqlens[2:4] - p.cu_seqlens[2],
     )  # fmt: skip
     return float(count + int((computed(alone, backend)[1] != first[1][a:b]).sum()))
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

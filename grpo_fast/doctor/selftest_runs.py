@@ -44,10 +44,10 @@ def run_checks(device: torch.device) -> Iterator[Check]:
     torch.manual_seed(0)
     policy = load_policy(config, build_symbol_tokenizer(SYMBOLS))
     yield timed(
-        "a rollout's log-probabilities against the trainer's", noise_of(policy),
+        "rollout: logps against the trainer's", noise_of(policy),
         lambda: rollout_error(policy),
     )  # fmt: skip
-    yield timed("checkpoint: a resumed run ends in the same bits", 0.0, resumed_differences)
+    yield timed("checkpoint: a resumed run's weights, bit for bit", 0.0, resumed_differences)
 
 
 def rollout_error(policy: Any) -> float:

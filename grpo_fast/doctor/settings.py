@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -115,7 +116,7 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
     elif source is not None and source.run is not None:
         fields = source.run.model_dump(mode="json", exclude_unset=True)
     elif source is not None:
-        fields = {**BUILT_IN}
+        fields = copy.deepcopy(BUILT_IN)
     elif rest or own.previous is not None:
         came = (rest or [f"previous={own.previous}"])[0]
         raise ValueError(

@@ -1,25 +1,39 @@
-"""The engine that is always there: the trainer's own model, by transformers' `generate`."""
+"""The engine that is always there: the trainer's own model."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from grpo_fast.attention import check_tolerance
+from grpo_fast.rollout.decode import Decoded, decode
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
+from grpo_fast.rollout.kept import KeptIds
 from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, Sampling
+
+log = logging.getLogger(__name__)
+
+# Why a model samples by transformers' `generate`; None: by our loop. Looked at once for each.
+_unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 class TransformersEngine(Engine):
-    """Samples with the policy itself: left-padded batches, our sampler inside.
+    """Samples with the policy itself: a prompt once for its group, ended completions leave.
 
-    The weights are the trainer's own, so `update` moves nothing and sleep frees nothing.
+    A model whose attention our loop does not compute samples by transformers' own `generate`. The
+    weights are the trainer's, so `update` moves nothing and sleep frees nothing.
     """
 
     def __init__(self, policy: Any, options: Any = None) -> None:
         self.policy, self.version = policy, 0
+        with policy.generation():
+            why_unsuited(policy)
 
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
@@ -33,41 +47,105 @@ class TransformersEngine(Engine):
         seed: Seed,
         places: Sequence[int] | None = None,
     ) -> list[Completion]:
-        numbers = uniforms(
-            seed, len(prompts), sampling.max_new_tokens, group_size=group_size, places=places
-        )
-        repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        size = sampling.batch_size or max(len(repeated), 1)
+        length = sampling.max_new_tokens
+        numbers = uniforms(seed, len(prompts), length, group_size=group_size, places=places)
+        owners = [n for n in range(len(prompts)) for _ in range(group_size)]
+        size = sampling.batch_size or max(len(owners), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            for start in range(0, len(repeated), size):
-                end = start + size
-                completions += self._batch(repeated[start:end], sampling, numbers[start:end])
+            by_loop = not owners or why_unsuited(self.policy) is None
+            run = decode if by_loop else by_transformers
+            for start in range(0, len(owners), size):
+                part = slice(start, start + size)
+                runs = [(n, len(list(same))) for n, same in groupby(owners[part])]
+                chosen = [prompts[n] for n, _ in runs]
+                counts = [count for _, count in runs]
+                found = run(self.policy, chosen, counts, sampling, numbers[part])
+                completions += self._cut(found)
         return completions
 
-    def _batch(
-        self, prompts: Sequence[Sequence[int]], options: Sampling, numbers: Tensor
-    ) -> list[Completion]:
-        """A completion for each prompt and row of random numbers."""
-        policy, device, pad = self.policy, self.policy.device, self.policy.pad_id
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (longest - len(p)) + [*p] for p in prompts], device=device)
-        mask = torch.tensor(
-            [[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device
-        )
-        sampler = Sampler(numbers.to(device), options)
-        output = policy.lm.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
-            do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
-            pad_token_id=pad,
-        )  # fmt: skip
-        completions = []
-        rows, logps = output[:, longest:].tolist(), sampler.logps.cpu()
-        for row, row_logps in zip(rows, logps, strict=True):
-            end = next((t + 1 for t, token in enumerate(row) if token in policy.eos_ids), None)
-            if row_logps[:end].isnan().any():
-                raise NonFiniteLogits("the policy's logits are NaN or infinite")
-            kept = row_logps[: len(row[:end])].clone()
-            why = LENGTH if end is None else EOS
-            completions.append(Completion(row[:end], kept, why, self.version))
-        return completions
+    def _cut(self, found: Decoded) -> list[Completion]:
+        """Each completion up to its first EOS."""
+        eos = torch.tensor(sorted(self.policy.eos_ids), device=found.tokens.device)
+        ends = torch.isin(found.tokens, eos).cpu()
+        has_end = ends.any(1).tolist()
+        lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1]).tolist()
+        logps = found.logps.cpu()
+        if any(row[:n].isnan().any() for row, n in zip(logps, lengths, strict=True)):
+            raise NonFiniteLogits("the policy's logits are NaN or infinite")
+        kept = found.kept.by_completion(lengths)
+        return [
+            Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, own)
+            for ids, row, n, ended, own in zip(
+                found.tokens.tolist(), logps, lengths, has_end, kept, strict=True
+            )
+        ]
+
+
+def by_transformers(
+    policy: Any,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    options: Sampling,
+    numbers: Tensor,
+) -> Decoded:
+    """`decode` by transformers' `generate`: prompts padded on the left, one for each completion."""
+    device, pad = policy.device, policy.pad_id
+    rows = [p for p, count in zip(prompts, counts, strict=True) for _ in range(count)]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(p)) + [*p] for p in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in rows], device=device)
+    policy.lm.set_attn_implementation(policy.generation_attn)
+    sampler = Sampler(numbers.to(device), options)
+    output = policy.lm.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
+        do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
+        pad_token_id=pad,
+    )  # fmt: skip
+    tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
+    tokens[:, : output.shape[1] - longest] = output[:, longest:]
+    kept = KeptIds(*numbers.shape)
+    for t, drawn in enumerate(sampler.drawn):
+        kept.add(torch.arange(len(rows)), t, drawn)
+    return Decoded(tokens, sampler.logps, kept)
+
+
+def why_unsuited(policy: Any) -> str | None:
+    """Why our loop does not sample from this model, found by trying; None where it does.
+
+    Said once in the log. In `policy.generation()`.
+    """
+    if policy.lm not in _unsuited:
+        try:
+            _unsuited[policy.lm] = compare(policy)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            _unsuited[policy.lm] = str(error).splitlines()[0]
+        if _unsuited[policy.lm] is not None:
+            why = f"{type(policy.lm).__name__}: {_unsuited[policy.lm]}"
+            log.warning("rollouts run by transformers' generate, more slowly: %s", why)
+    return _unsuited[policy.lm]
+
+
+def compare(policy: Any) -> str | None:
+    """Two prompts with two greedy completions each, by the loop and by the model in one pass."""
+    rows = policy.lm.get_input_embeddings().weight.shape[0]
+    prompts = [
+        [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))
+    ]
+    options = Sampling(max_new_tokens=3, temperature=0)
+    found = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3))
+    policy.lm.set_attn_implementation(policy.generation_attn)
+    worst = 0.0
+    for prompt, tokens, logps in zip(
+        [prompts[0], *prompts], found.tokens, found.logps, strict=True
+    ):
+        ids = torch.tensor([[*prompt, *tokens.tolist()]], device=policy.device)
+        logits = policy.lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        own = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        if own.isnan().any():
+            return None
+        worst = max(worst, float((own - logps).abs().max()))
+    dtype = policy.autocast or policy.head.weight.dtype
+    if worst <= check_tolerance(dtype):
+        return None
+    return f"its logits differ by {worst:.2g} nats between our loop and one pass"

@@ -79,8 +79,8 @@ def train(config: RunConfig) -> dict[str, Any]:
     }
     with (
         RunReport(config.output_dir, config, start=start) as report,
-        Stopping().listening(policy.lm.base_model),
         build_engine(policy, config.rollout) as engine,
+        Stopping().listening(policy.lm.base_model),
     ):
         report.note(kernels_line(kernels))
         if config.warm_start is not None and start.checkpoint is None:

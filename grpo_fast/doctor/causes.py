@@ -67,13 +67,13 @@ def name_of(found: Found, field: str) -> str:
     view = found.view
     if field == "temperature":
         return RAW if _is_raw(found) else TEMPERATURE
+    if field == "truncation":
+        return RAW if view.truncation is None else TRUNCATION
     if field == "reading":
         return TEMPLATE if view.reading in (TEMPLATED, UNTEMPLATED, UNPROMPTED) else TOKENS
     if field == "model":
         return MODEL if view.model == BF16 else STALE
-    return {
-        "truncation": TRUNCATION, "padding": PADDING, "head": HEAD, "forward": FORWARD,
-    }[field]  # fmt: skip
+    return {"padding": PADDING, "head": HEAD, "forward": FORWARD}[field]
 
 
 def advice(found: Found, field: str) -> str:
@@ -172,6 +172,12 @@ def _about_temperature(found: Found) -> str:
 
 def _about_truncation(found: Found) -> str:
     cut, sampling = found.view.truncation, found.sampling
+    if cut is None:
+        return (
+            "the engine truncates and reports log-probabilities over the whole vocabulary, the "
+            "loss is over what was kept: ask for processed ones (vLLM: "
+            "logprobs_mode=processed_logprobs)"
+        )
     was_asked = sampling.top_k > 0 or sampling.top_p < 1
     if was_asked:
         known = "" if found.recomputed.kept is None else ", which the engine names"

@@ -15,7 +15,7 @@ from grpo_fast.doctor.causes import Cause, Found
 from grpo_fast.doctor.prompts import readings
 from grpo_fast.doctor.recompute import Recomputed
 from grpo_fast.doctor.search import explain, limit, noise_of, options, shares
-from grpo_fast.doctor.view import OWN, View
+from grpo_fast.doctor.view import KEPT, OWN, View
 from grpo_fast.rollout import Engine, Rollout, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.policy import Policy
@@ -50,6 +50,7 @@ def diagnose(
     seed: Seed = 0,
     version: int = 1,
     temperature: float | None = None,
+    uses_kept: bool = False,
     previous: Policy | None = None,
     threshold: float | None = None,
 ) -> Diagnosis:
@@ -59,6 +60,7 @@ def diagnose(
         policy: the trainer's; the engine is given its weights as this `version`.
         prompts: texts or chat messages.
         temperature: the loss's; None: the sampling's.
+        uses_kept: the loss is over the tokens that the engine names, where it names them.
         previous: weights that the engine may still have.
         threshold: nats per token; None: the noise of the policy's dtype.
 
@@ -76,7 +78,10 @@ def diagnose(
     sent = rollout.prompt_ids[::group_size]
     known = readings(policy.tokenizer, prompts, sent)
     recomputed = Recomputed(policy, rollout, known, previous=previous)
-    base = View(sampling.temperature if temperature is None else temperature)
+    base = View(
+        sampling.temperature if temperature is None else temperature,
+        KEPT if uses_kept and recomputed.kept is not None else None,
+    )
     noise, view = noise_of(policy), base
     if recomputed.difference(base) > noise:
         view = explain(recomputed, base, options(recomputed, base, sampling), noise)

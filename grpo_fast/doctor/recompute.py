@@ -13,6 +13,7 @@ from grpo_fast.attention import pack_groups, plan_packs
 from grpo_fast.doctor.prompts import AS_SENT, Ids, padded
 from grpo_fast.doctor.rows import Truncation, row_logps
 from grpo_fast.doctor.view import BF16, CURRENT, FITTED, KEPT, OWN, View
+from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import Kept, Rollout
 from grpo_fast.train.policy import Policy
 
@@ -45,6 +46,10 @@ class Recomputed:
         ids = [token for one in rollout.completion_ids for token in one]
         self.targets = torch.tensor(ids, device=policy.device)  # (R,)
         self.kept = joined(rollout.kept)
+        self.support = None
+        if self.kept is not None:
+            device = policy.device
+            self.support = Support(self.kept.ids.to(device), self.kept.offsets.to(device))
         self._states: dict[tuple[str, str, str, str], Tensor] = {}
         self._found: dict[View, float] = {}
 
@@ -76,9 +81,11 @@ class Recomputed:
         if not view.is_trainers():
             return self._at(view, [temperature])[0]
         head, states = self._policy(view.model).head, self._hidden(view)
+        support = self.support if view.truncation == KEPT else None
         logps = linear_logps(
-            states, head.weight, self.targets, bias=head.bias, temperature=temperature, **head.rule
-        )
+            states, head.weight, self.targets, bias=head.bias, temperature=temperature,
+            support=support, **head.rule,
+        )  # fmt: skip
         return logps.cpu()
 
     def _at(self, view: View, temperatures: Sequence[float]) -> Tensor:

@@ -38,6 +38,7 @@ def options(recomputed: Recomputed, base: View, sampling: Sampling) -> list[Opti
         Truncation(getattr(shipped, "top_k", None) or 0, getattr(shipped, "top_p", None) or 1.0),
     ]
     found: list[Option] = [("temperature", t) for t in (*dict.fromkeys(temperatures), FITTED)]
+    found += [("truncation", None)]
     found += [("truncation", KEPT)] if recomputed.kept is not None else []
     found += [("truncation", t) for t in dict.fromkeys(truncations) if t.is_on]
     found += [("reading", name) for name in recomputed.readings]

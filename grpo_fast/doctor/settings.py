@@ -71,11 +71,10 @@ class Words:
 
     @property
     def sampling(self) -> Sampling:
-        """What the engine is asked for."""
+        """What the engine is asked for: as in training, but shorter."""
         rollout = self.config.rollout
-        given = {name: getattr(rollout, name) for name in Sampling.model_fields}
         length = min(rollout.max_new_tokens, self.own.tokens)
-        return Sampling(**given | {"max_new_tokens": length})
+        return rollout.model_copy(update={"max_new_tokens": length})
 
     def previous_config(self) -> ModelConfig | None:
         """How the earlier weights are loaded: as the model is."""

@@ -40,4 +40,5 @@ class View(NamedTuple):
 
     def is_trainers(self) -> bool:
         """Whether the trainer's own code computes it: packed rows, the fused head."""
-        return self.model != BF16 and self == View(self.temperature, model=self.model)
+        plain = View(self.temperature, self.truncation, model=self.model)
+        return self == plain and self.model != BF16 and self.truncation in (None, KEPT)

@@ -125,6 +125,17 @@ def test_truncation_that_was_asked_for_is_the_log_of_the_kept_mass(policy):
     assert names == [words.TRUNCATION] and found.left < 2e-5
 
 
+def test_a_loss_over_the_kept_tokens_agrees_with_a_sampler_that_names_them(policy):
+    found, names = found_by(policy, FaultyEngine(names_kept=True), CUT, uses_kept=True)
+    assert found.ok and names == [] and found.mean < 1e-5
+    engine = FaultyEngine(names_kept=True, raw=True)
+    found, names = found_by(policy, engine, CUT, uses_kept=True)
+    assert set(names) == {words.RAW} and found.left < 2e-5
+    assert any("over the whole vocabulary" in cause.advice for cause in found.causes)
+    found, names = found_by(policy, FaultyEngine(), CUT, uses_kept=True)
+    assert names == [words.TRUNCATION] and "hand it the kept tokens," in found.causes[0].advice
+
+
 def test_defaults_of_the_model_that_win(policy, monkeypatch):
     from transformers import GenerationConfig
 
@@ -182,6 +193,7 @@ def test_two_causes_at_once(policy, earlier, planted):
     assert set(names) == expected and len(names) == 2 and found.left < 2e-5
     first, second = found.causes
     assert first.before > first.after == second.before > second.after == found.left
+    assert planted != "padding and head" or names == [words.PADDING, words.HEAD]
 
 
 def test_truncation_beside_another_cause(policy):

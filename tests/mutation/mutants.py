@@ -37,6 +37,12 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "ranks": ["tests/integrations/test_lightning.py", "-k", "two_ranks"],
+    "two_processes": [
+        "tests/integrations/test_two_processes.py",
+        "-k",
+        "ends_in_the_same and dapo",
+    ],
     "checkpoint_files": [
         "tests/train/test_checkpoints.py",
         "-k",
@@ -162,6 +168,7 @@ def all_mutants() -> list[Mutant]:
         forward_cuda,
         gradients,
         heads,
+        integrations,
         kernels,
         loss,
         objectives,
@@ -186,7 +193,7 @@ def all_mutants() -> list[Mutant]:
         train_seeing,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, doctor)
+    files += (forward_cuda, integrations, doctor)
     return [m for file in files for m in file.MUTANTS]
 
 

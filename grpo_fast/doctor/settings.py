@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -25,6 +26,7 @@ BUILT_IN: dict[str, Any] = {  # where no recipe says what is asked: temperature 
     "rewards": [{"name": "exact_match"}],
     "rollout": {"temperature": 0.8},
 }
+PATIENCE = 10  # seconds that a server which does not answer is waited for
 OF_A_RUN = ("dtype", "autocast", "attn")  # how a run's model is loaded; its code is not
 
 
@@ -63,10 +65,11 @@ class Words:
         own = [w for w in kinds["setting"] if w.partition("=")[0] in DoctorSettings.model_fields]
         self.own = _settings(own)
         self.model = next(iter(kinds["model"]), None)
-        rest = [w for w in kinds["setting"] if w not in own]
-        rest += [f"rollout.engine={name}" for name in kinds["engine"]]
+        rest = [f"rollout.engine={name}" for name in kinds["engine"]]
         for url in kinds["url"]:
-            rest += ["rollout.engine=vllm-server", f"rollout.vllm.urls=[{url!r}]"]
+            server = {"urls": [url], "patience": PATIENCE}
+            rest += ["rollout.engine=vllm-server", f"rollout.vllm={json.dumps(server)}"]
+        rest += [word for word in kinds["setting"] if word not in own]
         self.config = _config(self.model, self.own, rest)
 
     @property

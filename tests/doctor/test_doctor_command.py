@@ -80,7 +80,8 @@ def test_engines_and_servers_by_their_words(model, monkeypatch):
     Words([model, "vllm"])
     Words([model])
     assert seen[0]["rollout"] == {
-        "temperature": 0.8, "engine": "vllm-server", "vllm": {"urls": ["http://127.0.0.1:8000"]},
+        "temperature": 0.8, "engine": "vllm-server",
+        "vllm": {"urls": ["http://127.0.0.1:8000"], "patience": 10},
     }  # fmt: skip
     assert seen[1]["rollout"] == {"temperature": 0.8, "engine": "vllm"}
     assert seen[2]["rollout"] == {"temperature": 0.8}

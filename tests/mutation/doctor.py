@@ -105,4 +105,7 @@ MUTANTS = [
     Mutant("doctor-loss-temperature", COMMAND,
            "temperature=float(config.loss_config().temperature)", "temperature=None",
            "a loss at another temperature than the rollout's is not seen", "doctor_command"),
+    Mutant("doctor-kept-is-not-the-losss", DIAGNOSIS,
+           "KEPT if uses_kept and recomputed.kept is not None else None", "None",
+           "a loss over the kept tokens is taken for one over the whole vocabulary", "doctor"),
 ]  # fmt: skip

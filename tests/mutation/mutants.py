@@ -145,6 +145,10 @@ SUITES: dict[str, list[str]] = {
         "-k",
         "128x192 and (300x392x700 or any_number)",
     ],
+    "doctor": ["tests/doctor/test_diagnosis.py"],
+    "doctor_views": ["tests/doctor/test_views.py"],
+    "doctor_selftest": ["tests/doctor/test_selftest.py"],
+    "doctor_command": ["tests/doctor/test_doctor_command.py"],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -178,6 +182,7 @@ class Mutant(NamedTuple):
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
     from tests.mutation import (
+        doctor,
         forward_cuda,
         gradients,
         heads,
@@ -212,7 +217,7 @@ def all_mutants() -> list[Mutant]:
         vllm,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations, rollout, support)
+    files += (forward_cuda, integrations, rollout, support, doctor)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -13,6 +13,8 @@ from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import scale as scale_triton
+from grpo_fast.kernels.gpu import support as support_triton
+from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
@@ -110,6 +112,28 @@ def surrounded(hidden_size: int) -> Callable[[], object]:
         gradients.add_targets_(torch.empty(vocab, hidden_size), ids, ids, by, hidden)
         matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]
         gradients.add_targets_narrow_(weight, ids, ids, by, hidden, matrix, scaled)
+
+    return call
+
+
+def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[], object]:
+    """Rows in a support, from hidden and back; `options` as in `problem`."""
+
+    def call() -> None:
+        (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
+        offsets, v = torch.arange(ROWS + 1), torch.ones(ROWS)
+        rows = SupportRows(None, None, ids, offsets, ids, ids)
+        index = ids if "b" in options else None
+        support_triton.head_logps(
+            hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, keep_logits=True,
+            keep_directions=True,
+        )  # fmt: skip
+        support_triton.row_logps(v, rows, rule, return_entropy=has_entropy)
+        of_entropy = v if has_entropy else None
+        support_triton.row_grad_(v, rows, (v, v, v), v, of_entropy, rule)
+        support_triton.head_hidden(v, weight, rows)
+        for out in (torch.empty_like(weight), torch.empty(1000, hidden_size)):
+            support_triton.head_weight(v, hidden, index, rows, out, add="b" in options)
 
     return call
 

@@ -52,7 +52,6 @@ class Kernels(NamedTuple):
     head_logps: Callable | None = None  # from hidden
     head_exponentials: Callable | None = None  # from hidden
     gradients: Any = None  # module: what surrounds the gradient GEMMs of exponentials; None: torch
-    support: Any = support_reference  # module: rows that exist only in a sampler's support
 
 
 class Route(NamedTuple):
@@ -121,6 +120,18 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
         stored = POSITIVE16 if weight.dtype == torch.bfloat16 else torch.float32
         return _said(name, "from hidden", product, stored)
     return _said(name, None, product)
+
+
+@functools.cache
+def support_doors(backend: str) -> Any:
+    """The module that treats rows which exist only in a sampler's support (support_reference.py
+    documents its doors).
+    """
+    is_own = backend == "cpu" and loader.load("support") is None
+    logger.info("grpo_fast: rows with a support: %s", "C++" if is_own else "torch")
+    if not is_own:
+        return support_reference
+    return importlib.import_module("grpo_fast.kernels.cpu.support")
 
 
 def own_product(x: Tensor) -> bool:

@@ -55,3 +55,11 @@ class SupportRows(NamedTuple):
         assert self.others is not None and others is not None
         joined = unset(own.new_empty, len(own) + len(others))
         return joined.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
+
+
+class HeadRows(NamedTuple):
+    """What a head says of rows with a support."""
+
+    raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
+    stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows
+    slopes: Tensor | None  # (R, H) the derivative of every logp with respect to its row of hidden

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import reference
-from grpo_fast.kernels.support import SupportRows
+from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.types import LogitRule, RowStats, add_rows_, scaled_rows
 from grpo_fast.kernels.workspace import unset
 
@@ -54,14 +54,31 @@ def row_grad_(
     return raw
 
 
-def head_logits(
+def head_rows(
     hidden: Tensor,  # (N, H)
     index: Tensor | None,  # (R,) int64: the row of hidden of each row; None: in order
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
-) -> Tensor:  # (nnz,)
-    """hidden·W[id] + bias[id] for every id, summed in fp32 (fp64 for fp64)."""
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+    return_slopes: bool,
+) -> HeadRows:
+    """Logits of every id and the statistics of every row, summed in fp32 (fp64 for fp64); with
+    `return_slopes` what a loss needs for dH, which is its dL/dlogp times these.
+    """
+    raw, slopes = _logits(hidden, index, weight, bias, rows), None
+    stats = row_logps(raw, rows, rule, return_entropy=return_entropy)
+    if return_slopes:
+        ones = torch.ones_like(stats[1])
+        slopes = head_hidden(row_grad_(raw.clone(), rows, stats, ones, None, rule), weight, rows)
+    return HeadRows(raw, stats, slopes)
+
+
+def _logits(
+    hidden: Tensor, index: Tensor | None, weight: Tensor, bias: Tensor | None, rows: SupportRows
+) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     raw = unset(weight.new_empty, len(rows.ids), dtype=dtype)
     sources = rows.rows if index is None else index[rows.rows]

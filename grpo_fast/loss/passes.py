@@ -74,7 +74,7 @@ class LogitsSweep:
             return cls(logits, out, rows, route)
         others = rows.support.others
         dense = None if others is None else cls(logits, out, rows.select(others), route)
-        return SupportSweep(GivenLogits(logits, out, rows), rows, route, dense)
+        return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
         self.logits, self.out, self.rows, self.kernels = logits, out, rows, route.kernels

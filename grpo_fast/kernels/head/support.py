@@ -1,7 +1,9 @@
 """Rows whose logits exist only in a sampler's support, beside rows with the whole vocabulary.
 
 A row of k ids costs 6·k·H instead of 6·V·H. Everything behind a logp is that of other rows: the
-row kernels see k logits in place of V (support_reference.py).
+row kernels see k logits in place of V. Logits of a head come in two ways: from the rows of W that
+the ids name (gathered.py), or, where the sets are so large that this costs more, from the dense
+product, of which the other columns are dropped (below). Given logits are looked up.
 """
 
 from __future__ import annotations
@@ -11,13 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.head.gathered import GatheredHead
+from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.loop import LinearHead
-from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted, add_rows_
-from grpo_fast.kernels.workspace import on_huge_pages, unset
+from grpo_fast.kernels.head.products import matmul_wide
+from grpo_fast.kernels.route import Route, support_doors
+from grpo_fast.kernels.support import HeadRows, SupportRows
+from grpo_fast.kernels.types import ActiveRows, LogitRule, RowLoss, RowStats, Wanted, pad_rows
+from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
+
+# A gathered logit costs as much as this many of a dense product (measured at H = 896, fp32, one
+# core: 18 without a gradient, 11 with all).
+GATHERED_COST = 16
 
 
 def linear_sweep(
@@ -31,32 +40,45 @@ def linear_sweep(
     """The sweep of a head over these rows; `options` are those of `LinearHead`."""
     if rows.support is None:
         return LinearHead(hidden, weight, bias, rows, route, **options)
-    others, dense, is_wide = rows.support.others, None, options.pop("is_wide", False)
-    if others is not None:
-        rest = rows.select(others)
+    support, dense, is_wide = rows.support, None, options.pop("is_wide", False)
+    if support.others is not None:
+        rest = rows.select(support.others)
         dense = LinearHead(hidden, weight, bias, rest, route, is_wide=True, **options)
-    head = GatheredHead(hidden, weight, bias, rows, route, is_wide=is_wide)
-    return SupportSweep(head, rows, route, dense)
+    is_large = len(support.ids) * GATHERED_COST > len(support.places) * weight.shape[0]
+    form = DenseHead if is_large else GatheredHead
+    head = form(hidden, weight, bias, rows, route, is_wide=is_wide)
+    return SupportSweep(
+        head, rows, route, dense, entropy_gradient=options.get("entropy_gradient", False)
+    )
 
 
 class SupportSweep:
     """All active rows: those with a support from `source`, the others from `dense`.
 
     Args:
-        source: what gives raw logits in the support, and takes their gradient.
+        source: what gives logits in the support, and takes their gradient.
         dense: the sweep over the other rows; None: there are none.
+        entropy_gradient: the coefficients will have a dL/dentropy.
     """
 
     filtered = None
 
     def __init__(
-        self, source: GatheredHead | GivenLogits, rows: ActiveRows, route: Route, dense: Any
+        self,
+        source: GatheredHead | DenseHead | GivenLogits,
+        rows: ActiveRows,
+        route: Route,
+        dense: Any,
+        *,
+        entropy_gradient: bool = False,
     ) -> None:
         assert rows.support is not None
         self.source, self.dense, self.support = source, dense, rows.support
         self.rule = rows.rule if rows.support.own is None else rows.rule.rows(rows.support.own)
-        self.kernels, self.num_rows = route.kernels, rows.target_ids.shape[0]
-        self.held: Tensor | None = None  # (nnz,) raw logits
+        self.row_coefficients = route.kernels.row_coefficients
+        self.doors, self.entropy_gradient = support_doors(route.backend), entropy_gradient
+        self.num_rows = rows.target_ids.shape[0]
+        self.held: HeadRows | None = None
 
     @property
     def has_entropy_gradient(self) -> bool:
@@ -64,17 +86,14 @@ class SupportSweep:
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """(lse, logps, entropy) of the active rows, (T,) fp32."""
-        raw = self.source.logits()
-        stats = self.kernels.support.row_logps(
-            raw, self.support, self.rule, return_entropy=return_entropy
-        )
-        self.held = raw if keep else None
-        others = (None,) * 3
+        has_slopes = keep and not self.entropy_gradient
+        found = self.source.rows(self.rule, return_entropy=return_entropy, return_slopes=has_slopes)
+        self.held, others = found if keep else None, (None,) * 3
         if self.dense is not None:
             others = self.dense.logps(return_entropy=return_entropy, keep=keep)
         lse, logps, entropy = (
             None if x is None else self.support.joined(x, y)
-            for x, y in zip(stats, others, strict=True)
+            for x, y in zip(found.stats, others, strict=True)
         )
         assert lse is not None and logps is not None
         return lse, logps, entropy
@@ -84,7 +103,7 @@ class SupportSweep:
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
         """Row losses, and the gradients of a loss whose coefficients follow row by row."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
-        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
+        losses, g = self.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
 
     def gradients(
@@ -93,25 +112,27 @@ class SupportSweep:
         """Those of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
         if not any(wanted):
             return self.source.nothing()
-        raw, self.held = self.held, None
-        raw = self.source.logits() if raw is None else raw
+        found, self.held = self.held, None
+        if found is None:
+            has_slopes = g_entropy is None
+            found = self.source.rows(self.rule, return_entropy=False, return_slopes=has_slopes)
         others = None
         if self.dense is not None:
             i = self.support.others
             at: RowStats = tuple(None if x is None else x[i] for x in known)  # type: ignore[assignment]
             of_entropy = None if g_entropy is None else g_entropy[i]
             others = self.dense.gradients(g[i], of_entropy, at, wanted)
-        own, of_all = self.support, self.support.of_all
-        stats: RowStats = tuple(None if x is None else of_all(x) for x in known)  # type: ignore[assignment]
-        of_entropy = None if g_entropy is None else of_all(g_entropy)
-        d = self.kernels.support.row_grad_(raw, own, stats, of_all(g), of_entropy, self.rule)
-        return self.source.gradients(d, wanted, others)
+        of_all = self.support.of_all
+        own: RowStats = tuple(None if x is None else of_all(x) for x in known)  # type: ignore[assignment]
+        g, g_entropy = of_all(g), None if g_entropy is None else of_all(g_entropy)
+        d = self.doors.row_grad_(found.raw, self.support, own, g, g_entropy, self.rule)
+        slopes = None if g_entropy is not None else found.slopes
+        return self.source.gradients(d, g, slopes, wanted, others)
 
 
-class GatheredHead:
-    """Logits of a head in the support: the rows of W that it names, one by one.
-
-    Args: as of `LinearHead`; rows: all active ones.
+class DenseHead:
+    """Logits of a head in the support, from the product with all of W. Arguments and methods are
+    those of `GatheredHead`.
     """
 
     def __init__(
@@ -125,55 +146,65 @@ class GatheredHead:
         is_wide: bool,
     ) -> None:
         assert rows.support is not None
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.rows: SupportRows = rows.support
-        self.doors, self.repeats, self.is_wide = route.kernels.support, rows.repeats, is_wide
-        index, own = rows.hidden_index, self.rows.own
-        self.index = own if index is None else self.rows.of_all(index)
-        self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.support: SupportRows = rows.support
+        self.tensors, self.is_wide = (hidden, weight, bias), is_wide
+        self.active = rows.select(self.support.own)
+        self.doors = support_doors(route.backend)
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        row_bytes = weight.shape[0] * self.dtype.itemsize
+        self.step = max(workspace_bytes(weight.device, self.dtype.itemsize) // row_bytes, 1)
 
-    def logits(self) -> Tensor:
-        """(nnz,) raw logits, fp32 or fp64."""
-        return self.doors.head_logits(self.hidden, self.index, self.weight, self.bias, self.rows)
+    def _chunks(self):
+        """Rows from one on to another, their hidden rows (padded C, H), the places of their ids
+        among all, the row and the column of each, and a matrix (padded C, V) for their logits.
+        """
+        hidden, weight, _ = self.tensors
+        support, index, count = self.support, self.active.hidden_index, len(self.support.places)
+        workspace = None
+        for start in range(0, count, self.step):
+            rows = slice(start, min(start + self.step, count))
+            h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
+            if workspace is None:
+                workspace = take_workspace(h.shape[0], weight.shape[0], weight, self.dtype)
+            first, end = support.offsets[[rows.start, rows.stop]].tolist()
+            at = support.rows[first:end] - start, support.ids[first:end]
+            yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
+        give_back_workspace(workspace)
+
+    def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
+        """Without slopes: they are not wanted."""
+        _, weight, bias = self.tensors
+        raw = weight.new_zeros(len(self.support.ids), dtype=self.dtype)
+        for _, h, places, at, z in self._chunks():
+            matmul_wide(h, weight, out=z)
+            raw[places] = z[at]
+        if bias is not None:
+            raw += bias[self.support.ids].to(self.dtype)
+        stats = self.doors.row_logps(raw, self.support, rule, return_entropy=return_entropy)
+        return HeadRows(raw, stats, None)
 
     def nothing(self) -> tuple[Tensor, ...]:
-        return (self.hidden.new_empty(0),) * 3
+        return (self.tensors[0].new_empty(0),) * 3
 
     def gradients(
-        self, d: Tensor, wanted: Wanted, others: tuple[Tensor, ...] | None
+        self,
+        d: Tensor,
+        g: Tensor,
+        slopes: Tensor | None,
+        wanted: Wanted,
+        others: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, ...]:
-        """(dH, dW, db) from d-logits (nnz,), added to those of `others`, in fp32 at least."""
-        d_hidden, d_weight, d_bias = self.nothing() if others is None else others
-        is_first = others is None
-        if wanted.hidden:
-            d_hidden = self._hidden(d, None if is_first else d_hidden)
-        if wanted.weight:
-            if is_first:
-                dtype = self.sum_dtype if self.is_wide else self.weight.dtype
-                d_weight = unset(self.weight.new_empty, self.weight.shape, dtype=dtype)
-                on_huge_pages(d_weight)
-            self.doors.head_weight(
-                d, self.hidden, self.index, self.rows, d_weight, add=not is_first
-            )
-        if wanted.bias:
-            d_bias = d.new_zeros(len(self.weight)) if is_first else d_bias
-            add_rows_(d_bias, self.rows.ids, d)
-        found = d_hidden, d_weight, d_bias
-        if self.is_wide:
-            return found
-        likes = self.hidden, self.weight, self.hidden if self.bias is None else self.bias
-        return tuple(x.to(like.dtype) for x, like in zip(found, likes, strict=True))
-
-    def _hidden(self, d: Tensor, total: Tensor | None) -> Tensor:
-        """(N, H) what d gives, added to `total`."""
-        sums = self.doors.head_hidden(d, self.weight, self.rows)
-        if total is None and self.index is None:
-            return sums
-        if total is None:
-            total = sums.new_zeros(self.hidden.shape)
-        index = torch.arange(len(sums), device=d.device) if self.index is None else self.index
-        add_rows_(total, index, sums)
-        return total
+        sums = GradientSums(
+            *self.tensors, wanted, index=self.active.hidden_index, repeats=self.active.repeats,
+            is_wide=self.is_wide, is_only=False,
+        )  # fmt: skip
+        if others is not None:
+            starts = (x if need else None for x, need in zip(others, wanted, strict=True))
+            sums.d_hidden, sums.d_weight, sums.d_bias = starts
+        for rows, h, places, at, z in self._chunks():
+            z.zero_()[at] = d[places]
+            sums.add(rows, h, ChunkGradients(z), rows.stop - rows.start, None)
+        return sums.finish()
 
 
 class GivenLogits:
@@ -185,26 +216,28 @@ class GivenLogits:
         rows: all active ones.
     """
 
-    def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows) -> None:
+    def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
         assert rows.support is not None
-        self.logit_rows, self.out = logits, out
-        support = rows.support
-        index = (
-            torch.arange(rows.num_rows, device=logits.device) if rows.kept is None else rows.kept
-        )
-        self.at = support.of_all(index)[support.rows], support.ids
+        self.logits, self.out, self.support = logits, out, rows.support
+        self.doors = support_doors(route.backend)
+        kept = torch.arange(rows.num_rows, device=logits.device) if rows.kept is None else rows.kept
+        self.at = self.support.of_all(kept)[self.support.rows], self.support.ids
 
-    def logits(self) -> Tensor:
-        """(nnz,) raw logits, fp32 or fp64."""
-        return self.logit_rows[self.at].to(
-            torch.promote_types(self.logit_rows.dtype, torch.float32)
-        )
+    def rows(self, rule: LogitRule, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
+        raw = self.logits[self.at].to(torch.promote_types(self.logits.dtype, torch.float32))
+        stats = self.doors.row_logps(raw, self.support, rule, return_entropy=return_entropy)
+        return HeadRows(raw, stats, None)
 
     def nothing(self) -> tuple[Tensor, ...]:
-        return (self.logit_rows.new_empty(0),)
+        return (self.logits.new_empty(0),)
 
     def gradients(
-        self, d: Tensor, wanted: Wanted, others: tuple[Tensor, ...] | None
+        self,
+        d: Tensor,
+        g: Tensor,
+        slopes: Tensor | None,
+        wanted: Wanted,
+        others: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, ...]:
         """(d-logits,) from those in the support (nnz,), beside the rows of `others`."""
         if others is not None:
@@ -212,6 +245,6 @@ class GivenLogits:
         elif self.out is not None:
             out = self.out.zero_()
         else:
-            out = torch.zeros_like(self.logit_rows, memory_format=torch.contiguous_format)
+            out = torch.zeros_like(self.logits, memory_format=torch.contiguous_format)
         out[self.at] = d.to(out.dtype)
         return (out,)

@@ -19,7 +19,7 @@ def support_rows(
 ) -> SupportRows | None:
     """The active rows that have a set, in memory of their own; None where none has.
 
-    On a GPU the host learns here how many rows and ids there are: two copies that it waits for.
+    On a GPU the host waits once, for how many rows and ids there are.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -29,23 +29,35 @@ def support_rows(
     starts, lengths = offsets[:-1], offsets.diff()
     if kept is not None:
         starts, lengths = starts[kept], lengths[kept]
-    index, others = (x.nonzero().squeeze(1) for x in (lengths > 0, lengths == 0))
-    if not len(index):
+    num_rows, num_ids = _sizes(lengths)
+    if not num_rows:
         return None
-    starts, lengths, target_ids = (x[index] for x in (starts, lengths, target_ids))
+    index, others = None, None
+    if num_rows < len(lengths):
+        index, others = (
+            torch.nonzero_static(x, size=size)[:, 0]
+            for x, size in ((lengths > 0, num_rows), (lengths == 0, len(lengths) - num_rows))
+        )
+        starts, lengths, target_ids = (x[index] for x in (starts, lengths, target_ids))
     own = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    places = torch.arange(int(own[-1]), device=own.device)
+    places = torch.arange(num_ids, device=own.device)
     rows = torch.searchsorted(own[1:], places, right=True)
     places -= own[rows]  # of each id in its row, from 0
     ids = support.ids[starts[rows] + places].long()
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     ids = values.ids("support.ids", ids, vocab_size, validate, expected=expected)
     found = SupportRows(
-        index if len(others) else None, others if len(others) else None, ids, own, rows,
+        index, others, ids, own, rows,
         _target_places(ids, rows, places, target_ids, validate),
     )  # fmt: skip
     _refuse_duplicates(found, vocab_size, validate)
     return found
+
+
+def _sizes(lengths: Tensor) -> tuple[int, int]:
+    """How many rows have a set, and how many ids these have."""
+    num_rows, num_ids = torch.stack([(lengths > 0).sum(), lengths.sum()]).tolist()
+    return num_rows, num_ids
 
 
 def _target_places(

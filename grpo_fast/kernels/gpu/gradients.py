@@ -126,7 +126,9 @@ def scaled_hidden(
     out: Tensor | None = None,  # (C, H), or (N, H) with `places`
     places: Tensor | None = None,  # (C,) the row of `out`; None: t
 ) -> Tensor:
-    """by_row[:, None]·hidden, rounded once to the dtype of `out`: by default hidden's, contiguous."""
+    """by_row[:, None]·hidden, rounded once to the dtype of `out`, by default a fresh one like
+    hidden, contiguous.
+    """
     if out is None:
         out = unset(torch.empty, hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if hidden.shape[0]:

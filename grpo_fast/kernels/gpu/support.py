@@ -28,14 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.configs import RAGGED, SUMS, support_config
-from grpo_fast.kernels.gpu.math import (
-    FLOOR,
-    bent,
-    exp_fp32,
-    expm1,
-    finish,
-    inverse_temperature,
-)
+from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
 from grpo_fast.kernels.gpu.problem import is_aligned
 from grpo_fast.kernels.gpu.rows import (
     launch,
@@ -206,7 +199,9 @@ def sums_kernel(
         at = start + tl.arange(0, BLOCK_R)
         factor = tl.load(factor_ptr + at, mask=at < stop, other=0.0)
         row = tl.load(index_ptr + at, mask=at < stop, other=0).to(tl.int64)
-        x = named_rows(matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h, "")
+        x = named_rows(
+            matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h, ""
+        )
         total += tl.sum(x * factor[:, None], 0)
     to = out_ptr + segment * stride_out_t + cols
     if ADD:
@@ -321,4 +316,3 @@ def _sums(
             matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
             BLOCK_R=SUMS.block_k, BLOCK_H=SUMS.block_h, num_warps=SUMS.num_warps,
         )  # fmt: skip
-

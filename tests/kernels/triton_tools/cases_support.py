@@ -6,6 +6,8 @@ Run by test_triton_interpreter.py in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -178,7 +180,7 @@ def test_dh_from_d_logits(width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [20, 1030])
-def test_dw(width, dtype):
+def test_dw(width, dtype, monkeypatch):
     """Some ids by many rows, some by none; NaN where the coefficient is 0; the order of the
     programs changes nothing.
     """
@@ -187,31 +189,25 @@ def test_dw(width, dtype):
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
     ids[::3] = 7
     rows = SupportRows(None, None, ids, torch.tensor([0, count]), torch.arange(count) % 8, None)
-    d, hidden = numbers(count, seed=9), torch.cat([hidden, torch.full((1, width), NAN, dtype=dtype)])
+    d, hidden = (
+        numbers(count, seed=9),
+        torch.cat([hidden, torch.full((1, width), NAN, dtype=dtype)]),
+    )
     index[5] = N
     d[rows.rows == 5] = 0.0
     terms = hidden[index[rows.rows]].nan_to_num().double() * d.double()[:, None]
     expected = torch.zeros(V, width).double().index_add_(0, ids, terms)
-    results = []
-    for reverse in (False, True):
-        out = torch.full((V, width), NAN, dtype=dtype)
-        with only_memory_of(out, hidden):
-            sums = support._sums
+    sums, results = support._sums, []
 
-            def spied(factors, places, offsets, *rest, add):
-                with only_memory_of(factors, places, offsets, *rest):
-                    sums(factors, places, offsets, *rest, add=add)
+    def watched(factors, places, offsets, *rest, add):
+        with only_memory_of(factors, places, offsets, *rest):
+            sums(factors, places, offsets, *rest, add=add)
 
-            support._sums = spied
-            try:
-                if reverse:
-                    with reversed_programs():
-                        support.head_weight(d, hidden, index, rows, out, add=False)
-                else:
-                    support.head_weight(d, hidden, index, rows, out, add=False)
-            finally:
-                support._sums = sums
-        results.append(out)
+    monkeypatch.setattr(support, "_sums", watched)
+    for order in (contextlib.nullcontext, reversed_programs):
+        results.append(torch.full((V, width), NAN, dtype=dtype))
+        with order():
+            support.head_weight(d, hidden, index, rows, results[-1], add=False)
     assert torch.equal(*results)
     rounding = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 2e-6
     assert ((results[0] - expected).abs() <= 1.01 * rounding * expected.abs() + 2e-6).all()

@@ -121,19 +121,19 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[]
 
     def call() -> None:
         (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
-        offsets, v = torch.arange(ROWS + 1), torch.ones(ROWS)
-        rows = SupportRows(None, None, ids, offsets, ids, ids)
-        index = ids if "b" in options else None
-        support_triton.head_logps(
-            hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, keep_logits=True,
-            keep_directions=True,
-        )  # fmt: skip
+        v, index = torch.ones(ROWS), ids if "b" in options else None
+        rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids, ids)
+        support_triton.head_rows(
+            hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
+        )
         support_triton.row_logps(v, rows, rule, return_entropy=has_entropy)
         of_entropy = v if has_entropy else None
         support_triton.row_grad_(v, rows, (v, v, v), v, of_entropy, rule)
-        support_triton.head_hidden(v, weight, rows)
-        for out in (torch.empty_like(weight), torch.empty(1000, hidden_size)):
-            support_triton.head_weight(v, hidden, index, rows, out, add="b" in options)
+        support_triton.head_weight(v, hidden, index, rows, weight, add=False)
+        if has_entropy:
+            support_triton.head_hidden(v, weight, rows)
+            wide = torch.empty(1000, hidden_size)
+            support_triton.head_weight(v, hidden, index, rows, wide, add=True)
 
     return call
 
@@ -188,6 +188,11 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
     for hidden_size in (896, 897):
         yield f"surrounded H={hidden_size}", surrounded(hidden_size)
+    # Each number of warps, an odd width, the widest that a program holds, and one beyond it.
+    for hidden_size in (897, 4096, 8192):
+        yield f"support bfloat16 H={hidden_size} bce", supported(torch.bfloat16, hidden_size, "bce")
+    yield "support float32 H=8192 bce", supported(torch.float32, 8192, "bce")
+    yield "support bfloat16 H=16384", supported(torch.bfloat16, 16384, "")
     config = LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
     yield "loss dapo", loss(config)
     for dtype in (torch.float32, torch.bfloat16):

@@ -164,7 +164,7 @@ def support(
     if not isinstance(given, Support):
         raise wrong("support", "None or a Support(ids, offsets)", type(given).__name__)
     if torch.compiler.is_compiling():
-        raise wrong("support", "None under torch.compile", "a Support")
+        raise wrong("support", "None in a graph of torch.compile", "a Support")
     refuse("support", target_ids, given.ids)
     if is_shard:
         raise wrong("support", "None beside group, which does not know it", "a Support")

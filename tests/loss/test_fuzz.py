@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import grpo_fast
+from grpo_fast.kernels.head import support as head_support
 from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 from tests.loss.test_loss_autograd import VIEWS
@@ -77,6 +78,7 @@ def calls(draw):
         "bias": draw(st.booleans()),
         "sampling": draw(st.booleans()),
         "support": draw(st.booleans()),
+        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # which of the two forms is taken
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
@@ -209,6 +211,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     monkeypatch.setattr(
         linear, "workspace_bytes", real if rows is None else lambda *_: rows * call["V"] * 4
     )
+    monkeypatch.setattr(head_support, "GATHERED_COST", call["gathered_cost"])
     result = run(
         call["function"],
         case,
@@ -228,6 +231,9 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
         assert error <= tolerance * true.norm().item() + floor, (name, relative_l2(grad, true))
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all()
+        if case.kept is not None and name in ("logits", "weight"):
+            rows = grad[~case.kept] if name == "logits" else grad[~case.kept[case.mask].any(0)]
+            assert (rows == 0).all(), "a gradient outside of the sets"
 
 
 def test_the_seed_is_printed(capsys):

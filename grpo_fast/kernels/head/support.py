@@ -24,9 +24,9 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, wor
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# A gathered logit costs as much as this many of a dense product (measured at H = 896, fp32, one
-# core: 18 without a gradient, 11 with all).
-GATHERED_COST = 16
+# A gathered logit costs at most as much as this many of a dense product (fp32, one core of an Intel
+# Xeon, H = 896: 11 to 18 where the ids are few, 28 to 33 where each row of W comes from memory).
+GATHERED_COST = 32
 # The same on a GPU, by the bytes that L2 delivers and the flops of tensor cores; not measured.
 GATHERED_COST_GPU = 128
 
@@ -199,7 +199,7 @@ class DenseHead:
     ) -> tuple[Tensor, ...]:
         sums = GradientSums(
             *self.tensors, wanted, index=self.active.hidden_index, repeats=self.active.repeats,
-            is_wide=self.is_wide, is_only=False,
+            is_wide=self.is_wide or others is not None,
         )  # fmt: skip
         if others is not None:
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
@@ -207,7 +207,11 @@ class DenseHead:
         for rows, h, places, at, z in self._chunks():
             z.zero_()[at] = d[places]
             sums.add(rows, h, ChunkGradients(z), rows.stop - rows.start, None)
-        return sums.finish()
+        likes = (self.tensors[0] if x is None else x for x in self.tensors)
+        return tuple(
+            x if self.is_wide else x.to(like.dtype)
+            for x, like in zip(sums.finish(), likes, strict=True)
+        )
 
 
 class GivenLogits:

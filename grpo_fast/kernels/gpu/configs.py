@@ -165,9 +165,6 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
 
 # Rows of logits in a sampler's support: tens to hundreds of them.
 RAGGED = RowConfig(256, 2)
-# A sum of named rows: 64 numbers per thread are read at a time, and 1024 columns leave a row of dW
-# that every token names (a line break) to several programs.
-SUMS = SupportConfig(8, 1024, 4)
 # As many columns of a row of hidden and of its slope as 16 warps hold in registers.
 SUPPORT_COLUMNS = 8192
 
@@ -181,6 +178,13 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportC
     block_h = 128
     while block_h < min(width, SUPPORT_COLUMNS):
         block_h *= 2
-    num_warps = 4 if block_h <= 1024 else 8 if block_h <= 4096 else 16
+    num_warps = min(max(block_h // 512, 4), 16)
     numbers = 32 * num_warps * (128 // dtype.itemsize if aligned else 16)
     return SupportConfig(min(max(numbers // block_h, 1), 32), block_h, num_warps)
+
+
+def sums_config(*, aligned: bool) -> SupportConfig:
+    """Blocks of the kernel that sums named rows, 1024 columns at a time: a row of dW that every
+    token names (a line break) is shared by several programs.
+    """
+    return SupportConfig(8 if aligned else 4, 1024, 4)

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import RAGGED, SUMS, support_config
+from grpo_fast.kernels.gpu.configs import RAGGED, sums_config, support_config
 from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
 from grpo_fast.kernels.gpu.problem import is_aligned
 from grpo_fast.kernels.gpu.rows import (
@@ -67,8 +67,10 @@ def support_head_kernel(
 ):  # fmt: skip
     """One row; slopes where BLOCK_H covers H (HELD)."""
     row = tl.program_id(0).to(tl.int64)
-    first, stop = tl.load(offset_ptr + row), tl.load(offset_ptr + row + 1)
-    target = first + tl.load(place_ptr + row)
+    # Where the row begins in int64, inside of it int32: fewer registers.
+    first = tl.load(offset_ptr + row)
+    count = (tl.load(offset_ptr + row + 1) - first).to(tl.int32)
+    place = tl.load(place_ptr + row).to(tl.int32)
     source = row
     if index_ptr is not None:
         source = tl.load(index_ptr + row)
@@ -82,10 +84,10 @@ def support_head_kernel(
     cols = tl.arange(0, BLOCK_H)
     at_hidden = hidden_ptr + source * stride_hidden_t
     h = numbers(at_hidden, cols, H, stride_hidden_h)
-    for start in range(first, stop, BLOCK_K):
+    for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
-        inside = at < stop
-        ids = tl.load(id_ptr + at, mask=inside, other=0).to(tl.int64)
+        inside = at < count
+        ids = tl.load(id_ptr + first + at, mask=inside, other=0).to(tl.int64)
         at_weight = weight_ptr + ids * stride_weight_v
         if HELD:
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
@@ -98,13 +100,13 @@ def support_head_kernel(
                 raw += tl.sum(w * x[None, :], 1)
         if bias_ptr is not None:
             raw += tl.load(bias_ptr + ids, mask=inside, other=0.0).to(tl.float32)
-        tl.store(raw_ptr + at, raw, mask=inside)
+        tl.store(raw_ptr + first + at, raw, mask=inside)
         z, f = bent(raw, logit_scale, softcap, inv_temperature)
-        is_target = at == target
+        is_target = at == place
         z_target += tl.sum(tl.where(is_target, z, 0.0), 0)
         if softcap is not None:
             f_target += tl.sum(tl.where(is_target, f, 0.0), 0)
-        z = tl.where(inside & (at != target), z, float("-inf"))
+        z = tl.where(inside & ~is_target, z, float("-inf"))
         raised = tl.maximum(high, tl.max(z, 0))
         shrink = exp_fp32(high - raised)
         below = z - raised
@@ -131,7 +133,7 @@ def support_head_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
     if slope_ptr is not None:
-        at_target = weight_ptr + tl.load(id_ptr + target).to(tl.int64) * stride_weight_v
+        at_target = weight_ptr + tl.load(id_ptr + first + place).to(tl.int64) * stride_weight_v
         by_target = -expm1(lp)
         if softcap is not None:
             by_target *= f_target
@@ -193,12 +195,13 @@ def sums_kernel(
     segment = (tl.program_id(0) // parts).to(tl.int64)
     cols = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = cols < H
-    first, stop = tl.load(offset_ptr + segment), tl.load(offset_ptr + segment + 1)
+    first = tl.load(offset_ptr + segment)
+    count = (tl.load(offset_ptr + segment + 1) - first).to(tl.int32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for start in range(first, stop, BLOCK_R):
+    for start in range(0, count, BLOCK_R):
         at = start + tl.arange(0, BLOCK_R)
-        factor = tl.load(factor_ptr + at, mask=at < stop, other=0.0)
-        row = tl.load(index_ptr + at, mask=at < stop, other=0).to(tl.int64)
+        factor = tl.load(factor_ptr + first + at, mask=at < count, other=0.0)
+        row = tl.load(index_ptr + first + at, mask=at < count, other=0).to(tl.int64)
         x = named_rows(
             matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h, ""
         )
@@ -309,10 +312,10 @@ def _sums(
     add: bool = False,
 ) -> None:
     """out[s] = or += Σ factors[i]·matrix[index[i]] over the i of segment s."""
-    width = out.shape[1]
+    width, config = out.shape[1], sums_config(aligned=is_aligned(matrix))
     if out.numel():
         launch(
-            sums_kernel, out.shape[0] * triton.cdiv(width, SUMS.block_h), factors, index, offsets,
+            sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
             matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
-            BLOCK_R=SUMS.block_k, BLOCK_H=SUMS.block_h, num_warps=SUMS.num_warps,
+            BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
         )  # fmt: skip

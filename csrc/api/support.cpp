@@ -78,6 +78,29 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
                   "hidden: expected the dtype of weight");
 }
 
+// -> where each row's target stands in it, (R,), -1 where it does not; (): an id that a row has twice,
+// or -1.
+std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
+                                          int64_t vocabulary) {
+  const Kept kept(ids, offsets, vocabulary);
+  const int64_t* targets = checked_vector<int64_t>(target_ids, kept.rows, "target_ids");
+  const Tensor places = empty(ids, kept.rows, ScalarType::Long);
+  const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
+  std::vector<int64_t> last(vocabulary, -1);  // the row in which an id was seen last
+  int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
+  *repeated = -1;
+  for (int64_t row = 0; row < kept.rows; ++row) {
+    to[row] = -1;
+    for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i) {
+      const int64_t id = kept.ids[i];
+      if (last[id] == row) *repeated = id;
+      if (id == targets[row]) to[row] = i - kept.offsets[row];
+      last[id] = row;
+    }
+  }
+  return {places, twice};
+}
+
 // A row of a head in its columns.
 template <class T>
 struct Head {
@@ -219,6 +242,9 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
 
 STABLE_TORCH_LIBRARY(grpo_fast_support, library) {
   library.def(
+      "support_places(Tensor ids, Tensor offsets, Tensor target_ids, int vocabulary)"
+      " -> (Tensor, Tensor)");
+  library.def(
       "support_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor offsets,"
       " Tensor places, Tensor? index, float logit_scale, float? softcap, float temperature,"
       " Tensor? temperatures, bool return_entropy, bool return_slopes)"
@@ -230,6 +256,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_support, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_fast_support, CPU, library) {
+  library.impl("support_places", TORCH_BOX(&grpo_fast::support_places));
   library.impl("support_rows", TORCH_BOX(&grpo_fast::support_rows));
   library.impl("support_hidden", TORCH_BOX(&grpo_fast::support_hidden));
   library.impl("support_weight_", TORCH_BOX(&grpo_fast::support_weight_));

@@ -12,6 +12,8 @@ from grpo_fast.attention.model import (
     NAME,
     check_supported,
     disable_dropout,
+    no_mask,
+    packed_attention,
     register,
     shared_prompt_supported,
 )
@@ -27,7 +29,9 @@ __all__ = [
     "check_tolerance",
     "disable_dropout",
     "head_of",
+    "no_mask",
     "pack_groups",
+    "packed_attention",
     "packed_rows_attention",
     "plan_packs",
     "register",

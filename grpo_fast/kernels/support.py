@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from grpo_fast.kernels.workspace import unset
@@ -41,8 +42,12 @@ class SupportRows(NamedTuple):
     )  # (T - R,) int64: the rows with the whole vocabulary; None: there are none
     ids: Tensor  # (nnz,) int64, columns of the logits
     offsets: Tensor  # (R+1,) int64, ascending from 0 to nnz: no row is empty
-    rows: Tensor  # (nnz,) int64: the row of each id, in [0, R)
     places: Tensor  # (R,) int64: where the row's target stands in it, from 0
+
+    @property
+    def rows(self) -> Tensor:
+        """(nnz,) int64: the row of each id, in [0, R)."""
+        return rows_of(self.offsets, len(self.ids))
 
     def of_all(self, x: Tensor) -> Tensor:
         """(T, …) → (R, …)."""
@@ -55,6 +60,11 @@ class SupportRows(NamedTuple):
         assert self.others is not None and others is not None
         joined = unset(own.new_empty, len(own) + len(others))
         return joined.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
+
+
+def rows_of(offsets: Tensor, count: int) -> Tensor:
+    """(count,) int64: between which of the offsets, that rise from 0 to count, a number lies."""
+    return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 
 class HeadRows(NamedTuple):

@@ -13,12 +13,30 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import reference
-from grpo_fast.kernels.support import HeadRows, SupportRows
+from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitRule, RowStats, add_rows_, scaled_rows
 from grpo_fast.kernels.workspace import unset
 
 # Elements of gathered rows (of W or hidden) that exist at a time.
 BLOCK_ELEMENTS = 4 << 20
+
+
+def target_places(
+    ids: Tensor,  # (nnz,) int64 in [0, V)
+    offsets: Tensor,  # (R+1,) int64
+    target_ids: Tensor,  # (R,) int64
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Where each row's target stands in it, (R,), -1 where it does not; and 0-d, an id that a row
+    has twice, or -1.
+    """
+    rows = rows_of(offsets, len(ids))
+    places = torch.arange(len(ids), device=ids.device) - offsets[rows]
+    found = torch.where(ids == target_ids[rows], places, -1)
+    found = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, found, "amax")
+    keys = (rows * vocab_size + ids).sort().values
+    again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
+    return found, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
 
 
 def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:

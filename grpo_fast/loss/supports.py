@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.support import Support, SupportRows
+from grpo_fast.kernels.route import support_doors
+from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.loss import values
 from grpo_fast.loss.pending import check_values, told_late
 
@@ -19,7 +20,7 @@ def support_rows(
 ) -> SupportRows | None:
     """The active rows that have a set, in memory of their own; None where none has.
 
-    On a GPU the host waits once, for how many rows and ids there are.
+    On a GPU the host learns here how many rows and ids there are: one copy that it waits for.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -29,61 +30,46 @@ def support_rows(
     starts, lengths = offsets[:-1], offsets.diff()
     if kept is not None:
         starts, lengths = starts[kept], lengths[kept]
-    num_rows, num_ids = _sizes(lengths)
-    if not num_rows:
+    has_set = lengths > 0
+    count, total = _sizes(has_set, lengths)
+    if count == 0:
         return None
-    index, others = None, None
-    if num_rows < len(lengths):
-        index, others = (
-            torch.nonzero_static(x, size=size)[:, 0]
-            for x, size in ((lengths > 0, num_rows), (lengths == 0, len(lengths) - num_rows))
+    own = others = None
+    if count < len(lengths):
+        own, others = (
+            torch.nonzero_static(x, size=n)[:, 0]
+            for x, n in ((has_set, count), (~has_set, len(lengths) - count))
         )
-        starts, lengths, target_ids = (x[index] for x in (starts, lengths, target_ids))
-    own = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    places = torch.arange(num_ids, device=own.device)
-    rows = torch.searchsorted(own[1:], places, right=True)
-    places -= own[rows]  # of each id in its row, from 0
-    ids = support.ids[starts[rows] + places].long()
+        starts, lengths, target_ids = (x[own] for x in (starts, lengths, target_ids))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ids = support.ids.to(torch.int64, copy=True)
+    if total < len(ids):  # what lies between the sets of the active rows is not looked at
+        rows = rows_of(offsets, total)
+        ids = ids[starts[rows] - offsets[rows] + torch.arange(total, device=ids.device)]
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     ids = values.ids("support.ids", ids, vocab_size, validate, expected=expected)
-    found = SupportRows(
-        index, others, ids, own, rows,
-        _target_places(ids, rows, places, target_ids, validate),
-    )  # fmt: skip
-    _refuse_duplicates(found, vocab_size, validate)
-    return found
+    doors = support_doors("cpu" if ids.is_cpu else "torch")
+    places, repeated = doors.target_places(ids, offsets, target_ids, vocab_size)
+    _check(target_ids, places, repeated, validate)
+    if told_late(places, validate):
+        places = places.clamp(min=0)
+    return SupportRows(own, others, ids, offsets, places)
 
 
-def _sizes(lengths: Tensor) -> tuple[int, int]:
+def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
     """How many rows have a set, and how many ids these have."""
-    num_rows, num_ids = torch.stack([(lengths > 0).sum(), lengths.sum()]).tolist()
-    return num_rows, num_ids
+    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
+    return count, total
 
 
-def _target_places(
-    ids: Tensor, rows: Tensor, places: Tensor, target_ids: Tensor, validate: str
-) -> Tensor:
-    """(R,): where each row's target stands in it."""
-    at = torch.where(ids == target_ids[rows], places, -1)
-    found = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, at, "amax")
-    missing = found < 0
-    message = "support: expected every active target among its own ids"
-    flag = missing.any()
-    if flag.device.type == "cpu" and flag:
-        first = int(target_ids[missing][0])
-        message += f", got {int(missing.sum())} that are not, the first of them target id {first}"
-    check_values([(flag, message)], validate)
-    return found.clamp(min=0) if told_late(found, validate) else found
-
-
-def _refuse_duplicates(rows: SupportRows, vocab_size: int, validate: str) -> None:
-    keys = (rows.rows * vocab_size + rows.ids).sort().values
-    again = keys[1:] == keys[:-1]
-    message = "support.ids: expected no id twice in one row"
-    flag = again.any()
-    if flag.device.type == "cpu" and flag:
-        first = int(keys[1:][again][0])
-        message += (
-            f", got {int(again.sum())} repetitions, the first of them of id {first % vocab_size}"
-        )
-    check_values([(flag, message)], validate)
+def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
+    """Every target in its row, and no id twice in one."""
+    missing, twice = (places < 0).any(), repeated >= 0
+    one = "support: expected every active target among its own ids"
+    other = "support.ids: expected no id twice in one row"
+    if missing.device.type == "cpu" and missing:
+        count, first = int((places < 0).sum()), int(target_ids[places < 0][0])
+        one += f", got {count} that are not, the first of them target id {first}"
+    if twice.device.type == "cpu" and twice:
+        other += f", got id {int(repeated)} twice"
+    check_values([(missing, one), (twice, other)], validate)

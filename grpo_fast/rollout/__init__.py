@@ -1,6 +1,21 @@
 """Completions for prompts, with the log-probabilities the sampler used."""
 
-from grpo_fast.rollout.hf import Rollout, check_prompts, encode_prompts, generate
+from grpo_fast.rollout.completions import Rollout, generate
+from grpo_fast.rollout.engine import Completion, Engine, EngineName, Kept, awake, build_engine
+from grpo_fast.rollout.prompts import check_prompts, encode_prompts
 from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
 
-__all__ = ["NonFiniteLogits", "Rollout", "Sampling", "check_prompts", "encode_prompts", "generate"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineName",
+    "Kept",
+    "NonFiniteLogits",
+    "Rollout",
+    "Sampling",
+    "awake",
+    "build_engine",
+    "check_prompts",
+    "encode_prompts",
+    "generate",
+]

@@ -1,152 +1,151 @@
-"""Rollouts by transformers' own `generate`: batched, left-padded, with our sampler inside."""
+"""The engine that is always there: the trainer's own model."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from grpo_fast.data import reason
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, Sampling, seed_of
+from grpo_fast.attention import check_tolerance
+from grpo_fast.rollout.decode import Decoded, decode
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
+from grpo_fast.rollout.kept import KeptIds
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampler, Sampling
 
-Prompt = str | list[dict[str, str]]
+log = logging.getLogger(__name__)
 
-
-@dataclass
-class Rollout:
-    """N·G completions, the G of one prompt side by side."""
-
-    prompts: list[str] = field(default_factory=list)  # of each completion (so each G times)
-    prompt_ids: list[list[int]] = field(default_factory=list)
-    completion_ids: list[list[int]] = field(default_factory=list)  # up to and with the first EOS
-    sampling_logps: list[Tensor] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
-    texts: list[str] = field(default_factory=list)  # completions without special tokens
-    truncated: list[bool] = field(default_factory=list)  # no EOS within max_new_tokens
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(ids) for ids in self.completion_ids]
+# Why a model samples by transformers' `generate`; None: by our loop. Looked at once for each.
+_unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
-def generate(
+class TransformersEngine(Engine):
+    """Samples with the policy itself: a prompt once for its group, ended completions leave.
+
+    A model whose attention our loop does not compute samples by transformers' own `generate`. The
+    weights are the trainer's, so `update` moves nothing and sleep frees nothing.
+    """
+
+    def __init__(self, policy: Any, options: Any = None) -> None:
+        self.policy, self.version = policy, 0
+        with policy.generation():
+            why_unsuited(policy)
+
+    def update(self, policy: Any, version: int) -> None:
+        self.policy, self.version = policy, version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        group_size: int,
+        seed: Seed,
+        places: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        length = sampling.max_new_tokens
+        numbers = uniforms(seed, len(prompts), length, group_size=group_size, places=places)
+        owners = [n for n in range(len(prompts)) for _ in range(group_size)]
+        size = sampling.batch_size or max(len(owners), 1)
+        completions: list[Completion] = []
+        with self.policy.generation():
+            by_loop = not owners or why_unsuited(self.policy) is None
+            run = decode if by_loop else by_transformers
+            for start in range(0, len(owners), size):
+                part = slice(start, start + size)
+                runs = [(n, len(list(same))) for n, same in groupby(owners[part])]
+                chosen = [prompts[n] for n, _ in runs]
+                counts = [count for _, count in runs]
+                found = run(self.policy, chosen, counts, sampling, numbers[part])
+                completions += self._cut(found)
+        return completions
+
+    def _cut(self, found: Decoded) -> list[Completion]:
+        """Each completion up to its first EOS."""
+        eos = torch.tensor(sorted(self.policy.eos_ids), device=found.tokens.device)
+        ends = torch.isin(found.tokens, eos).cpu()
+        has_end = ends.any(1).tolist()
+        lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1]).tolist()
+        logps = found.logps.cpu()
+        if any(row[:n].isnan().any() for row, n in zip(logps, lengths, strict=True)):
+            raise NonFiniteLogits("the policy's logits are NaN or infinite")
+        kept = found.kept.by_completion(lengths)
+        return [
+            Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, own)
+            for ids, row, n, ended, own in zip(
+                found.tokens.tolist(), logps, lengths, has_end, kept, strict=True
+            )
+        ]
+
+
+def by_transformers(
     policy: Any,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
     options: Sampling,
-    *,
-    group_size: int,
-    seed: int | tuple[int | str, ...],
-) -> Rollout:
-    """G = `group_size` completions of each prompt.
-
-    Args:
-        policy: a `Policy` (model, tokenizer, eos_ids, `generation()`).
-        prompts: texts, or chat messages for the tokenizer's template.
-        seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
-            the completion's place and the token's position only, not on `options.batch_size`.
-
-    Raises:
-        ValueError: a prompt that the tokenizer does not take, without tokens, with unknown ones,
-            or with too many for the model and `options.max_new_tokens`.
-        NonFiniteLogits: the policy gives NaN.
-    """
-    texts, ids = encode_for(policy, prompts, options.max_new_tokens)
-    repeated = [i for i in range(len(ids)) for _ in range(group_size)]
-    parts = seed if isinstance(seed, tuple) else (seed,)
-    generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
-    uniforms = torch.rand(len(repeated), options.max_new_tokens, generator=generator)
-    rollout = Rollout()
-    size = options.batch_size or max(len(repeated), 1)
-    with policy.generation():
-        for start in range(0, len(repeated), size):
-            chosen = repeated[start : start + size]
-            rollout.prompts += [texts[i] for i in chosen]
-            rollout.prompt_ids += [ids[i] for i in chosen]
-            _generate_batch(policy, options, uniforms[start : start + size], rollout)
-    rollout.texts = policy.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
-    return rollout
-
-
-def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Raise the ValueError for prompts that `generate` would raise, before a run has begun.
-
-    Only those that may be too long are encoded: a token has at least one byte, and a chat template
-    adds less than half of what a model has room for.
-    """
-    room = policy.positions - max_new_tokens
-    long = [p for p in prompts if 2 * len(str(p).encode()) > room]
-    encode_for(policy, long, max_new_tokens)
-
-
-def encode_for(
-    policy: Any, prompts: Sequence[Prompt], max_new_tokens: int
-) -> tuple[list[str], list[list[int]]]:
-    """`encode_prompts`, and a ValueError for what the policy cannot take, before any memory is."""
-    texts, ids = encode_prompts(policy.tokenizer, prompts)
-    rows = policy.lm.get_input_embeddings().weight.shape[0]
-    for text, tokens in zip(texts, ids, strict=True):
-        if len(tokens) > policy.positions:
-            raise ValueError(
-                f"prompts: expected at most {policy.positions} tokens (max_position_embeddings of "
-                f"the model), got {len(tokens)} in {text[:60]!r}"
-            )
-        room = policy.positions - len(tokens) + 1  # the last token is not fed
-        if max_new_tokens > room:
-            raise ValueError(
-                f"max_new_tokens: expected at most {room} behind a prompt of {len(tokens)} tokens "
-                f"(max_position_embeddings of the model: {policy.positions}), got {max_new_tokens}"
-            )
-        if max(tokens) >= rows:
-            raise ValueError(
-                f"prompts: expected token ids below {rows}, the rows of the model's embedding, "
-                f"got {max(tokens)} in {text[:60]!r}"
-            )
-    return texts, ids
-
-
-def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of each prompt; chat messages go through the tokenizer's template."""
-    texts: list[str] = []
-    ids: list[list[int]] = []
-    for prompt in prompts:
-        plain = isinstance(prompt, str)
-        text: Any = prompt
-        try:
-            if not plain:  # the template writes the special tokens itself
-                text = tokenizer.apply_chat_template(
-                    prompt, tokenize=False, add_generation_prompt=True
-                )
-            encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
-        except Exception as error:  # a template is a program, and tokenizers raise plain Exception
-            taken = "expected what the tokenizer and its chat template take"
-            came = str(prompt)[:60]
-            raise ValueError(f"prompts: {taken}, got {came!r}: {reason(error)}") from error
-        if not encoded:
-            raise ValueError(f"prompts: expected at least one token, came {prompt!r}")
-        texts.append(text)
-        ids.append(encoded)
-    return texts, ids
-
-
-def _generate_batch(policy: Any, options: Sampling, uniforms: Tensor, rollout: Rollout) -> None:
-    """Completions for the last prompts of `rollout`, one for each row of `uniforms`."""
-    prompts, device, pad = rollout.prompt_ids[-len(uniforms) :], policy.device, policy.pad_id
-    longest = max(map(len, prompts))
-    input_ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    sampler = Sampler(uniforms.to(device), options)
+    numbers: Tensor,
+) -> Decoded:
+    """`decode` by transformers' `generate`: prompts padded on the left, one for each completion."""
+    device, pad = policy.device, policy.pad_id
+    rows = [p for p, count in zip(prompts, counts, strict=True) for _ in range(count)]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(p)) + [*p] for p in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in rows], device=device)
+    policy.lm.set_attn_implementation(policy.generation_attn)
+    sampler = Sampler(numbers.to(device), options)
     output = policy.lm.generate(
-        input_ids=input_ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
+        input_ids=ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
         do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
         pad_token_id=pad,
     )  # fmt: skip
-    rows, logps = output[:, longest:].tolist(), sampler.logps.cpu()
-    for row, row_logps in zip(rows, logps, strict=True):
-        end = next((t + 1 for t, token in enumerate(row) if token in policy.eos_ids), None)
-        if row_logps[:end].isnan().any():
-            raise NonFiniteLogits("the policy's logits are NaN or infinite")
-        rollout.truncated.append(end is None)
-        rollout.completion_ids.append(row[:end])
-        rollout.sampling_logps.append(row_logps[: len(row[:end])].clone())
+    tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
+    tokens[:, : output.shape[1] - longest] = output[:, longest:]
+    kept = KeptIds(*numbers.shape)
+    for t, drawn in enumerate(sampler.drawn):
+        kept.add(torch.arange(len(rows)), t, drawn)
+    return Decoded(tokens, sampler.logps, kept)
+
+
+def why_unsuited(policy: Any) -> str | None:
+    """Why our loop does not sample from this model, found by trying; None where it does.
+
+    Said once in the log. In `policy.generation()`.
+    """
+    if policy.lm not in _unsuited:
+        try:
+            _unsuited[policy.lm] = compare(policy)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            _unsuited[policy.lm] = str(error).splitlines()[0]
+        if _unsuited[policy.lm] is not None:
+            why = f"{type(policy.lm).__name__}: {_unsuited[policy.lm]}"
+            log.warning("rollouts run by transformers' generate, more slowly: %s", why)
+    return _unsuited[policy.lm]
+
+
+def compare(policy: Any) -> str | None:
+    """Two prompts with two greedy completions each, by the loop and by the model in one pass."""
+    rows = policy.lm.get_input_embeddings().weight.shape[0]
+    prompts = [
+        [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))
+    ]
+    options = Sampling(max_new_tokens=3, temperature=0)
+    found = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3))
+    policy.lm.set_attn_implementation(policy.generation_attn)
+    worst = 0.0
+    for prompt, tokens, logps in zip(
+        [prompts[0], *prompts], found.tokens, found.logps, strict=True
+    ):
+        ids = torch.tensor([[*prompt, *tokens.tolist()]], device=policy.device)
+        logits = policy.lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        own = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        if own.isnan().any():
+            return None
+        worst = max(worst, float((own - logps).abs().max()))
+    dtype = policy.autocast or policy.head.weight.dtype
+    if worst <= check_tolerance(dtype):
+        return None
+    return f"its logits differ by {worst:.2g} nats between our loop and one pass"

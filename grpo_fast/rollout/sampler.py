@@ -1,22 +1,21 @@
 """How completions are drawn: temperature, top-k, top-p, one uniform number per token.
 
-It sits inside transformers' `generate` as the last logits processor: it picks the token itself and
-returns scores whose argmax is that token, so `generate` runs in greedy mode. Against
-`do_sample=True` that buys three things: one draw per row from the cumulative distribution
-(`torch.multinomial` draws one exponential per logit), log-probabilities of the sampled tokens
-without keeping a (B, V) tensor per step, and random numbers that depend on (seed, row, position)
-alone.
+A token is the first whose cumulative probability, in the order of the vocabulary, exceeds its
+uniform number: one draw per row (`torch.multinomial` draws one exponential per logit), and random
+numbers that depend on (seed, place, position) alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 COLDEST = 1e-6
+MOST_KEPT = 512  # tokens, with top_p alone
 
 
 class Sampling(BaseModel):
@@ -48,58 +47,89 @@ class NonFiniteLogits(RuntimeError):
     """The policy's logits are NaN or infinite: nothing can be sampled from them."""
 
 
+class Drawn(NamedTuple):
+    """One token for each of B rows, and what it was drawn from."""
+
+    tokens: Tensor  # (B,) int64
+    logps: Tensor  # (B,) fp32, of the distribution that was drawn from
+    candidates: Tensor | None = None  # (B, K) int64, rising token ids; None: the whole vocabulary
+    kept: Tensor | None = None  # (B, K) bool: those that could be drawn
+
+
+def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, V) fp32, (B,)
+    """Draw a token for each row.
+
+    Greedy (temperature 0) takes the most likely token, its log-probability at temperature 1. Else
+    top_k comes first, then top_p over what is left; log-probabilities are those of the *processed*
+    distribution: renormalised over the kept tokens, and so larger than the policy's own. With top_p
+    alone at most the `MOST_KEPT` likeliest tokens are kept. Scores that are NaN or +inf make the
+    log-probability NaN: a look at the end costs no sync per token.
+    """
+    if options.temperature == 0:
+        tokens = scores.argmax(-1)
+        return Drawn(tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1))
+    z = scores if options.temperature == 1 else scores / options.temperature
+    top_k = options.top_k or (MOST_KEPT if options.top_p < 1 else 0)
+    if not top_k or (top_k >= z.shape[-1] and options.top_p == 1):
+        p = z.softmax(-1)
+        tokens = pick(p, uniform)
+        return Drawn(tokens, p.gather(-1, tokens[:, None])[:, 0].log())
+    values, candidates = truncate(z, min(top_k, z.shape[-1]), options)
+    p = values.softmax(-1)
+    place = pick(p, uniform)[:, None]
+    logps = p.gather(-1, place)[:, 0].log()
+    return Drawn(candidates.gather(-1, place)[:, 0], logps, candidates, values > -torch.inf)
+
+
+def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
+    """The `most` likeliest logits of each row and their rising ids; −inf where top_p leaves out."""
+    values, ids = z.topk(most, dim=-1)
+    if options.top_p < 1:
+        mass = values if options.top_k else z
+        p = (values - mass.logsumexp(-1, keepdim=True)).exp()
+        # A token stays while the mass before it is below top_p: the most likely one does.
+        beyond = p.cumsum(-1) - p >= options.top_p
+        beyond[:, 0] = False  # also where top_p is 0 in fp32
+        values = values.masked_fill(beyond, float("-inf"))
+    ids, order = ids.sort(dim=-1)
+    return values.gather(-1, order), ids
+
+
+def draw(z: Tensor, uniform: Tensor) -> Tensor:  # (B, V) logits, (B,) in [0, 1) -> (B,) int64
+    """`pick` for logits."""
+    return pick(z.softmax(-1), uniform)
+
+
+def pick(p: Tensor, uniform: Tensor) -> Tensor:  # (B, V), (B,) in [0, 1) -> (B,) int64
+    """The first token whose cumulative probability exceeds `uniform`; none of probability 0."""
+    cumulative = p.cumsum(-1)
+    total = cumulative[:, -1]
+    # uniform·total can round up to total, beyond every token.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return tokens.clamp(max=p.shape[-1] - 1)  # NaN leads beyond the last: an index that stops a GPU
+
+
 class Sampler:
-    """A logits processor that samples.
+    """`sample` as the last logits processor of transformers' `generate`.
+
+    It returns scores whose argmax is the token it drew, so `generate` runs in greedy mode.
 
     Args:
         uniforms: (B, L) in [0, 1); column t decides the t-th new token of each row.
-        options: greedy takes the most likely token, its log-probability at temperature 1; else
-            top_k comes first, then top_p over what is left.
 
-    `logps` (B, L) fp32 afterwards holds the log-probabilities under the *processed* distribution,
-    the one sampled from: with top_k or top_p they are renormalised over the kept tokens, and so
-    larger than the policy's own. Scores that are NaN or +inf make them NaN: a look at the end costs
-    no sync per token.
+    `logps` (B, L) fp32 afterwards holds the log-probabilities, `drawn` everything by position.
     """
 
     def __init__(self, uniforms: Tensor, options: Sampling) -> None:
         self.uniforms, self.options = uniforms, options
         self.logps = torch.zeros_like(uniforms)
-        self.position = 0
+        self.drawn: list[Drawn] = []
 
     # (B, length), (B, V) fp32 -> (B, V)
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.options.temperature == 0:
-            tokens = scores.argmax(-1)
-            logps = scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
-        else:
-            z = self._truncate(scores / self.options.temperature)
-            tokens = draw(z, self.uniforms[:, self.position])
-            logps = z.gather(-1, tokens[:, None])[:, 0] - z.logsumexp(-1)
-        self.logps[:, self.position] = logps
-        self.position += 1
-        return scores.fill_(float("-inf")).scatter_(-1, tokens[:, None], 0.0)
-
-    def _truncate(self, z: Tensor) -> Tensor:
-        top_k, top_p = self.options.top_k, self.options.top_p
-        if 0 < top_k < z.shape[-1]:
-            kth = z.topk(top_k, dim=-1).values[:, -1:]
-            z = z.masked_fill(z < kth, float("-inf"))
-        if top_p < 1:
-            ordered, index = z.sort(dim=-1, descending=True)
-            p = ordered.softmax(-1)
-            # A token stays while the mass before it is below top_p: the most likely one does.
-            beyond = p.cumsum(-1) - p >= top_p
-            beyond[:, 0] = False  # also where top_p is 0 in fp32
-            z = z.masked_fill(beyond.scatter(-1, index, beyond), float("-inf"))
-        return z
-
-
-def draw(z: Tensor, uniform: Tensor) -> Tensor:  # (B, V) logits, (B,) in [0, 1) -> (B,) int64
-    """The first token whose cumulative probability exceeds `uniform`; none of probability 0."""
-    cumulative = z.softmax(-1).cumsum(-1)
-    total = cumulative[:, -1]
-    # uniform·total can round up to total, beyond every token.
-    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return tokens.clamp(max=z.shape[-1] - 1)  # NaN leads beyond the last: an index that stops a GPU
+        t = len(self.drawn)
+        drawn = sample(scores, self.uniforms[:, t], self.options)
+        self.drawn.append(drawn)
+        self.logps[:, t] = drawn.logps
+        return torch.full_like(scores, float("-inf")).scatter_(-1, drawn.tokens[:, None], 0.0)

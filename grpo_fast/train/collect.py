@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_fast import group_advantages
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet, score
-from grpo_fast.rollout import Rollout, generate
+from grpo_fast.rollout import Engine, Rollout, generate
 from grpo_fast.train.baseline import RunningBaseline, split_options
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import GAE
@@ -40,16 +40,18 @@ def collect(
     step: int,
     clock: Clock,
     baseline: RunningBaseline | None = None,
+    engine: Engine | None = None,
 ) -> Collected:
     """G completions of each of the next prompts, and what they are worth.
 
     With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following prompt is
     asked in its place, for some rounds; what is then still missing is filled with dropped groups.
     A running baseline takes in the rewards of all that was sampled, after the advantages are made.
+    The engine samples with the weights it has; None: the policy does it itself.
     """
     dynamic, size = config.rollout.dynamic, config.rollout.group_size
     wanted = config.rollout.prompts_per_step
-    drawn = _draw(policy, queue, wanted, rewards, config, (config.seed, step), clock)
+    drawn = _draw(policy, queue, wanted, rewards, config, (config.seed, step), clock, engine)
     uses, metrics = ["kept"] * wanted, {}
     judged_by = None if dynamic is None else dynamic.judged_by
     if dynamic is not None:
@@ -58,7 +60,7 @@ def collect(
             rounds += 1
             # The round's place in the training set tells its random numbers from the others'.
             seed, missing = (config.seed, step, queue.consumed), uses.count("filled")
-            more = _draw(policy, queue, missing, rewards, config, seed, clock)
+            more = _draw(policy, queue, missing, rewards, config, seed, clock, engine)
             drawn = drawn.joined(more)
             uses = uses_of(drawn.judged(judged_by), wanted)
         metrics = {
@@ -91,11 +93,12 @@ def _draw(
     config: RunConfig,
     seed: tuple[int, ...],
     clock: Clock,
+    engine: Engine | None,
 ) -> Drawn:
     """Groups of the next `count` prompts."""
     size, asked = config.rollout.group_size, queue.take(count)
     prompts = [one.example.prompt for one in asked]
-    rollout = generate(policy, prompts, config.rollout, group_size=size, seed=seed)
+    rollout = generate(policy, prompts, config.rollout, group_size=size, seed=seed, engine=engine)
     clock.lap("rollout")
     repeated = [one.example for one in asked for _ in range(size)]
     scores = score(rewards, repeated, rollout.texts, rollout.completion_ids)

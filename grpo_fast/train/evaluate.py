@@ -14,7 +14,7 @@ from grpo_fast import rollout
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, score, scorer_for
-from grpo_fast.rollout import Sampling
+from grpo_fast.rollout import Engine, Sampling
 from grpo_fast.train.config import RunConfig
 
 
@@ -189,12 +189,14 @@ def _rewards_of(
     return {n: s.view(-1, samples).nanmean(dim=1).tolist() for n, s in scores.items()}
 
 
-def policy_generate(policy: Any, sampling: Sampling) -> Generate:
-    """The rollout of a `Policy` in the form `evaluate` asks for."""
+def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = None) -> Generate:
+    """The rollout of a `Policy`, or of its engine, in the form `evaluate` asks for."""
 
     def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> list[str]:
         options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
-        done = rollout.generate(policy, prompts, options, group_size=samples, seed=key)
+        done = rollout.generate(
+            policy, prompts, options, group_size=samples, seed=key, engine=engine
+        )
         return Sampled(done.texts, done.completion_ids)
 
     return generate
@@ -202,8 +204,8 @@ def policy_generate(policy: Any, sampling: Sampling) -> Generate:
 
 def build_evaluation(
     config: RunConfig, policy: Any, rewards: RewardSet
-) -> Callable[[], EvalResult]:
-    """A function that evaluates the policy as it is, with the same prompts and seed each time."""
+) -> Callable[[Engine], EvalResult]:
+    """A function that asks an engine, with the same prompts and seed each time."""
     counted, asked = token_counter(policy.tokenizer), config.eval
     examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
     examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
@@ -213,7 +215,7 @@ def build_evaluation(
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
     # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.
     sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
-    return lambda: evaluate(
-        policy_generate(policy, sampling), examples, rewards, scorer, samples=asked.samples,
+    return lambda engine: evaluate(
+        policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,
         temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=config.seed,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rollout import NonFiniteLogits, check_prompts
+from grpo_fast.rollout import Engine, NonFiniteLogits, awake, build_engine, check_prompts
 from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import load_critic
@@ -79,12 +79,13 @@ def train(config: RunConfig) -> dict[str, Any]:
     }
     with (
         RunReport(config.output_dir, config, start=start) as report,
+        build_engine(policy, config.rollout) as engine,
         Stopping().listening(policy.lm.base_model),
     ):
         report.note(kernels_line(kernels))
         if config.warm_start is not None and start.checkpoint is None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
-        trainer = Trainer(config, policy, rewards, load_critic(config, policy))
+        trainer = Trainer(config, policy, rewards, load_critic(config, policy), engine)
         state = RunState(trainer, PromptQueue(examples), report)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
@@ -110,14 +111,19 @@ def save_models(trainer: Trainer, folder: Path) -> None:
             trainer.critic.save(folder / "critic")
 
 
-def run_steps(state: RunState, evaluate: Callable[[], EvalResult]) -> None:
+def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None:
     """All steps that are left, evaluated and reported along the way."""
     trainer, report = state.trainer, state.report
     config, trainer.at_rest = trainer.config, state.mark
+
+    def evaluated(steps: int) -> dict[str, float]:
+        with awake(trainer.engine, trainer.policy, version=steps) as engine:
+            return evaluate(engine).metrics
+
     if trainer.updates == 1 and is_policy_alone(trainer.loss_config) and trainer.critic is None:
         report.note(LOSS_IS_ZERO)
     if state.before is None:
-        before = evaluate().metrics
+        before = evaluated(0)
         report.log(0, before)
         state.before = state.after = before
         state.mark()
@@ -125,7 +131,7 @@ def run_steps(state: RunState, evaluate: Callable[[], EvalResult]) -> None:
         metrics, collected = trainer.step(step, state.queue)
         after = None
         if step == config.steps or (config.eval.every and step % config.eval.every == 0):
-            metrics |= (after := evaluate().metrics)
+            metrics |= (after := evaluated(step))
         report.prompts(collected.prompts)
         for row in trainer.underway.update_rows:
             report.log(step, row)

@@ -12,7 +12,9 @@ from typing import Any
 
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
+from grpo_fast.rollout import Engine, awake, build_engine
 from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.agreement import SamplerWatch
 from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Collected, collect
@@ -40,9 +42,16 @@ class Trainer:
     """What lives from step to step: the policy, its reference, a critic, their optimizers, β."""
 
     def __init__(
-        self, config: RunConfig, policy: Policy, rewards: RewardSet, critic: Critic | None = None
+        self,
+        config: RunConfig,
+        policy: Policy,
+        rewards: RewardSet,
+        critic: Critic | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.config, self.policy, self.rewards, self.critic = config, policy, rewards, critic
+        self.engine = engine or build_engine(policy, config.rollout)
+        self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
         self.baseline = running_baseline(config.advantages, config.advantage_options)
@@ -85,9 +94,10 @@ class Trainer:
     def begin(self, step: int, queue: PromptQueue) -> Underway:
         """The completions of a step, packed."""
         clock = Clock()
-        collected = collect(
-            self.policy, queue, self.rewards, self.config, step, clock, self.baseline
-        )
+        with awake(self.engine, self.policy, version=step - 1) as engine:
+            collected = collect(
+                self.policy, queue, self.rewards, self.config, step, clock, self.baseline, engine
+            )
         batch = StepBatch(
             collected.rollout, collected.advantages, budget=self.budget.tokens,
             **self.batch_options(),
@@ -112,6 +122,7 @@ class Trainer:
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()
+        self.watch.look(now.step, done.losses[0].logps)
         metrics = {
             **collected.metrics,
             **sampling_metrics(seen.logps),

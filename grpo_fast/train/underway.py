@@ -13,14 +13,15 @@ from torch import Tensor
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult
-from grpo_fast.rollout import Rollout
+from grpo_fast.rollout import Kept, Rollout
 from grpo_fast.train.batch import FIXED, StepBatch
 from grpo_fast.train.collect import Collected
 from grpo_fast.train.metrics import Clock, LossMetrics
 from grpo_fast.train.updates import Updates
 
 Tensors = dict[str, Tensor]
-LISTS = ("prompts", "prompt_ids", "completion_ids", "texts", "truncated")  # of a rollout, no tensor
+# Of a rollout, what is no tensor.
+LISTS = ("prompts", "prompt_ids", "completion_ids", "texts", "truncated", "weight_versions")
 
 
 @dataclass
@@ -56,6 +57,9 @@ class Underway:
         tensors = {"total": scores.total, "advantages": collected.advantages}
         tensors |= {f"reward/{name}": values for name, values in scores.per_fn.items()}
         tensors |= _numbered("sampling_logps", rollout.sampling_logps)
+        for i, kept in enumerate(rollout.kept):
+            if kept is not None:
+                tensors |= {f"kept/{i}/{name}": x for name, x in kept._asdict().items()}
         fixed = [name for name in FIXED if batch.has_fixed and batch.has(name)]
         for name in fixed:
             tensors |= _numbered(name, batch.of_each(name))
@@ -90,7 +94,13 @@ def restore(
     lists, device = state["rollout"], options["device"]
     count = len(lists["texts"])
     logps = [tensors[f"sampling_logps/{i}"] for i in range(count)]
-    rollout = Rollout(**lists, sampling_logps=logps)
+    kept = [
+        Kept(*(tensors[f"kept/{i}/{name}"] for name in Kept._fields))
+        if f"kept/{i}/ids" in tensors
+        else None
+        for i in range(count)
+    ]
+    rollout = Rollout(**lists, sampling_logps=logps, kept=kept)
     names = state["rewards"]
     scores = RewardResult(
         tensors["total"], {n: tensors[f"reward/{n}"] for n in names}, {n: Counter() for n in names}

@@ -232,8 +232,8 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all()
         if case.kept is not None and name in ("logits", "weight"):
-            rows = grad[~case.kept] if name == "logits" else grad[~case.kept[case.mask].any(0)]
-            assert (rows == 0).all(), "a gradient outside of the sets"
+            outside = grad[~case.kept] if name == "logits" else grad[~case.kept[case.mask].any(0)]
+            assert (outside == 0).all(), "a gradient outside of the sets"
 
 
 def test_the_seed_is_printed(capsys):

@@ -37,6 +37,12 @@ SUITES: dict[str, list[str]] = {
     "metrics": ["tests/loss/test_loss_extras.py", "-k", "metrics"],
     "range": ["tests/loss/test_gradient_range.py", "-k", "not compiled"],
     "sharded": ["tests/integrations/test_sharded_heads.py", "-k", "of_one_process and 2"],
+    "ranks": ["tests/integrations/test_lightning.py", "-k", "two_ranks"],
+    "two_processes": [
+        "tests/integrations/test_two_processes.py",
+        "-k",
+        "ends_in_the_same and dapo",
+    ],
     "checkpoint_files": [
         "tests/train/test_checkpoints.py",
         "-k",
@@ -51,6 +57,9 @@ SUITES: dict[str, list[str]] = {
     ],
     "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
     "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
+    "support": ["tests/loss/test_support.py", "-k", "not every_loss and not aggregations"],
+    "support_refusals": ["tests/loss/test_support.py", "-k", "refus"],
+    "support_doors": ["tests/kernels/test_support.py"],
     "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
@@ -157,11 +166,13 @@ def all_mutants() -> list[Mutant]:
         forward_cuda,
         gradients,
         heads,
+        integrations,
         kernels,
         loss,
         objectives,
         products,
         shards,
+        support,
         train,
         train_checkpoint,
         train_compare,
@@ -181,7 +192,7 @@ def all_mutants() -> list[Mutant]:
         train_seeing,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda,)
+    files += (forward_cuda, integrations, support)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import NonFiniteLogits, Sampling
+from grpo_fast.rollout import NonFiniteLogits, Sampling, hf
 from grpo_fast.rollout.sampler import Sampler, draw, seed_of
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.policy import Policy
@@ -156,6 +156,7 @@ def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
             input_ids = torch.cat([input_ids, tokens], dim=1)
         return input_ids
 
+    monkeypatch.setitem(hf._unsuited, policy.lm, "asked for by a test")
     monkeypatch.setattr(policy.lm, "generate", ends_at_once)
     rollout = generate(policy, PROMPTS, seed=2, group_size=1, max_new_tokens=2)
     assert rollout.completion_ids == [[eos]] * 3 and not any(rollout.truncated)
@@ -171,7 +172,8 @@ def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
     assert policy.positions == 512
     short = {"group_size": 1, "max_new_tokens": 1}
     assert len(generate(policy, [longest], seed=0, **short).texts) == 1
-    monkeypatch.setattr(policy.lm, "generate", lambda **_: pytest.fail("asked before the check"))
+    for name in ("decode", "by_transformers"):
+        monkeypatch.setattr(hf, name, lambda *_: pytest.fail("asked before the check"))
     with pytest.raises(
         ValueError,
         match="prompts: expected at most 512 tokens .*max_position_embeddings.*, got 513 in '1 1 1",

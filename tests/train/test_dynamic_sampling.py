@@ -39,7 +39,7 @@ def asked(monkeypatch):
     """Every call of a fake `generate`: (prompts, seed). Completion i of p answers `p i`."""
     calls = []
 
-    def generate(policy, prompts, options, *, group_size, seed):
+    def generate(policy, prompts, options, *, group_size, seed, engine):
         calls.append((list(prompts), seed))
         names = [f"{prompt} {i}" for prompt in prompts for i in range(group_size)]
         n = len(names)

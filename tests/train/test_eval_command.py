@@ -52,9 +52,9 @@ def asked(monkeypatch):
 
     calls, original = [], rollout.generate
 
-    def generate(policy, prompts, options, *, group_size, seed):
+    def generate(policy, prompts, options, *, group_size, seed, engine):
         calls.append((list(prompts), options, group_size, seed))
-        return original(policy, prompts, options, group_size=group_size, seed=seed)
+        return original(policy, prompts, options, group_size=group_size, seed=seed, engine=engine)
 
     monkeypatch.setattr(rollout, "generate", generate)
     return calls

@@ -26,6 +26,16 @@ def _door(name: str) -> Any:
     return getattr(torch.ops.grpo_fast_support, name).default
 
 
+def target_places(
+    ids: Tensor,  # (nnz,) int64 in [0, V)
+    offsets: Tensor,  # (R+1,) int64
+    target_ids: Tensor,  # (R,) int64
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """See support_reference.target_places."""
+    return _door("support_places")(ids, offsets, target_ids, vocab_size)
+
+
 def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
     """See support_reference.row_logps."""
     lse, logps, entropy = door("row_logps")(

@@ -297,7 +297,8 @@ def head_weight(
 ) -> None:
     """See support_reference.head_weight: out is written once, zeros included."""
     ids, order = rows.ids.sort(stable=True)
-    sources = rows.rows if index is None else index[rows.rows]
+    sources = rows.rows
+    sources = sources if index is None else index[sources]
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 

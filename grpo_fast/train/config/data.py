@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.rollout import Sampling
+from grpo_fast.rollout import EngineName, Sampling
+from grpo_fast.rollout.continuous import ContinuousOptions
 from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
 
 
@@ -74,6 +75,8 @@ class DynamicSamplingConfig(Section):
 class RolloutConfig(Section, Sampling):
     """How completions are sampled in training."""
 
+    engine: EngineName = "transformers"  # who samples
+    continuous: ContinuousOptions = Field(default_factory=ContinuousOptions)
     temperature: float = Field(1.0, gt=0)
     group_size: Positive = 8  # G completions per prompt
     prompts_per_step: Positive = 8

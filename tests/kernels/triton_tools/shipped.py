@@ -122,7 +122,7 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[]
     def call() -> None:
         (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
         v, index = torch.ones(ROWS), ids if "b" in options else None
-        rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids, ids)
+        rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
         support_triton.head_rows(
             hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
         )

@@ -1,0 +1,93 @@
+"""From prompts to completions: encoded, sampled by an engine, decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
+from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.prompts import Prompt, encode_for
+from grpo_fast.rollout.sampler import Sampling
+
+
+@dataclass
+class Rollout:
+    """N·G completions, the G of one prompt side by side."""
+
+    prompts: list[str] = field(default_factory=list)  # of each completion (so each G times)
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    completion_ids: list[list[int]] = field(default_factory=list)  # up to and with the first EOS
+    sampling_logps: list[Tensor] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
+    texts: list[str] = field(default_factory=list)  # completions without special tokens
+    truncated: list[bool] = field(default_factory=list)  # it did not end with an EOS
+    kept: list[Kept | None] = field(default_factory=list)  # what each was drawn from
+    weight_versions: list[int] = field(default_factory=list)  # see `Engine.update`
+
+    def __post_init__(self) -> None:
+        count = len(self.completion_ids)
+        self.kept = self.kept or [None] * count
+        self.weight_versions = self.weight_versions or [0] * count
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(ids) for ids in self.completion_ids]
+
+
+def generate(
+    policy: Any,
+    prompts: Sequence[Prompt],
+    options: Sampling,
+    *,
+    group_size: int,
+    seed: Seed,
+    engine: Engine | None = None,
+    places: Sequence[int] | None = None,
+) -> Rollout:
+    """G = `group_size` completions of each prompt.
+
+    Args:
+        policy: a `Policy` (model, tokenizer, eos_ids, `generation()`).
+        prompts: texts, or chat messages for the tokenizer's template.
+        seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
+            the completion's place and the token's position only, not on `options.batch_size`.
+        engine: who samples, with the weights it has; None: the policy itself.
+        places: of the prompts in the whole step's batch, rising; None: they are all of it.
+
+    Raises:
+        ValueError: a prompt that the tokenizer does not take, without tokens, with unknown ones,
+            or with too many for the model and `options.max_new_tokens`; places that do not rise.
+        NonFiniteLogits: the policy gives NaN.
+    """
+    if places is not None:
+        check_places(places, len(prompts))
+    texts, ids = encode_for(policy, prompts, options.max_new_tokens)
+    sampler = engine or TransformersEngine(policy, options)
+    done = sampler.generate(ids, options, group_size=group_size, seed=seed, places=places)
+    expected = len(prompts) * group_size
+    if len(done) != expected:
+        raise RuntimeError(f"{type(sampler).__name__}: expected {expected} completions, "
+                           f"got {len(done)}")  # fmt: skip
+    completion_ids = [one.ids for one in done]
+    return Rollout(
+        prompts=[text for text in texts for _ in range(group_size)],
+        prompt_ids=[tokens for tokens in ids for _ in range(group_size)],
+        completion_ids=completion_ids,
+        sampling_logps=[one.logps for one in done],
+        texts=policy.tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+        truncated=[one.finish_reason != EOS for one in done],
+        kept=[one.kept for one in done],
+        weight_versions=[one.weight_version for one in done],
+    )
+
+
+def check_places(places: Sequence[int], count: int) -> None:
+    """Raise a ValueError unless these are rising places of so many prompts."""
+    pairs = zip(places, places[1:], strict=False)
+    rising = all(a < b for a, b in pairs) and (not places or places[0] >= 0)
+    if len(places) != count or not rising:
+        expected = f"expected {count} rising places from 0"
+        raise ValueError(f"places: {expected}, got {list(places)[:8]}")

@@ -1,0 +1,127 @@
+"""The trainer's own model by transformers' continuous batching: a paged cache, ragged batches.
+
+It fits a GPU without vLLM: a completion that ends makes room for the next one at once, and memory
+is that of the tokens that are there. Prompts are shared by its prefix cache. The random numbers are
+its own: the same samples for the same seed, prompts and batch, but other ones for another share of
+the batch, and it does not say which tokens a truncating sampler kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling, seed_of
+
+log = logging.getLogger(__name__)
+
+
+class ContinuousOptions(BaseModel):
+    """What `rollout.continuous` takes."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    page_size: int = Field(256, ge=4)  # tokens of a page of the cache
+    pages: int | None = Field(None, ge=1)  # None: what the GPU's memory holds
+    max_batch_tokens: int | None = Field(None, ge=1)  # of one pass; None: by the GPU's memory
+    timeout: float = Field(600.0, gt=0, le=1e6)  # seconds without any completion
+
+
+class ContinuousEngine(Engine):
+    """Samples with the policy's weights as they are; `update` moves nothing."""
+
+    def __init__(self, policy: Any, options: Any) -> None:
+        self.policy, self.version = policy, 0
+        self.options = getattr(options, "continuous", None) or ContinuousOptions()
+        cpu = policy.device.type == "cpu"
+        if cpu and None in (self.options.pages, self.options.max_batch_tokens):
+            expected = "expected pages and max_batch_tokens on a CPU, whose memory is not asked"
+            raise ValueError(f"rollout.continuous: {expected}, got {self.options}")
+        if policy.autocast is not None:  # it belongs to a thread, and the batches run in another
+            came = f"got {policy.autocast}"
+            raise ValueError(f"model.autocast: expected none beside continuous batching, {came}")
+        sampling = options if isinstance(options, Sampling) else Sampling()
+        if sampling.top_p < 1 or sampling.top_k:
+            log.warning("continuous batching does not say which tokens top_k and top_p kept")
+
+    def update(self, policy: Any, version: int) -> None:
+        self.policy, self.version = policy, version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        group_size: int,
+        seed: Seed,
+        places: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        rows = [list(prompt) for prompt in prompts for _ in range(group_size)]
+        parts = seed if isinstance(seed, tuple) else (seed,)
+        number = seed_of("rollout", *parts, *(places or ())) % 2**31
+        size = sampling.batch_size or max(len(rows), 1)
+        found: list[Completion] = []
+        with self.policy.generation():
+            self.policy.lm.set_attn_implementation(self.policy.generation_attn)
+            for start in range(0, len(rows), size):
+                outputs = self._run(rows[start : start + size], sampling, number + start)
+                found += [self._completion(output) for output in outputs]
+        return found
+
+    def _run(self, rows: list[list[int]], sampling: Sampling, seed: int) -> list[Any]:
+        """The finished requests of these prompts, in order."""
+        done: dict[str, Any] = {}
+        last = time.monotonic()
+        with self.policy.lm.continuous_batching_context_manager(
+            generation_config=self._generation(sampling),
+            continuous_batching_config=self._batching(seed), block=True, timeout=5, warmup=False,
+        ) as manager:  # fmt: skip
+            names = manager.add_requests(inputs=rows, max_new_tokens=sampling.max_new_tokens)
+            while len(done) < len(rows):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    done[result.request_id], last = result, time.monotonic()
+                elif not manager.is_running():
+                    raise RuntimeError("continuous batching: its thread has ended before its work")
+                elif time.monotonic() - last > self.options.timeout:
+                    waited = f"no completion in {self.options.timeout:g} seconds"
+                    raise TimeoutError(
+                        f"continuous batching: {waited} (rollout.continuous.timeout)"
+                    )
+        return [done[name] for name in names]
+
+    def _generation(self, sampling: Sampling) -> Any:
+        from transformers import GenerationConfig
+
+        is_greedy = sampling.temperature == 0
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k}
+        return GenerationConfig(
+            do_sample=not is_greedy, eos_token_id=sorted(self.policy.eos_ids),
+            pad_token_id=self.policy.pad_id, max_new_tokens=sampling.max_new_tokens,
+            **({} if is_greedy else {**drawn, "top_p": sampling.top_p}),
+        )  # fmt: skip
+
+    def _batching(self, seed: int) -> Any:
+        from transformers import ContinuousBatchingConfig
+
+        asked = {"num_blocks": self.options.pages, "page_size": self.options.page_size,
+                 "max_batch_tokens": self.options.max_batch_tokens}  # fmt: skip
+        return ContinuousBatchingConfig(
+            return_logprobs=True, seed=seed, auto_switch_to_flash=False, **asked
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        if output.error is not None:
+            raise RuntimeError(f"continuous batching: {output.error}")
+        logps = torch.tensor(output.logprobs, dtype=torch.float32)
+        if logps.isnan().any():
+            raise NonFiniteLogits("the policy's logits are NaN or infinite")
+        ids = list(output.generated_tokens)
+        ended = bool(ids) and ids[-1] in self.policy.eos_ids
+        return Completion(ids, logps, EOS if ended else LENGTH, self.version)

@@ -1,0 +1,117 @@
+"""The loop that samples: prompts once, then a token of every completion at a time.
+
+A completion that has ended leaves the batch when enough others have; on a GPU the host looks after
+every few tokens only, as each look waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from grpo_fast.attention import Head, PackedLayout
+from grpo_fast.rollout.cache import RolloutCache, register
+from grpo_fast.rollout.kept import KeptIds
+from grpo_fast.rollout.sampler import Sampling, sample
+
+PREFILL_TOKENS = 1 << 14  # of prompts in one forward pass; a longer one passes alone
+LOOK_EVERY = {"cpu": 1}  # tokens between two looks at who has ended
+FULL = 0.8  # fraction of a batch that still samples, below which the others leave
+
+
+class Decoded(NamedTuple):
+    """B completions, with what follows an EOS still on them."""
+
+    tokens: Tensor  # (B, L) int64
+    logps: Tensor  # (B, L) fp32
+    kept: KeptIds
+
+
+def decode(
+    policy: Any,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    options: Sampling,
+    numbers: Tensor,  # (B, L) in [0, 1)
+) -> Decoded:
+    """`counts[n]` completions of prompt n, side by side; `numbers` decide them.
+
+    In `policy.generation()`. Raises ValueError for a layer that packed attention refuses.
+    """
+    device, length = policy.device, options.max_new_tokens
+    policy.lm.set_attn_implementation(register())
+    head, eos = policy.head, torch.tensor(sorted(policy.eos_ids), device=device)
+    cache = RolloutCache([len(p) for p in prompts], counts, length, device)
+    numbers = numbers.to(device)
+    rows = torch.arange(len(numbers), device=device)  # those that still sample
+    repeats = torch.tensor(counts, device=device)
+    hidden = prefill(policy, prompts, cache).repeat_interleave(repeats, 0)
+    places = torch.tensor(cache.lengths, device=device).repeat_interleave(repeats)
+    ended = torch.zeros(len(numbers), dtype=torch.bool, device=device)
+    tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
+    found = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
+    every = LOOK_EVERY.get(device.type, 16)
+    for t in range(length):
+        drawn = sample(logits_of(head, hidden), numbers[rows, t], options)
+        found.tokens[rows, t], found.logps[rows, t] = drawn.tokens, drawn.logps
+        found.kept.add(rows, t, drawn)
+        ended |= torch.isin(drawn.tokens, eos)
+        if t + 1 == length:
+            break
+        new = drawn.tokens
+        if (t + 1) % every == 0:
+            stay = (~ended).nonzero()[:, 0].tolist()
+            if not stay:
+                break
+            if len(stay) <= FULL * len(rows):
+                cache.drop(stay)
+                rows, places, ended, new = (x[stay] for x in (rows, places, ended, new))
+        hidden = forward(policy, new, places + t, cache)
+        cache.time += 1
+    return found
+
+
+def prefill(policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache) -> Tensor:
+    """(N, H): the last hidden state of each prompt; the cache keeps the rest."""
+    last = []
+    for chunk in chunks(prompts):
+        cache.layout = PackedLayout.of([len(prompt) for prompt in chunk], policy.device)
+        ids = torch.tensor([token for prompt in chunk for token in prompt], device=policy.device)
+        states = forward(policy, ids, cache.layout.position_ids[0], cache)
+        last.append(states[cache.layout.cu_seqlens[1:].long() - 1])
+    cache.close_prompts()
+    return torch.cat(last)
+
+
+def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """The prompts in order, together as many as PREFILL_TOKENS hold."""
+    chunk: list[Sequence[int]] = []
+    for prompt in prompts:
+        if chunk and sum(map(len, chunk)) + len(prompt) > PREFILL_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(prompt)
+    yield chunk
+
+
+def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
+    """(T,) token ids at their positions → (T, H) final hidden states."""
+    output = policy.lm.base_model(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_cache=cache
+    )
+    states: Tensor = output.last_hidden_state[0]
+    return states
+
+
+def logits_of(head: Head, hidden: Tensor) -> Tensor:
+    """(B, V) fp32."""
+    logits = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+    if head.logit_scale != 1.0:
+        logits = logits * head.logit_scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    return logits

@@ -1,0 +1,144 @@
+"""What every rollout engine is: prompts' token ids in, completions as they were sampled out.
+
+An engine samples with the weights that it was last given, and says of each completion which those
+were. Engines are built by name from the configuration; one that is not asked for is not imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rollout.sampler import Sampling, seed_of
+
+EOS, LENGTH = "eos", "length"  # how a completion ends; engines may have further words
+
+EngineName = Literal["transformers", "continuous", "vllm", "vllm-server"]
+# name -> module:callable(policy, options) -> Engine; `options` has what `rollout:` is configured to
+BUILDERS: dict[str, str] = {
+    "transformers": "grpo_fast.rollout.hf:TransformersEngine",
+    "continuous": "grpo_fast.rollout.continuous:ContinuousEngine",
+    "vllm": "grpo_fast.rollout.vllm:build",
+    "vllm-server": "grpo_fast.rollout.vllm_server:build",
+}
+
+Seed = int | tuple[int | str, ...]
+
+
+class Kept(NamedTuple):
+    """The tokens that a truncating sampler chose from, row by row (CSR).
+
+    Row t, `ids[offsets[t]:offsets[t + 1]]`, is what the t-th token of the completion was drawn
+    from, itself among it. An empty row is the whole vocabulary.
+    """
+
+    ids: Tensor  # (nnz,) int32
+    offsets: Tensor  # (n + 1,) int64
+
+
+class Completion(NamedTuple):
+    """One completion of n tokens."""
+
+    ids: list[int]  # up to and with the first EOS
+    logps: Tensor  # (n,) fp32 on the CPU, of the distribution that was sampled from
+    finish_reason: str  # EOS, LENGTH, or an engine's own word for a completion that was cut off
+    weight_version: int  # of the weights that its first token was sampled with
+    kept: Kept | None = None  # None: nothing was truncated, or the engine cannot say
+
+
+class Engine(ABC):
+    """Samples completions. A context manager that closes itself.
+
+    No call waits for ever: what an engine waits for has a timeout, and its error says for what.
+    """
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],  # token ids, none empty
+        sampling: Sampling,
+        *,
+        group_size: int,
+        seed: Seed,
+        places: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """G = `group_size` completions of each prompt, those of a prompt side by side.
+
+        Args:
+            seed: the random numbers of a completion depend on it and on the completion's place
+                (`places` and its number in the group) alone.
+            places: of each prompt in the whole step's batch, rising; None: this is all of it. So
+                several processes sample what one would.
+        """
+
+    @abstractmethod
+    def update(self, policy: Any, version: int) -> None:
+        """Sample with the weights of this `Policy` from here on.
+
+        version: tells weights apart; an engine that has this one already need not move any.
+        """
+
+    def sleep(self) -> None:  # noqa: B027
+        """Leave the device to the trainer. Weights may be lost: `update` follows `wake`."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Be ready for `update` and `generate`; nothing to do for one that is awake."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give everything back; the engine is not used again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def build_engine(policy: Any, options: Any) -> Engine:
+    """The engine that `options.engine` names, ready to sample with the policy as it is.
+
+    Raises:
+        ValueError: it cannot run here, or not with this model; the message says what is missing.
+    """
+    module, _, name = BUILDERS[options.engine].partition(":")
+    engine: Engine = getattr(importlib.import_module(module), name)(policy, options)
+    return engine
+
+
+@contextmanager
+def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
+    """The engine awake and with this policy's weights; asleep afterwards."""
+    engine.wake()
+    engine.update(policy, version)
+    try:
+        yield engine
+    finally:
+        engine.sleep()
+
+
+def uniforms(
+    seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
+) -> Tensor:  # (count·G, length) in [0, 1)
+    """The random numbers of `count` prompts' completions: row by row, by their places."""
+    parts = seed if isinstance(seed, tuple) else (seed,)
+    generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
+    if places is None:
+        return torch.rand(count * group_size, length, generator=generator)
+    wanted, rows = set(places), []
+    for place in range(max(places, default=-1) + 1):
+        group = torch.rand(group_size, length, generator=generator)
+        if place in wanted:
+            rows.append(group)
+    return torch.cat(rows) if rows else torch.zeros(0, length)

@@ -1,0 +1,125 @@
+"""transformers' continuous batching as an engine: its logps, its ends, its errors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import NonFiniteLogits, Sampling
+from grpo_fast.rollout.continuous import ContinuousEngine, ContinuousOptions
+from grpo_fast.train import loop
+from grpo_fast.train.policy import Policy
+from tests.tiny import tiny_model
+from tests.train.resuming import config_of
+
+PROMPTS = [[3, 4, 5, 6], [7, 8]]
+SMALL = ContinuousOptions(page_size=32, pages=64, max_batch_tokens=64, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(tiny_model("llama"), build_symbol_tokenizer(["0", "1"]))
+
+
+def engine_of(policy, options=SMALL):
+    return ContinuousEngine(policy, SimpleNamespace(continuous=options))
+
+
+def test_logps_are_the_policys_and_completions_end_with_their_eos(policy):
+    engine = engine_of(policy)
+    engine.update(policy, 4)
+    options = Sampling(max_new_tokens=8, temperature=0.8, top_k=9)
+    found = engine.generate(PROMPTS, options, group_size=4, seed=(1, 2))
+    again = engine.generate(PROMPTS, options, group_size=4, seed=(1, 2))
+    assert [one.ids for one in found] == [one.ids for one in again]
+    assert len(found) == 8 and len({tuple(one.ids) for one in found}) > 2
+    assert {one.weight_version for one in found} == {4} and found[0].kept is None
+    for n, one in enumerate(found):
+        prompt = PROMPTS[n // 4]
+        with policy.generation():
+            z = policy.lm(torch.tensor([prompt + one.ids]), use_cache=False).logits[0] / 0.8
+        rows = z[len(prompt) - 1 : -1]
+        rows = rows.masked_fill(rows < rows.topk(9).values[:, -1:], -torch.inf)
+        own = rows.log_softmax(-1).gather(-1, torch.tensor(one.ids)[:, None])[:, 0]
+        torch.testing.assert_close(one.logps, own, rtol=0, atol=2e-5)
+        assert (one.finish_reason == "eos") == (one.ids[-1] == 1)
+        assert 1 not in one.ids[:-1] and (one.finish_reason == "eos" or len(one.ids) == 8)
+    assert policy.lm.config._attn_implementation == "grpo_packed"
+
+
+def test_greedy_is_the_most_likely_token(policy):
+    (one,) = engine_of(policy).generate(
+        PROMPTS[:1], Sampling(max_new_tokens=1, temperature=0), group_size=1, seed=0
+    )
+    with policy.generation():
+        logits = policy.lm(torch.tensor(PROMPTS[:1]), use_cache=False).logits[0, -1]
+    assert one.ids == [int(logits.argmax())]
+    assert float(one.logps) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
+
+
+def test_a_cpu_is_told_how_much_memory_to_take(policy):
+    with pytest.raises(ValueError, match=r"rollout.continuous: expected pages and max_batch_tok"):
+        engine_of(policy, ContinuousOptions())
+    wide = Policy(policy.lm, policy.tokenizer, autocast=torch.bfloat16)
+    with pytest.raises(ValueError, match="model.autocast: expected none beside continuous"):
+        engine_of(wide)
+
+
+class Manager:
+    """In place of transformers' manager: gives these results, then nothing."""
+
+    def __init__(self, results=(), running=True):
+        self.results, self.running = list(results), running
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def add_requests(self, inputs, **_):
+        return [f"r{i}" for i in range(len(inputs))]
+
+    def get_result(self, timeout):
+        return self.results.pop(0) if self.results else None
+
+    def is_running(self):
+        return self.running
+
+
+def finished(name, ids=(5,), logprobs=(-1.0,), error=None):
+    return SimpleNamespace(
+        request_id=name, is_finished=lambda: True, generated_tokens=list(ids),
+        logprobs=list(logprobs), error=error,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("manager", "error", "says"),
+    [
+        (Manager([finished("r0")], running=False), RuntimeError, "its thread has ended"),
+        (Manager([finished("r0")]), TimeoutError, "no completion in 0.01 seconds"),
+        (Manager([finished("r1", error="no room"), finished("r0")]), RuntimeError, "no room"),
+        (
+            Manager([finished("r0"), finished("r1", logprobs=[float("nan")])]),
+            NonFiniteLogits, "NaN",
+        ),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_said_and_never_waited_for(policy, monkeypatch, manager, error, says):
+    context = "continuous_batching_context_manager"
+    monkeypatch.setattr(policy.lm, context, lambda **_: manager, raising=False)
+    engine = engine_of(policy, SMALL.model_copy(update={"timeout": 0.01}))
+    with pytest.raises(error, match=says):
+        engine.generate(PROMPTS, Sampling(max_new_tokens=1), group_size=1, seed=0)
+
+
+def test_a_run_samples_by_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    small = "rollout.continuous={page_size: 32, pages: 64, max_batch_tokens: 64}"
+    words = ["steps=1", "eval.n=1", "rollout.engine=continuous", small]
+    summary = loop.train(config_of(tmp_path / "run", *words))
+    assert summary["steps"] == 1

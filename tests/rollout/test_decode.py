@@ -1,0 +1,229 @@
+"""The sampling loop against transformers' `generate`: the same tokens, logps and kept ids."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import NonFiniteLogits, Sampling, decode, hf
+from grpo_fast.train.policy import Policy
+from tests.tiny import FAMILIES, tiny_model
+
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
+EOS = 1
+
+
+def policy_of(family="llama", **changes):
+    return Policy(tiny_model(family, **changes), build_symbol_tokenizer(["0", "1"]))
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return policy_of()
+
+
+def ending_often(policy, ids):
+    """Makes these tokens ends of completions, so that few rows are left soon."""
+    policy.eos_ids = frozenset(ids)
+    return policy
+
+
+def both(policy, monkeypatch, prompts=PROMPTS, *, group_size=4, seed=1, **options):
+    """Completions by our loop and by transformers' `generate`."""
+    sampling = Sampling(**{"max_new_tokens": 12, **options})
+    found = []
+    for why in (None, "asked for by a test"):
+        monkeypatch.setitem(hf._unsuited, policy.lm, why)
+        engine = hf.TransformersEngine(policy)
+        found.append(engine.generate(prompts, sampling, group_size=group_size, seed=seed))
+    return found
+
+
+def assert_same(ours, theirs, tolerance=2e-5):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.ids, a.finish_reason) == (b.ids, b.finish_reason)
+        torch.testing.assert_close(a.logps, b.logps, rtol=0, atol=tolerance)
+        assert (a.kept is None) == (b.kept is None)
+        if a.kept is not None and b.kept is not None:
+            assert torch.equal(a.kept.ids, b.kept.ids)
+            assert torch.equal(a.kept.offsets, b.kept.offsets)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_samples_what_it_samples_in_transformers(family, monkeypatch):
+    policy = policy_of(family)
+    with policy.generation():
+        assert hf.compare(policy) is None
+    ours, theirs = both(policy, monkeypatch)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": 1},
+        {"max_new_tokens": 1},
+        {"temperature": 0.0},
+        {"temperature": 0.6, "top_k": 5},
+        {"top_p": 0.7},
+        {"top_k": 9, "top_p": 0.8},
+        {"batch_size": 5},  # groups cut apart
+        {"batch_size": 1},
+        {"prompts": PROMPTS[:1]},
+        {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # of one length: no padding
+    ],
+    ids=str,
+)
+def test_options(policy, monkeypatch, options):
+    assert_same(*both(policy, monkeypatch, **options))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2: windows that move on
+def test_ended_completions_leave_and_the_others_do_not_notice(family, monkeypatch):
+    policy = ending_often(policy_of(family), range(1, 16))
+    calls, drop = [], decode.RolloutCache.drop
+
+    def counted(cache, stay):
+        drop(cache, stay)
+        calls.append((len(stay), cache.taken is not None, len(cache.counts)))
+
+    monkeypatch.setattr(decode.RolloutCache, "drop", counted)
+    ours, theirs = both(policy, monkeypatch, max_new_tokens=16, group_size=5)
+    assert_same(ours, theirs)
+    assert len(calls) >= 3 and any(ragged for _, ragged, _ in calls)
+    assert len({prompts for _, _, prompts in calls}) > 1  # prompts leave, too
+    assert 1 in {len(one.ids) for one in ours}  # at the first token
+
+
+def test_room_grows_with_the_completions(policy, monkeypatch):
+    monkeypatch.setattr("grpo_fast.rollout.cache.GROWTH", 3)
+    assert_same(*both(policy, monkeypatch, max_new_tokens=20))
+
+
+def test_prompts_pass_in_several_rows(policy, monkeypatch):
+    rows, forward = [], decode.forward
+    monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
+
+    def counted(policy, ids, positions, cache):
+        rows.append(len(ids))
+        return forward(policy, ids, positions, cache)
+
+    monkeypatch.setattr(decode, "forward", counted)
+    assert_same(*both(policy, monkeypatch))
+    assert rows[:3] == [9, 5, 12]  # each prompt once, then a token of each completion
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_look_now_and_then_changes_nothing(policy, monkeypatch, every):
+    monkeypatch.setattr(decode, "LOOK_EVERY", {"cpu": every})
+    assert_same(*both(policy, monkeypatch))
+
+
+def test_a_lora_adapter_and_16_bits(monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = tiny_model("qwen2")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    wrapped = Policy(peft.get_peft_model(model, config), build_symbol_tokenizer(["0", "1"]))
+    ours, theirs = both(wrapped, monkeypatch)
+    assert_same(ours, theirs)
+    with wrapped.without_adapter():
+        assert both(wrapped, monkeypatch)[0][0].ids != ours[0].ids
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_16_bits(how, monkeypatch):
+    """Tokens may differ where two are nearly as likely; the loop's logps are the model's own."""
+    model = tiny_model("llama")
+    if how == "weights":
+        model = model.to(torch.bfloat16)
+    autocast = torch.bfloat16 if how == "autocast" else None
+    policy = Policy(model, build_symbol_tokenizer(["0", "1"]), autocast=autocast)
+    sampling = Sampling(max_new_tokens=8)
+    monkeypatch.setitem(hf._unsuited, policy.lm, None)
+    found = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
+    wide = model.float()
+    for n, one in enumerate(found):
+        prompt = PROMPTS[n // 2]
+        with policy.generation(), torch.autocast("cpu", enabled=False):
+            logits = wide(torch.tensor([prompt + one.ids]), use_cache=False).logits[0]
+        own = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        own = own.gather(-1, torch.tensor(one.ids)[:, None])[:, 0]
+        assert one.logps.dtype == torch.float32
+        torch.testing.assert_close(one.logps, own, rtol=0, atol=0.25)
+
+
+def test_kept_ids_are_what_the_tokens_were_drawn_from(policy):
+    sampling = Sampling(max_new_tokens=12, top_k=6, top_p=0.9, temperature=0.8)
+    found = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=4, seed=3)
+    for n, one in enumerate(found):
+        prompt = PROMPTS[n // 4]
+        with policy.generation():
+            z = policy.lm(torch.tensor([prompt + one.ids]), use_cache=False).logits[0] / 0.8
+        assert one.kept is not None and one.kept.ids.dtype == torch.int32
+        assert len(one.kept.offsets) == len(one.ids) + 1
+        for t, token in enumerate(one.ids):
+            row = z[len(prompt) - 1 + t]
+            ids = one.kept.ids[one.kept.offsets[t] : one.kept.offsets[t + 1]].long()
+            assert token in ids and len(ids) <= 6
+            assert set(ids.tolist()) <= set(row.topk(6).indices.tolist())
+            expected = row[token] - row[ids].logsumexp(-1)
+            assert float(one.logps[t]) == pytest.approx(float(expected), abs=2e-5)
+
+
+def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
+    """Said once, with the reason; the samples are those of transformers."""
+    policy = policy_of("llama", seed=3)
+    original = decode.logits_of
+    monkeypatch.setattr(decode, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
+    sampling = Sampling(max_new_tokens=4)
+    with caplog.at_level(logging.WARNING, logger="grpo_fast.rollout.hf"):
+        first = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
+        again = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
+    assert [one.ids for one in first] == [one.ids for one in again]
+    (said,) = caplog.messages
+    assert "rollouts run by transformers' generate" in said and "differ by" in said
+
+
+def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
+    policy = policy_of("llama", seed=4)
+
+    def refuses(*_, **__):
+        raise ValueError("s_aux: not supported by packed attention")
+
+    monkeypatch.setattr("grpo_fast.rollout.cache.packed_attention", refuses)
+    found = hf.TransformersEngine(policy).generate(
+        PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0
+    )
+    assert len(found) == 6 and "s_aux: not supported" in caplog.text
+
+
+def test_nan_in_the_middle_is_refused_and_behind_the_end_ignored(policy, monkeypatch):
+    original = decode.logits_of
+    calls = []
+
+    def broken(head, hidden):
+        calls.append(0)
+        logits = original(head, hidden)
+        return logits * float("nan") if len(calls) == 3 else logits
+
+    monkeypatch.setattr(decode, "logits_of", broken)
+    monkeypatch.setitem(hf._unsuited, policy.lm, None)
+    engine = hf.TransformersEngine(policy)
+    with pytest.raises(NonFiniteLogits, match="the policy's logits are NaN"):
+        engine.generate(PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0)
+
+
+def test_training_goes_on_after_a_rollout(policy):
+    policy.lm.train()
+    hf.TransformersEngine(policy).generate(
+        PROMPTS, Sampling(max_new_tokens=3), group_size=2, seed=0
+    )
+    assert policy.lm.training and policy.lm.config._attn_implementation == "grpo_packed"
+    policy.lm.eval()
+
+
+def test_no_prompts(policy):
+    assert hf.TransformersEngine(policy).generate([], Sampling(), group_size=2, seed=0) == []

@@ -1,0 +1,49 @@
+"""The early warning that sampler and trainer see different policies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.train import loop
+from grpo_fast.train.agreement import SamplerWatch
+from tests.train.resuming import config_of
+
+PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]
+
+
+def moved(by):
+    return [(ours, samplers + by) for ours, samplers in PAIRS]
+
+
+def test_it_is_said_once_and_only_when_far_apart(caplog):
+    watch = SamplerWatch(Sampling())
+    for step, pairs in enumerate(([], [(torch.zeros(0),) * 2], PAIRS, moved(0.049))):
+        watch.look(step, pairs)
+    assert not caplog.messages
+    watch.look(5, moved(-0.3))
+    watch.look(6, moved(0.3))
+    (said,) = caplog.messages
+    assert said.startswith("step 5: the sampler's and the trainer's logps are 0.3 nats apart")
+    assert "stale weights" in said and "top_p" not in said
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 4}])
+def test_truncation_is_named_as_a_cause(options, caplog):
+    SamplerWatch(Sampling(**options)).look(1, moved(1.0))
+    assert "the mass that top_k and top_p leave out" in caplog.text
+
+
+def test_a_run_with_stale_weights_says_so(tmp_path, monkeypatch, caplog):
+    original = TransformersEngine.generate
+
+    def stale(self, *arguments, **options):
+        done = original(self, *arguments, **options)
+        return [Completion(one.ids, one.logps - 0.5, *one[2:]) for one in done]
+
+    monkeypatch.setattr(TransformersEngine, "generate", stale)
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    loop.train(config_of(tmp_path / "run", "steps=2", "eval.every=0"))
+    assert caplog.text.count("nats apart per token") == 1 and "step 1:" in caplog.text

@@ -130,6 +130,12 @@ SUITES: dict[str, list[str]] = {
         "-k",
         "128x192 and (300x392x700 or any_number)",
     ],
+    "triton_support": ["tests/kernels/triton_tools/cases_support.py", "-k", "not 1030"],
+    "triton_support_public": [
+        "tests/kernels/triton_tools/cases_support_public.py",
+        "-k",
+        "every_row or hidden_rows or differentiable or bonus",
+    ],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -173,6 +179,7 @@ def all_mutants() -> list[Mutant]:
         products,
         shards,
         support,
+        support_triton,
         train,
         train_checkpoint,
         train_compare,
@@ -192,7 +199,7 @@ def all_mutants() -> list[Mutant]:
         train_seeing,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations, support)
+    files += (forward_cuda, integrations, support, support_triton)
     return [m for file in files for m in file.MUTANTS]
 
 

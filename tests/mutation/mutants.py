@@ -149,6 +149,12 @@ SUITES: dict[str, list[str]] = {
     "doctor_views": ["tests/doctor/test_views.py"],
     "doctor_selftest": ["tests/doctor/test_selftest.py"],
     "doctor_command": ["tests/doctor/test_doctor_command.py"],
+    "triton_support": ["tests/kernels/triton_tools/cases_support.py", "-k", "not 1030"],
+    "triton_support_public": [
+        "tests/kernels/triton_tools/cases_support_public.py",
+        "-k",
+        "every_row or hidden_rows or differentiable or bonus",
+    ],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -194,6 +200,7 @@ def all_mutants() -> list[Mutant]:
         rollout,
         shards,
         support,
+        support_triton,
         train,
         train_checkpoint,
         train_compare,
@@ -217,7 +224,7 @@ def all_mutants() -> list[Mutant]:
         vllm,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations, rollout, support, doctor)
+    files += (forward_cuda, integrations, rollout, support, support_triton, doctor)
     return [m for file in files for m in file.MUTANTS]
 
 

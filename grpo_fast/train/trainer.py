@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from grpo_fast.objective.kl import EXACT
@@ -16,6 +17,7 @@ from grpo_fast.rollout import Engine, awake, build_engine
 from grpo_fast.train import distributed, sharding
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.agreement import SamplerWatch
+from grpo_fast.train.ahead import Ahead
 from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Collected, collect
@@ -53,6 +55,7 @@ class Trainer:
     ) -> None:
         self.config, self.policy, self.rewards, self.critic = config, policy, rewards, critic
         self.engine = engine or build_engine(policy, config.rollout)
+        self.ahead = Ahead(config, policy, self.engine)
         self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
@@ -93,6 +96,11 @@ class Trainer:
         now = self.underway
         if now is None:
             now = self.underway = self.begin(step, queue)
+            self.ahead.done()
+            self.at_rest()
+        if self.ahead.is_due(step):
+            self.ahead.begin(step, queue)
+            now.clock.lap("ahead")
             self.at_rest()
         if now.metrics is None:
             if now.noise is None:
@@ -105,10 +113,13 @@ class Trainer:
     def begin(self, step: int, queue: PromptQueue) -> Underway:
         """The completions of a step, packed."""
         clock = Clock()
-        with awake(self.engine, self.policy, version=step - 1) as engine:
+        ahead = self.ahead.rollout(clock)
+        is_idle = ahead is not None and self.config.rollout.dynamic is None
+        with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
             collected = collect(
-                self.policy, queue, self.rewards, self.config, step, clock, self.baseline, engine
-            )
+                self.policy, queue, self.rewards, self.config, step, clock, self.baseline,
+                self.engine, ahead,
+            )  # fmt: skip
         batch = StepBatch(
             collected.rollout, collected.advantages, budget=self.budget.tokens,
             **self.batch_options(),
@@ -131,6 +142,9 @@ class Trainer:
         collected, batch, done, clock = now.collected, now.batch, now.done, now.clock
         self.reference.after_step(now.step)
         clock.lap("train")
+        if self.config.rollout.ahead:
+            self.ahead.settle()
+            clock.lap("ahead")
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()

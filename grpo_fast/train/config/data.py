@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.continuous import ContinuousOptions
+from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath
 
 KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
@@ -89,12 +90,21 @@ class RolloutConfig(Section, Sampling):
     dynamic: DynamicSamplingConfig | None = None  # drop groups without spread and refill
     # auto: beside top_p or top_k the loss is over the tokens that the sampler kept; off: over all
     replay_support: Annotated[Literal["auto", "off"], Off] = "auto"
+    vllm: VLLMOptions = Field(default_factory=VLLMOptions)  # of the engines vllm and vllm-server
 
     @model_validator(mode="after")
     def _bound_the_kept(self) -> RolloutConfig:
         """With top_p alone a flat distribution keeps nearly the whole vocabulary."""
         if self.wants_kept and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> RolloutConfig:
+        if (self.engine == "vllm-server") != bool(self.vllm.urls):
+            one = "at least one server" if self.engine == "vllm-server" else "none"
+            came = ", ".join(self.vllm.urls) or "none"
+            raise ValueError(f"vllm.urls: expected {one} for engine: {self.engine}, came {came}")
         return self
 
     @property

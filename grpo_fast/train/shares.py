@@ -27,15 +27,31 @@ def generate(
     engine: Engine | None = None,
 ) -> Rollout:
     """`rollout.generate` by all ranks: the same completions on any number of them."""
-    count, ranks = len(prompts), distributed.size()
-    given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
-    if ranks == 1:
-        return rollout.generate(policy, prompts, options, **given)
-    first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
     with policy.whole(), distributed.together():
-        own, places = prompts[first:end], range(first, end)
-        found = rollout.generate(policy, own, options, **given, places=places) if own else Rollout()
-    return _joined(found, group_size)
+        own = generate_share(
+            policy, prompts, options, group_size=group_size, seed=seed, engine=engine
+        )
+    return joined(own, group_size)
+
+
+def generate_share(
+    policy: Any,
+    prompts: Sequence[Any],
+    options: Sampling,
+    *,
+    group_size: int,
+    seed: Seed,
+    engine: Engine | None = None,
+) -> Rollout:
+    """This rank's part of it, without a word to the others."""
+    count, ranks = len(prompts), distributed.size()
+    first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
+    if first == end:
+        return Rollout()
+    return rollout.generate(
+        policy, prompts[first:end], options, group_size=group_size, seed=seed, engine=engine,
+        places=None if ranks == 1 else range(first, end),
+    )  # fmt: skip
 
 
 def score(
@@ -61,11 +77,13 @@ def score(
     )
 
 
-def _joined(own: Rollout, group_size: int) -> Rollout:
+def joined(own: Rollout, group_size: int) -> Rollout:
     """The rollouts of all ranks as one, in the order of their prompts."""
+    if distributed.size() == 1:
+        return own
     lists: dict[str, Any] = {f.name: getattr(own, f.name) for f in dataclasses.fields(Rollout)}
     lists["sampling_logps"] = [logps.tolist() for logps in own.sampling_logps]
-    lists["kept"] = [None if one is None else [x.tolist() for x in one] for one in own.kept]
+    lists["kept"] = [one and [None if x is None else x.tolist() for x in one] for one in own.kept]
     for name in ("prompts", "prompt_ids"):  # the same for a whole group
         lists[name] = lists[name][::group_size]
     found: dict[str, Any] = {name: [] for name in lists}
@@ -79,5 +97,8 @@ def _joined(own: Rollout, group_size: int) -> Rollout:
     return Rollout(**found)
 
 
-def _kept(ids: list[int], offsets: list[int]) -> Kept:
-    return Kept(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int64))
+def _kept(ids: list[int], offsets: list[int], mass: list[float] | None) -> Kept:
+    return Kept(
+        torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets),
+        None if mass is None else torch.tensor(mass),
+    )  # fmt: skip

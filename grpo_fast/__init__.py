@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from grpo_fast.kernels.support import Support
     from grpo_fast.loss.api import (
         LossOutput,
         grpo_loss,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LossConfig",
     "LossOutput",
+    "Support",
     "group_advantages",
     "grpo_loss",
     "linear_grpo_loss",
@@ -32,7 +34,11 @@ __all__ = [
     "logits_logps",
 ]
 
-_HOMES = {"LossConfig": "objective.config", "group_advantages": "objective.advantages"}
+_HOMES = {
+    "LossConfig": "objective.config",
+    "Support": "kernels.support",
+    "group_advantages": "objective.advantages",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -87,6 +87,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_items: float | None = None
     num_completions: float | None = None
+    # (B, L, V) bool: the ids among which each target was drawn; a row that keeps all has an empty
+    # set
+    kept: Tensor | None = None
 
     def but(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
@@ -144,7 +147,7 @@ def default_mask() -> Tensor:
 def make_case(
     seed: int = 0, *, H: int = 8, V: int = 23, mask: Tensor | None = None, dtype=torch.float32,
     bias: bool = True, per_token_advantages: bool = False, sampling: bool = False,
-    scale: float = 1.0, **options: Any,
+    scale: float = 1.0, support: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
     """A padded batch whose old, ref and sampling logps are placed relative to the fp64 logps of the
     same inputs.
@@ -160,7 +163,9 @@ def make_case(
     rows = rows if b is None else rows + b.double()
     o = oracles.resolve(options)
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
-    lp, _ = oracle_inputs.logps_and_entropy(rows.reshape(-1, V), ids.reshape(-1), **rule)
+    kept = kept_ids(seed, ids, V) if support else None
+    flat = None if kept is None else kept.reshape(-1, V)
+    lp, _ = oracle_inputs.logps_and_entropy(rows.reshape(-1, V), ids.reshape(-1), kept=flat, **rule)
     lp = lp.reshape(B, L)
     old = torch.clamp(lp - pick(g, LOG_RATIOS, (B, L)), max=-1e-3)
     ref = lp + pick(g, REF_DIFFERENCES, (B, L))
@@ -171,8 +176,29 @@ def make_case(
     return Case(
         hidden=hidden, weight=weight, bias=b, ids=ids, mask=mask, advantages=advantages.float(),
         old=old.float(), ref=ref.float(), sampling=sampler.float() if sampling else None,
-        options=dict(options),
+        options=dict(options), kept=kept,
     )  # fmt: skip
+
+
+def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
+    """(B, L, V) bool: sets of 1 to V ids with the target among them; every fifth row keeps all."""
+    g = torch.Generator().manual_seed(seed)
+    share = torch.rand((*ids.shape, 1), generator=g)
+    kept = torch.rand((*ids.shape, V), generator=g) < share
+    kept[torch.rand(ids.shape, generator=g) < 0.2] = True
+    return kept.scatter_(-1, ids[..., None], True)
+
+
+def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
+    """The sets of (N, V), in no order; behind a mask (N,) nonsense."""
+    rows = []
+    for t, row in enumerate(kept):
+        ids = row.nonzero().squeeze(1)
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(t))
+        rows.append(ids[order] if mask[t] else torch.tensor([-7, len(row) + 3, -7]))
+        rows[-1] = rows[-1][:0] if mask[t] and row.all() else rows[-1]
+    lengths = torch.tensor([0, *map(len, rows)])
+    return grpo_fast.Support(torch.cat([lengths[:0], *rows]), lengths.cumsum(0))
 
 
 # ----------------------------------------------------------
@@ -253,6 +279,8 @@ def run(
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
     ids = lay(case.ids)
     leaves: dict[str, Tensor] = {}
+    if case.kept is not None and function != "logps":
+        keywords["support"] = support_of(lay(case.kept).flatten(0, -2), lay(case.mask).flatten())
     if function == "linear":
         leaves["hidden"] = lay(case.hidden).detach().clone().requires_grad_()
         leaves["weight"] = case.weight.detach().clone().requires_grad_()
@@ -302,8 +330,9 @@ def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
     if isinstance(rule["temperature"], Tensor):
         rule["temperature"] = rule["temperature"].reshape(-1)
+    kept = None if case.kept is None else case.kept.reshape(B * L, V)
     lp, H = oracle_inputs.logps_and_entropy(
-        raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), **rule
+        raw.reshape(B * L, V), case.ids.reshape(-1).clamp(0, V - 1), kept=kept, **rule
     )
     return lp.reshape(B, L).float(), H.reshape(B, L).float()
 
@@ -318,6 +347,8 @@ def truth(function: str, case: Case):
     temperature = options.get("temperature")
     if isinstance(temperature, Tensor):
         keywords["temperature"] = temperature
+    if function != "logps":
+        keywords["kept"] = case.kept
     if function == "linear":
         return oracle_inputs.oracle_from_hidden(
             case.hidden, case.weight, case.ids, case.advantages, options, bias=case.bias, **keywords

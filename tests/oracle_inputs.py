@@ -22,9 +22,14 @@ def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0
     return z / temperature
 
 
-def logps_and_entropy(raw: Tensor, ids: Tensor, **rule) -> tuple[Tensor, Tensor]:
-    """raw (n, V) fp64, ids (n,) → lp (n,), H (n,); −inf columns have probability exactly 0."""
-    log_p = torch.log_softmax(scaled_logits(raw, **rule), dim=-1)
+def logps_and_entropy(
+    raw: Tensor, ids: Tensor, *, kept: Tensor | None = None, **rule
+) -> tuple[Tensor, Tensor]:
+    """raw (n, V) fp64, ids (n,) → lp (n,), H (n,); −inf columns, and those outside of `kept`
+    (n, V), have probability exactly 0.
+    """
+    z = scaled_logits(raw, **rule)
+    log_p = torch.log_softmax(z if kept is None else z.masked_fill(~kept, -torch.inf), dim=-1)
     p = log_p.exp()
     entropy = -(p * torch.where(torch.isinf(log_p), torch.zeros_like(log_p), log_p)).sum(-1)
     return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), entropy
@@ -88,7 +93,7 @@ def oracle_from_logps(
 
 def oracle_from_logits(
     logits, ids, advantages, options, *, mask, old=None, ref=None, sampling=None, num_items=None,
-    num_completions=None, temperature=None,
+    num_completions=None, temperature=None, kept=None,
 ) -> SimpleNamespace:  # fmt: skip
     """Loss of raw logits (B, L, V), ids (B, L); `.logits_grad`, `.logps`, `.entropy` are (B, L[,
     V]).
@@ -106,6 +111,7 @@ def oracle_from_logits(
         num_items,
         num_completions,
         temperature,
+        kept,
     )
     out.logits_grad = grad_or_zero(out.loss, raw)
     return out
@@ -113,7 +119,7 @@ def oracle_from_logits(
 
 def oracle_from_hidden(
     hidden, weight, ids, advantages, options, *, mask, bias=None, old=None, ref=None, sampling=None,
-    num_items=None, num_completions=None, temperature=None,
+    num_items=None, num_completions=None, temperature=None, kept=None,
 ) -> SimpleNamespace:  # fmt: skip
     """Loss of hidden (B, L, H), weight (V, H), bias (V,); gradients of all three."""
     h, W = as_double(hidden).requires_grad_(), as_double(weight).requires_grad_()
@@ -132,6 +138,7 @@ def oracle_from_hidden(
         num_items,
         num_completions,
         temperature,
+        kept,
     )
     out.hidden_grad, out.weight_grad = grad_or_zero(out.loss, h), grad_or_zero(out.loss, W)
     out.bias_grad = None if b is None else grad_or_zero(out.loss, b)
@@ -150,12 +157,14 @@ def _from_rows(
     num_items,
     num_completions,
     temperature,
+    kept,
 ):
     o = resolve(options)
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
     if temperature is not None:
         rule["temperature"] = temperature[mask] if isinstance(temperature, Tensor) else temperature
-    lp, H = logps_and_entropy(rows, ids[mask], **rule)
+    kept = None if kept is None else kept[mask]
+    lp, H = logps_and_entropy(rows, ids[mask], kept=kept, **rule)
     grid_lp = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, lp)
     grid_H = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, H)
     completions = completions_of(

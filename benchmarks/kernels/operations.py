@@ -52,5 +52,6 @@ SCRIPTS: dict[str, str] = {
     "step": "--model-config qwen2.5-0.5b --prompt 4096 --completion 256 --rounds 5 --budget 3",
     "rollout": "--batch 64 --new-tokens 64 --budget 3",
     "attention": "--rounds 9 --budget 1",
+    "support": "--rounds 9 --budget 1",
     "trl": "--models 0.5b --dtype bf16 --rounds 9 --budget 3",
 }

@@ -23,6 +23,25 @@ inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_i
   return {rows, columns, ids, rule.logit_scale, softcap, rule.temperature, temperatures};
 }
 
+// (C + 1,) from 0 to `end`, never falling.
+inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
+  const int64_t count = x.dim() == 1 ? x.size(0) : 0;
+  const int64_t* found = checked_vector<int64_t>(x, count, "offsets");
+  bool rises = count > 0 && found[0] == 0 && found[count - 1] == end;
+  for (int64_t i = 1; i < count; ++i) rises &= found[i - 1] <= found[i];
+  STD_TORCH_CHECK(rises, "offsets: expected numbers that never fall, from 0 to ", end);
+  return found;
+}
+
+// Rows of unequal length, one after another in a vector (numbers,).
+inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
+                            const Rule& rule) {
+  const int64_t* found = checked_offsets(offsets, numbers);
+  Chunk chunk = checked_chunk(offsets.size(0) - 1, numbers, places, rule);
+  chunk.offsets = found;
+  return chunk;
+}
+
 template <class T>
 Matrix<T> matrix(const Tensor& x) {
   return {data<T>(x), x.stride(0)};

@@ -37,9 +37,13 @@ void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const 
   pick(Float16{});
 }
 
-Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const Rule& rule) {
+// With offsets the logits are (1, V): rows of unequal length, one after another.
+Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const Rule& rule,
+               const std::optional<Tensor>& offsets = std::nullopt) {
   check_rows(logits, "logits");
-  return checked_chunk(logits.size(0), logits.size(1), target_ids, rule);
+  if (!offsets) return checked_chunk(logits.size(0), logits.size(1), target_ids, rule);
+  STD_TORCH_CHECK(logits.size(0) == 1, "logits: expected (1, V) beside offsets");
+  return checked_ragged(logits.size(1), *offsets, target_ids, rule);
 }
 
 void check_out(const Tensor& logits, const Tensor& out) {
@@ -73,9 +77,9 @@ struct Statistics {
 std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, double logit_scale,
                                              std::optional<double> softcap, double temperature,
                                              std::optional<Tensor> temperatures,
-                                             bool return_entropy) {
+                                             bool return_entropy, std::optional<Tensor> offsets) {
   const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule);
+  const Chunk chunk = chunk_of(logits, target_ids, rule, offsets);
   const Statistics found(logits, chunk.rows, return_entropy);
   with_variant(chunk, logits.scalar_type(), return_entropy, [&](auto variant) {
     using V = decltype(variant);
@@ -88,9 +92,9 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
 void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor logps,
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
-               std::optional<Tensor> temperatures) {
+               std::optional<Tensor> temperatures, std::optional<Tensor> offsets) {
   const Rule rule{logit_scale, softcap, temperature, temperatures};
-  const Chunk chunk = chunk_of(logits, target_ids, rule);
+  const Chunk chunk = chunk_of(logits, target_ids, rule, offsets);
   check_out(logits, out);
   STD_TORCH_CHECK(!grad_entropy || entropy,
                   "entropy: expected the rows' entropies, as grad_entropy is given, got None");
@@ -136,7 +140,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
       if (counts) loss = row_loss(leaf, terms, row, to.logps[row]);
       losses_to[row] = static_cast<float>(loss.value);
       grad_to[row] = static_cast<float>(loss.slope);
-      if (!counts) return write_zeros(d, chunk.columns, row);
+      if (!counts) return write_zeros(chunk.start(d, row), chunk.columns);
       write_gradient<V::kSoftcap>(chunk, x, d, at, row);
     });
   });
@@ -170,11 +174,12 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
 STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
   library.def(
       "row_logps(Tensor logits, Tensor target_ids, float logit_scale, float? softcap,"
-      " float temperature, Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor)");
+      " float temperature, Tensor? temperatures, bool return_entropy, Tensor? offsets)"
+      " -> (Tensor, Tensor, Tensor)");
   library.def(
       "row_grad_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor lse, Tensor logps,"
       " Tensor? entropy, Tensor grad_logps, Tensor? grad_entropy, float logit_scale,"
-      " float? softcap, float temperature, Tensor? temperatures) -> ()");
+      " float? softcap, float temperature, Tensor? temperatures, Tensor? offsets) -> ()");
   library.def(
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"

@@ -18,14 +18,17 @@ struct Matrix {
   T* row(int64_t index) const { return data + index * stride; }
 };
 
-// C rows of V columns.
+// C rows of V columns; or of unequal length, one after another in a vector of V numbers.
 struct Chunk {
   int64_t rows, columns;
   const int64_t* target_ids;                 // (C,)
   double logit_scale, softcap, temperature;  // softcap 0: none
   const float* temperatures;                 // (C,), or null: `temperature`
+  const int64_t* offsets = nullptr;          // (C + 1,): where unequal rows begin and end
 
-  bool has_target(int64_t row) const { return target_ids[row] >= 0 && target_ids[row] < columns; }
+  int64_t width(int64_t row) const { return offsets ? offsets[row + 1] - offsets[row] : columns; }
+
+  bool has_target(int64_t row) const { return target_ids[row] >= 0 && target_ids[row] < width(row); }
 
   RowRule rule(int64_t row) const {
     const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
@@ -34,8 +37,13 @@ struct Chunk {
   }
 
   template <class T>
+  T* start(const Matrix<T>& numbers, int64_t row) const {
+    return offsets ? numbers.data + offsets[row] : numbers.row(row);
+  }
+
+  template <class T>
   Columns<T> row_of(const Matrix<T>& logits, int64_t row) const {
-    return {logits.row(row), columns, has_target(row) ? target_ids[row] : -1};
+    return {start(logits, row), width(row), has_target(row) ? target_ids[row] : -1};
   }
 };
 
@@ -53,10 +61,11 @@ struct RowOutputs {
 constexpr int64_t kGrain = 16384;   // elements that are worth handing to a thread
 constexpr int64_t kInline = 65536;  // below, waking other threads costs more than they give
 
-// A row is computed by one thread, so results do not depend on how many there are.
+// body(row) for each of some rows of about so many numbers. A row is computed by one thread, so
+// results do not depend on how many there are.
 template <class F>
-void for_each_row(const Chunk& chunk, const F& body) {
-  const int64_t rows = chunk.rows, columns = std::max<int64_t>(1, chunk.columns);
+void for_each_row(int64_t rows, int64_t numbers, const F& body) {
+  const int64_t columns = std::max<int64_t>(1, numbers);
   const bool is_small = rows * columns <= kInline;
   const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
   std::atomic<int64_t> next{0};
@@ -68,6 +77,12 @@ void for_each_row(const Chunk& chunk, const F& body) {
   if (is_small) return work(0, 1);
   const int64_t threads = torch::stable::get_num_threads();
   torch::stable::parallel_for(0, std::min(threads, (rows + step - 1) / step), 1, work);
+}
+
+template <class F>
+void for_each_row(const Chunk& chunk, const F& body) {
+  const int64_t rows = std::max<int64_t>(1, chunk.rows);
+  for_each_row(chunk.rows, chunk.offsets ? chunk.columns / rows : chunk.columns, body);
 }
 
 }  // namespace grpo_fast

@@ -13,8 +13,8 @@ struct Coefficients {
 };
 
 template <class T>
-void write_zeros(const Matrix<T>& to, int64_t columns, int64_t row) {
-  std::memset(static_cast<void*>(to.row(row)), 0, columns * sizeof(T));
+void write_zeros(T* to, int64_t columns) {
+  std::memset(static_cast<void*>(to), 0, columns * sizeof(T));
 }
 
 // Row by row; `out` may be the logits: a vector is read before it is written.
@@ -23,9 +23,9 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
                     const Coefficients& at, int64_t row) {
   const Columns<T> columns = chunk.row_of(logits, row);
   const double g = at.grad_logps[row], g_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
-  T* out = to.row(row);
+  T* out = chunk.start(to, row);
   // A select, not a product: a row without coefficients may hold NaN.
-  if (g == 0 && g_entropy == 0) return write_zeros(to, columns.count, row);
+  if (g == 0 && g_entropy == 0) return write_zeros(out, columns.count);
   const RowRule rule = chunk.rule(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
   const bool has_target = columns.target >= 0;

@@ -7,6 +7,10 @@
 One training step: completions and rewards of a batch of prompts (`rollout`), group advantages, then
 μ updates on them. The old log-probabilities are those that the first update computes anyway: they
 cost no forward pass of their own.
+
+Under DDP a step is that of one process with the rows of all ranks: what the loss divides by, the
+statistics of the advantages and what is logged are the world's. Only `token_mean_local` and
+`top_entropy_quantile` look at the rank's own tokens. A group is on one rank.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import Tensor, nn
 
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.integrations.causal_lm import check_config, check_head, policy_logps, policy_loss
+from grpo_fast.integrations.ranks import joined
 
 Batch = dict[str, Tensor]
 
@@ -96,18 +101,22 @@ class GRPOModule(LightningModule):
         if self.rollout is not None:
             with torch.no_grad():
                 batch = self.rollout(batch)
-        rewards = batch["rewards"].float()
-        advantages = group_advantages(rewards, self.mode, group_size=self.group_size)
+        if batch["rewards"].shape[0] % self.group_size:
+            count = batch["rewards"].shape[0]
+            raise ValueError(f"rewards: expected groups of {self.group_size}, got {count} rewards")
+        rewards, ours = self._of_all_ranks(batch["rewards"].float())
+        advantages = group_advantages(rewards, self.mode, group_size=self.group_size)[ours]
         ref_logps = (
             None
             if self.reference is None
             else policy_logps(self.reference, batch, self.config.temperature)
         )
-        optimizer, old_logps, seen = self.optimizers(), None, []
+        optimizer, totals, old_logps, seen = self.optimizers(), self._totals(batch), None, []
         for _ in range(self.inner_iterations):
             output = policy_loss(
-                self.model, batch, advantages, self.config, old_logps=old_logps, ref_logps=ref_logps
-            )
+                self.model, batch, advantages, self.config, old_logps=old_logps,
+                ref_logps=ref_logps, **totals,
+            )  # fmt: skip
             optimizer.zero_grad()
             self.manual_backward(output.loss)
             norm = self._clip_gradient()
@@ -115,6 +124,8 @@ class GRPOModule(LightningModule):
             old_logps = output.logps if old_logps is None else old_logps
             seen.append({"loss": output.loss.detach(), "grad_norm": norm, **output.metrics})
         metrics = {name: torch.stack([update[name] for update in seen]).mean() for name in seen[0]}
+        if self.trainer.world_size > 1:
+            metrics = joined(metrics, self.all_gather)
         groups = rewards.view(-1, self.group_size)
         metrics |= {
             "reward": rewards.mean(),
@@ -122,6 +133,31 @@ class GRPOModule(LightningModule):
         }
         self.log_dict(metrics)
         return output.loss.detach()
+
+    def _of_all_ranks(self, x: Tensor) -> tuple[Tensor, slice]:
+        """(n,) numbers of every rank, one rank after the other, and where those of this one stand.
+
+        Ranks may have different n.
+        """
+        if self.trainer.world_size == 1:
+            return x, slice(None)
+        counts = self.all_gather(torch.tensor(x.shape[0], device=x.device)).tolist()
+        padded = nn.functional.pad(x, (0, max(counts) - x.shape[0]))
+        parts = [part[:count] for part, count in zip(self.all_gather(padded), counts, strict=True)]
+        start = sum(counts[: self.trainer.global_rank])
+        return torch.cat(parts), slice(start, start + x.shape[0])
+
+    def _totals(self, batch: Batch) -> dict[str, Any]:
+        """What the loss divides by where ranks share a step: DDP takes the mean of their losses."""
+        ranks = self.trainer.world_size
+        if ranks == 1:
+            return {}
+        lengths, _ = self._of_all_ranks((batch["labels"][:, 1:] != -100).sum(1))
+        tokens = lengths.sum().clamp(min=1)
+        return {
+            "num_items_in_batch": tokens / ranks,
+            "num_completions_in_batch": lengths.shape[0] / ranks,
+        }
 
     def _clip_gradient(self) -> Tensor:
         """The norm of the gradient before it was clipped."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.gpu.configs import forward_kernel
 from grpo_fast.kernels.types import POSITIVE16
@@ -119,6 +120,20 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
         stored = POSITIVE16 if weight.dtype == torch.bfloat16 else torch.float32
         return _said(name, "from hidden", product, stored)
     return _said(name, None, product)
+
+
+@functools.cache
+def support_doors(backend: str) -> Any:
+    """The module that treats rows which exist only in a sampler's support (support_reference.py
+    documents its doors).
+    """
+    folder, name = {"cpu": ("cpu", "C++"), "triton": ("gpu", "Triton")}.get(backend, ("", "torch"))
+    if backend == "cpu" and loader.load("support") is not None:
+        folder, name = "", "torch"
+    logger.info("grpo_fast: rows with a support: %s", name)
+    if not folder:
+        return support_reference
+    return importlib.import_module(f"grpo_fast.kernels.{folder}.support")
 
 
 def own_product(x: Tensor) -> bool:

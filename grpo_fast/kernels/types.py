@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.support import SupportRows
+
 # (lse, logps, entropy or None) of some rows, each (C,) fp32
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
@@ -46,6 +48,15 @@ class ActiveRows(NamedTuple):
     rule: LogitRule  # temperature: a float, or (T,)
     hidden_index: Tensor | None  # (T,) int64: the row of hidden that predicts each target; None: t
     repeats: bool = False  # a row of hidden may predict several targets: its gradients are summed
+    support: SupportRows | None = None  # None: every row has the whole vocabulary
+
+    def select(self, index: Tensor | None) -> ActiveRows:
+        """Some of the active rows, in this order, with the whole vocabulary; None: all."""
+        if index is None:
+            return self._replace(support=None)
+        kept, places = (index if x is None else x[index] for x in (self.kept, self.hidden_index))
+        rule, targets = self.rule.rows(index), self.target_ids[index]
+        return ActiveRows(self.num_rows, kept, targets, rule, places, self.repeats)
 
     def active(self, x: Tensor) -> Tensor:
         """(N, …) → (T, …)."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_fast.kernels.support import Support
 from grpo_fast.loss import call, checks
 from grpo_fast.loss.agreement import Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions
@@ -36,6 +37,7 @@ def linear_logps(
     logit_scale: float = 1.0,
     return_entropy: bool = False,
     hidden_rows: Tensor | None = None,  # the shape of target_ids
+    support: Support | None = None,
     group: Any = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
@@ -65,6 +67,7 @@ def linear_logps(
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
             predict several (the last row of a shared prompt predicts the first token of every
             completion). None: row t, target t.
+        support: see `Support`; not beside group, nor in a graph.
         group: ranks that share the head (tensor parallel), as a process group or a mesh of one
             dimension. Every rank has the same hidden and the same targets, and rows of the
             vocabulary of its own, in the order of the ranks: a plain weight (V/n, H) of any number
@@ -86,9 +89,11 @@ def linear_logps(
         tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         checks.rule(target_ids, temperature, softcap, logit_scale, backend)
-        rule = temperature, softcap, logit_scale
-        shard = ranks.shard(tensors[1])
-        options = RowOptions.of(hidden_rows, target_ids, *rule, return_entropy, backend, shard)
+        checks.support(support, target_ids, is_shard=group is not None)
+        rule, shard = (temperature, softcap, logit_scale), ranks.shard(tensors[1])
+        options = RowOptions.of(
+            hidden_rows, target_ids, *rule, return_entropy, backend, shard, support
+        )
         return call.logps(tensors, options, ranks)
 
 
@@ -100,16 +105,16 @@ def logits_logps(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
+    support: Support | None = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
-    """`linear_logps` from raw logits. Differentiable in logits (once); see there for arguments and
-    errors.
-    """
+    """`linear_logps` from raw logits, differentiable in them (once); arguments, errors: there."""
     raise_pending()
     checks.logits(logits, target_ids)
     checks.rule(target_ids, temperature, softcap, logit_scale, backend)
+    checks.support(support, target_ids)
     rule = temperature, softcap, logit_scale
-    options = RowOptions.of(None, target_ids, *rule, return_entropy, backend)
+    options = RowOptions.of(None, target_ids, *rule, return_entropy, backend, None, support)
     return call.logps((_logit_rows(logits),), options)
 
 
@@ -163,6 +168,7 @@ def linear_grpo_loss(
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
     hidden_rows: Tensor | None = None,  # the shape of target_ids
+    support: Support | None = None,
     grad_filter: float | None = None,
     group: Any = None,
     backend: str = "auto",
@@ -202,6 +208,8 @@ def linear_grpo_loss(
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
             predict several (the last row of a shared prompt predicts the first token of every
             completion). None: row t, target t.
+        support: the ids among which a truncating sampler drew each target: all is over these alone
+            (`Support`). Not beside group or grad_filter, nor in a graph.
         grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
             long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that
@@ -221,9 +229,11 @@ def linear_grpo_loss(
         raise_pending()
         tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        checks.options(backend, validate, grad_filter, is_shard=group is not None)
+        is_shard = group is not None
+        checks.options(backend, validate, grad_filter, is_shard=is_shard)
+        checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
-        options = Options(wanted, backend, validate, hidden_rows, grad_filter, shard)
+        options = Options(wanted, backend, validate, hidden_rows, grad_filter, shard, support)
         given = Given(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
             sampling_logps, num_items_in_batch, num_completions_in_batch,
@@ -244,6 +254,7 @@ def logits_grpo_loss(
     sampling_logps: Tensor | None = None,
     num_items_in_batch: float | Tensor | None = None,
     num_completions_in_batch: float | Tensor | None = None,
+    support: Support | None = None,
     backend: str = "auto",
     validate: str = "auto",
     inplace: bool = False,
@@ -258,10 +269,11 @@ def logits_grpo_loss(
     raise_pending()
     checks.logits(logits, target_ids)
     checks.options(backend, validate)
+    checks.support(support, target_ids)
     tensors = (_logit_rows(logits),)
     if inplace:
         checks.inplace(logits, *tensors)
-    options = Options(wants_gradient(logits), backend, validate)
+    options = Options(wants_gradient(logits), backend, validate, support=support)
     given = Given(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,

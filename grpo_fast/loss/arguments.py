@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
+from grpo_fast.kernels.support import Support
 from grpo_fast.objective.aggregation import Total
 
 
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     hidden_rows: Tensor | None = None  # the shape of target_ids
     grad_filter: float | None = None
     shard: VocabularyShard | None = None  # the head is one rank's part of it
+    support: Support | None = None
 
 
 class RowOptions(NamedTuple):
@@ -47,6 +49,7 @@ class RowOptions(NamedTuple):
     return_entropy: bool
     backend: str
     shard: VocabularyShard | None = None  # the head is one rank's part of it
+    support: Support | None = None
 
     @classmethod
     def of(
@@ -59,6 +62,7 @@ class RowOptions(NamedTuple):
         return_entropy: bool,
         backend: str,
         shard: VocabularyShard | None = None,
+        support: Support | None = None,
     ) -> RowOptions:
         """From the arguments of the public functions."""
         by_row, number = None, 1.0
@@ -70,19 +74,22 @@ class RowOptions(NamedTuple):
         logit_scale = float(logit_scale)
         return cls(
             hidden_rows, target_ids, by_row, number, softcap, logit_scale, return_entropy, backend,
-            shard,
+            shard, support,
         )  # fmt: skip
 
 
 class Targets(NamedTuple):
-    """Where logps come from a head or logits: V, and which row of hidden predicts which target."""
+    """Where logps come from a head or logits: V, which row of hidden predicts which target, and
+    among which ids it was drawn.
+    """
 
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
     num_hidden: int = 0  # rows of hidden
+    support: Support | None = None
 
     @classmethod
     def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
         """Those of a call whose weight or logits have so many columns on this process."""
         vocabulary = columns if options.shard is None else options.shard.vocabulary
-        return cls(vocabulary, options.hidden_rows, num_hidden)
+        return cls(vocabulary, options.hidden_rows, num_hidden, options.support)

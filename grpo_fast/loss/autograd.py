@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.head.support import linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
 from grpo_fast.loss import values
@@ -204,10 +204,10 @@ def _sweep(
     wanted: Sequence[bool],
 ) -> Sweep:
     if len(tensors) == 1:
-        return LogitsSweep(tensors[0], None, rows, rows_route(options.backend, tensors[0]))
+        return LogitsSweep.of(tensors[0], None, rows, rows_route(options.backend, tensors[0]))
     hidden, weight, bias = tensors
     route = head_route(options.backend, weight, is_shard=options.shard is not None)
-    return LinearHead(
+    return linear_sweep(
         hidden, weight, bias, rows, route, entropy_gradient=entropy_gradient,
         wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
     )  # fmt: skip
@@ -238,11 +238,7 @@ class Recalled(torch.autograd.Function):
         # Also where they are not needed: it refuses what was changed since.
         saved = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        if (
-            kept is not None
-            and d_entropy is not None
-            and not kept[0].sweep.chunk.has_entropy_gradient
-        ):
+        if kept is not None and d_entropy is not None and not kept[0].sweep.has_entropy_gradient:
             kept = None  # exponentials know the logps' gradient only: the logits are formed again
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if kept is None:

@@ -19,6 +19,7 @@ from grpo_fast.kernels.types import ActiveRows, LogitRule
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Given, Targets
 from grpo_fast.loss.pending import check_values
+from grpo_fast.loss.supports import support_rows
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
@@ -129,14 +130,21 @@ class _Places(NamedTuple):
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
+        support = None
+        if targets is not None and targets.support is not None:
+            vocab = targets.vocab_size
+            support = support_rows(targets.support, self.kept, target_ids, vocab, validate)
         if targets is None or targets.hidden_rows is None:
-            return ActiveRows(self.num_rows, self.kept, target_ids, rule, self.kept)
+            return ActiveRows(
+                self.num_rows, self.kept, target_ids, rule, self.kept, support=support
+            )
         end = targets.num_hidden
         predicting = values.ids(
             "hidden_rows", self.picked(targets.hidden_rows), end, validate, kind="rows",
             expected=f"rows in [0, {end}) at the active tokens",
         )  # fmt: skip
-        return ActiveRows(self.num_rows, self.kept, target_ids, rule, predicting, repeats=True)
+        rows = ActiveRows(self.num_rows, self.kept, target_ids, rule, predicting, repeats=True)
+        return rows._replace(support=support)
 
 
 def _places(given: Given, validate: str) -> _Places:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
+from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import Given
 from grpo_fast.loss.sharded import is_sharded
 from grpo_fast.objective.config import LossConfig, choice, number
@@ -151,6 +153,34 @@ def options(
         number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
         if is_shard:
             raise wrong("grad_filter", "None beside group, which it does not know", grad_filter)
+
+
+def support(
+    given: Any, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
+) -> None:
+    """A `Support` with a set for each target, or None; what it cannot stand beside."""
+    if given is None:
+        return
+    if not isinstance(given, Support):
+        raise wrong("support", "None or a Support(ids, offsets)", type(given).__name__)
+    if torch.compiler.is_compiling():
+        raise wrong("support", "None in a graph of torch.compile", "a Support")
+    refuse("support", target_ids, given.ids)
+    if is_shard:
+        raise wrong("support", "None beside group, which does not know it", "a Support")
+    if grad_filter is not None:
+        raise wrong("grad_filter", "None beside support", grad_filter)
+    ids, offsets = given
+    _token_ids("support.ids", ids)
+    if ids.dim() != 1:
+        raise wrong("support.ids", "shape (nnz,)", _shape(ids))
+    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int64:
+        raise wrong("support.offsets", "an int64 tensor", _kind(offsets))
+    _dense("support.offsets", offsets)
+    expected = (target_ids.numel() + 1,)
+    _shape_is("support.offsets", offsets, expected, "(T+1,), one set for each target,")
+    for name, x in (("support.ids", ids), ("support.offsets", offsets)):
+        _same_device(name, x, target_ids, "target_ids")
 
 
 def inplace(given: Tensor, flat: Tensor) -> None:

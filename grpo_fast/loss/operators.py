@@ -35,8 +35,8 @@ ROWS = (
     "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, "
     "float? softcap, float logit_scale, bool return_entropy, str backend"
 )
-# A schema knows no process group: the shard, which comes last, stays outside.
-NUM_OPTIONS, NUM_ROW_OPTIONS = len(Options._fields) - 1, len(RowOptions._fields) - 1
+# A schema knows no process group: the shard, and the support after it, stay outside.
+NUM_OPTIONS, NUM_ROW_OPTIONS = Options._fields.index("shard"), RowOptions._fields.index("shard")
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD, D_HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias",

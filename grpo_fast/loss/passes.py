@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead, joined
+from grpo_fast.kernels.head.support import GivenLogits, SupportSweep, linear_sweep
 from grpo_fast.kernels.route import Route, head_route, rows_route
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
 from grpo_fast.kernels.workspace import unset
@@ -65,6 +66,15 @@ class LogitsSweep:
     """
 
     held, has_entropy_gradient, filtered = None, True, None
+
+    @classmethod
+    def of(cls, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> Sweep:
+        """The sweep over these rows, those with a support apart from the others."""
+        if rows.support is None:
+            return cls(logits, out, rows, route)
+        others = rows.support.others
+        dense = None if others is None else cls(logits, out, rows.select(others), route)
+        return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
         self.logits, self.out, self.rows, self.kernels = logits, out, rows, route.kernels
@@ -141,7 +151,7 @@ class LogitsSweep:
         """Nothing is held."""
 
 
-Sweep = LinearHead | LogitsSweep
+Sweep = LinearHead | LogitsSweep | SupportSweep
 
 
 def linear_loss(
@@ -157,7 +167,7 @@ def linear_loss(
     refuse("validate", hidden, options.validate, "auto")
     wanted = Wanted(*options.wanted)
     route = head_route(options.backend, weight, is_shard=options.shard is not None)
-    head = LinearHead(
+    head = linear_sweep(
         hidden, weight, bias, batch.rows, route,
         tolerance=options.grad_filter, entropy_gradient=batch.config.entropy_coef != 0,
         is_wide=needs_range(hidden.dtype), wants_weight=wanted.weight, shard=options.shard,
@@ -185,7 +195,7 @@ def logits_loss(
     wanted = Wanted(options.wanted[0], False, False)
     has_units = wanted.hidden and needs_range(logits.dtype)
     batch = batch.in_range() if has_units else batch
-    sweep = LogitsSweep(
+    sweep = LogitsSweep.of(
         logits, logits if inplace else None, batch.rows, rows_route(options.backend, logits)
     )
     result, unit = _swept(sweep, batch, options, wanted), batch.tokens.unit

@@ -39,13 +39,15 @@ def mask(x: Tensor, kept: Tensor, validate: str) -> None:
         check_values([elements(x, x != kept, expected, "other values")], validate)
 
 
-def offsets(cu: Tensor, num_rows: int, validate: str) -> Tensor:
+def offsets(
+    cu: Tensor, num_rows: int, validate: str, name: str = "cu_seqlens", end: str = "T"
+) -> Tensor:
     """cu_seqlens (B+1,) int64, from 0 to T; where the flag comes late, made to fit.
 
     What is returned then stays in [0, T] and never falls: lengths are >= 0 and sum to at most T,
     and a search among the inner offsets ends in [0, B).
     """
-    message = f"cu_seqlens: expected non-decreasing offsets from 0 to T = {num_rows}"
+    message = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}"
     if cu.device.type == "cpu":
         message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()

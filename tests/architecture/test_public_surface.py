@@ -72,10 +72,12 @@ SIGNATURES = {
 }
 # Keywords that came after the pinned ones: optional, so that no pinned call changes.
 ADDED = {
-    "linear_logps": dict(hidden_rows=None, group=None),
-    "linear_grpo_loss": dict(hidden_rows=None, grad_filter=None, group=None),
+    "linear_logps": dict(hidden_rows=None, support=None, group=None),
+    "logits_logps": dict(support=None),
+    "linear_grpo_loss": dict(hidden_rows=None, support=None, grad_filter=None, group=None),
+    "logits_grpo_loss": dict(support=None),
 }
-NAMES = {*SIGNATURES, "LossConfig", "LossOutput", "group_advantages"}
+NAMES = {*SIGNATURES, "LossConfig", "LossOutput", "Support", "group_advantages"}
 CONFIG = dict(
     loss_type="dapo", epsilon_low=0.2, delta=None, beta=0.0, kl_estimator="k3",
     kl_times_ratio=False, temperature=1.0, softcap=None, logit_scale=1.0,

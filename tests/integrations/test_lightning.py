@@ -7,9 +7,12 @@ uses.
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import functools
 import importlib
 import sys
+import threading
 import types
 
 import pytest
@@ -28,6 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 class StandIn(torch.nn.Module):
     """`LightningModule` without a Trainer."""
+
+    trainer = types.SimpleNamespace(world_size=1)
 
     def optimizers(self):
         self.__dict__.setdefault("optimizer", self.configure_optimizers())
@@ -58,16 +63,27 @@ def models():
 
 
 def tutorial_step(
-    model, reference, batch, optimizer, *, group_size, inner_iterations, max_grad_norm
+    model,
+    reference,
+    batch,
+    optimizer,
+    *,
+    group_size,
+    inner_iterations,
+    max_grad_norm,
+    advantages=grpo_reference.group_advantages,
+    **loss_options,
 ) -> dict:
     """Old and reference logps once, then μ updates; the means of the metrics."""
-    advantages = grpo_reference.group_advantages(batch["rewards"], group_size)
+    advantages = advantages(batch["rewards"], group_size)
     with torch.no_grad():
         old, _, _ = grpo_reference.token_logps(model, batch)
         ref = None if reference is None else grpo_reference.token_logps(reference, batch)[0]
     seen = []
     for _ in range(inner_iterations):
-        loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, ref, beta=0.05)
+        loss, _, metrics = grpo_reference.grpo(
+            model, batch, advantages, old, ref, beta=0.05, **loss_options
+        )
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -153,6 +169,72 @@ def test_rollout_gets_the_loaders_batch(stand_in, models):
     )
 
 
+class Together:
+    """`all_gather` of modules that take their steps side by side, each in a thread of its own."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.slots = threading.Barrier(ranks, timeout=60), [None] * ranks
+
+    def join(self, module, rank: int):
+        module.trainer = types.SimpleNamespace(world_size=len(self.slots), global_rank=rank)
+        module.all_gather = functools.partial(self.gather, rank)
+        return module
+
+    def gather(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        self.slots[rank] = x
+        self.barrier.wait()
+        every = torch.stack(self.slots)
+        self.barrier.wait()
+        return every
+
+    def step(self, modules, batches) -> None:
+        def one(rank: int) -> None:
+            try:
+                modules[rank].training_step(batches[rank], 0)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with concurrent.futures.ThreadPoolExecutor(len(modules)) as pool:
+            list(pool.map(one, range(len(modules))))
+
+
+def in_one(batches: list[dict]) -> dict:
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@pytest.mark.parametrize("mode", ["normalized", "batch"])
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean_global", "fixed_length"])
+@pytest.mark.parametrize("tokens", ["uneven", "none"])
+def test_two_ranks_take_the_step_of_one(stand_in, models, aggregation, mode, tokens):
+    """8 and 4 completions, the second rank with fewer tokens or none: the mean of their gradients
+    (DDP's) and every metric are those of one process on all rows.
+    """
+    batches = [grpo_reference.rows(8, seed=1), grpo_reference.rows(4, seed=2)]
+    batches[1]["labels"][:, 9 if tokens == "uneven" else 0 :] = -100
+    config = CONFIG.replace(aggregation=aggregation, max_completion_length=14)
+    still = functools.partial(torch.optim.SGD, lr=0.0)
+
+    def module():
+        made = stand_in(
+            copy.deepcopy(models[0]), config, group_size=4, advantages=mode, max_grad_norm=0.0,
+            reference=copy.deepcopy(models[1]),
+        )  # fmt: skip
+        made.optimizer = still(made.model.parameters())
+        return made
+
+    together, ranks, one = Together(2), [module(), module()], module()
+    together.step([together.join(m, rank) for rank, m in enumerate(ranks)], batches)
+    one.training_step(in_one(batches), 0)
+    assert ranks[0].logged == ranks[1].logged
+    for name, value in one.logged[0].items():
+        if name != "grad_norm":  # of gradients that DDP has made one
+            assert ranks[0].logged[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    for whole, *parts in zip(*(m.model.parameters() for m in (one, *ranks)), strict=True):
+        mean = torch.stack([p.grad for p in parts]).mean(0)
+        torch.testing.assert_close(mean, whole.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_refusals_name_the_option(stand_in, models):
     for model in (None, torch.nn.Linear(2, 3)):
         name = type(model).__name__
@@ -164,6 +246,9 @@ def test_refusals_name_the_option(stand_in, models):
         stand_in(models[0], LossConfig(), group_size=4, inner_iterations=0)
     with pytest.raises(ValueError, match="reference: beta = 0.05 expects a model"):
         stand_in(models[0], CONFIG, group_size=4)
+    module = stand_in(models[0], LossConfig(), group_size=3)
+    with pytest.raises(ValueError, match="rewards: expected groups of 3, got 4 rewards"):
+        module.training_step(grpo_reference.rows(4), 0)
     with pytest.raises(
         ValueError, match="reference: beta = 0.0 expects None, got Qwen2ForCausalLM"
     ):

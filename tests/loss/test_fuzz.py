@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import grpo_fast
+from grpo_fast.kernels.head import support as head_support
 from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 from tests.loss.test_loss_autograd import VIEWS
@@ -76,6 +77,8 @@ def calls(draw):
         ),
         "bias": draw(st.booleans()),
         "sampling": draw(st.booleans()),
+        "support": draw(st.booleans()),
+        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # which of the two forms is taken
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
@@ -165,7 +168,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
 
     case = make_case(
         call["seed"], H=call["H"], V=call["V"], mask=call["mask"], dtype=call["dtype"],
-        bias=call["bias"], sampling=call["sampling"],
+        bias=call["bias"], sampling=call["sampling"], support=call["support"],
         per_token_advantages=call["per_token_advantages"], **call["options"],
     )  # fmt: skip
     if call["on_policy"]:
@@ -208,6 +211,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     monkeypatch.setattr(
         linear, "workspace_bytes", real if rows is None else lambda *_: rows * call["V"] * 4
     )
+    monkeypatch.setattr(head_support, "GATHERED_COST", call["gathered_cost"])
     result = run(
         call["function"],
         case,
@@ -227,6 +231,9 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
         assert error <= tolerance * true.norm().item() + floor, (name, relative_l2(grad, true))
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all()
+        if case.kept is not None and name in ("logits", "weight"):
+            outside = grad[~case.kept] if name == "logits" else grad[~case.kept[case.mask].any(0)]
+            assert (outside == 0).all(), "a gradient outside of the sets"
 
 
 def test_the_seed_is_printed(capsys):

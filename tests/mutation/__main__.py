@@ -28,7 +28,7 @@ from typing import NamedTuple
 from tests.mutation.mutants import SUITES, Mutant, all_mutants, problems
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("grpo_fast", "csrc", "tests", "pyproject.toml")
+COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 600
 DOES_NOT_COMPILE = "the compiler failed with status"

@@ -43,7 +43,7 @@ CSRC = [
            "return {static_cast<float>(scale), 0.0f, scale};", "return {static_cast<float>(scale), 0.0f, logit_scale};",
            "the temperature is not applied in the gradient", "csrc"),
     Mutant("csrc-row-stride", CHUNK,
-           "return {logits.row(row), columns,", "return {logits.data + row * columns, columns,",
+           "offsets[row] : numbers.row(row);", "offsets[row] : numbers.data + row * columns;",
            "rows are taken to lie side by side", "csrc"),
     Mutant("csrc-skips-entropy", GRADIENT,
            "(g == 0 && g_entropy == 0)", "g == 0",

@@ -52,6 +52,6 @@ MUTANTS = [
            "if (has_target && std::fabs(logp) < std::fabs(lse))", "if (std::fabs(logp) < std::fabs(lse))",
            "the lse of a row is restored from a target that it does not have", "csrc_shards"),
     Mutant("csrc-no-target-counts", ROWS,
-           "if (!counts) return write_zeros(d, chunk.columns, row);", "",
+           "if (!counts) return write_zeros(chunk.start(d, row), chunk.columns);", "",
            "a row without a target gets the gradient of its entropy", "csrc"),
 ]  # fmt: skip

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
 from grpo_fast.train import collect, loop, prompts
+from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.metrics import LossMetrics, is_timing, policy_gradient, reward_metrics
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer, schedule
 from grpo_fast.train.settings import load_recipe
@@ -358,6 +360,23 @@ def test_schedules():
     assert [schedule("linear", s, 2, 6) for s in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     assert schedule("constant", 99, 0, 10) == 1.0
     assert schedule("cosine", 5, 0, 10) == pytest.approx(0.5)
+
+
+def test_a_step_has_its_place_in_the_schedules_and_a_gradient_of_its_own():
+    weight = torch.nn.Parameter(torch.zeros(4))
+    config = OptimConfig(lr=1.0, schedule="linear", warmup=2, max_grad_norm=math.inf)
+    optimizer = Optimizer([weight], config, total_steps=6)
+    rates, norms = [], []
+    for _ in range(5):
+        rates.append(optimizer.learning_rate)
+        weight.sum().backward()
+        norms.append(optimizer.step())
+    assert rates == [0.5, 1.0, 1.0, 0.75, 0.5] and norms == [2.0] * 5
+
+
+def test_prompts_follow_one_another_round_and_round():
+    queue = prompts.PromptQueue([Example(f"p{i}", "x", None) for i in range(3)])
+    assert [[asked.number for asked in queue.take(2)] for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
 
 
 def test_metrics_of_micro_batches_are_merged_by_tokens():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Trainer
 
 from grpo_fast import LossConfig
 from grpo_fast.integrations.causal_lm import check_head, policy_loss
+from grpo_fast.integrations.ranks import joined
 
 
 class PolicyTrainer(Trainer):
@@ -57,6 +59,8 @@ class PolicyTrainer(Trainer):
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        means = {name: float(sum(values) / len(values)) for name, values in self.seen.items()}
+        means = {name: torch.stack(values).mean() for name, values in self.seen.items()}
         self.seen.clear()
-        super().log({**means, **logs}, *args, **kwargs)
+        if means and self.accelerator.num_processes > 1:
+            means = joined(means, lambda values: self.accelerator.gather(values[None]))
+        super().log({**{n: float(x) for n, x in means.items()}, **logs}, *args, **kwargs)

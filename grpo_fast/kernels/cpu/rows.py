@@ -60,7 +60,7 @@ def row_logps(
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
     lse, logps, entropy = door("row_logps")(
-        detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy
+        detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy, None
     )
     return lse, logps, entropy if return_entropy else None
 
@@ -88,7 +88,7 @@ def row_grad_(
     entropy = None if grad_entropy is None else entropy
     door("row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
-        vector(grad_logps), vector(grad_entropy), *rule_arguments(rule),
+        vector(grad_logps), vector(grad_entropy), *rule_arguments(rule), None,
     )  # fmt: skip
     return out
 

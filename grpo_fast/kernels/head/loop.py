@@ -121,6 +121,11 @@ class LinearHead:
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
 
     @property
+    def has_entropy_gradient(self) -> bool:
+        """Whether what is held gives the gradient of an entropy."""
+        return self.chunk.has_entropy_gradient
+
+    @property
     def is_single_chunk(self) -> bool:
         return self.num_rows <= self.chunk_rows
 

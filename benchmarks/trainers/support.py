@@ -1,0 +1,190 @@
+"""The sampler's support (`support=`) against the dense head: loss, frozen head, logps.
+
+    python -m benchmarks.trainers.support [--quick] [--cases 512,896,32000,50 ...] [--json PATH]
+
+Cases are T,H,V,K: tokens, hidden size, vocabulary, kept ids of each token; half of the ids come
+from 2000 frequent ones and half from all, or with --distinct all of them from all. Results are
+verified against fp64 before anything is timed. Both ways are timed in one process, in interleaved
+rounds: the ratio can be trusted where the milliseconds cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.kernels import exact
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
+
+CPU_CASES = [(512, 896, v, k) for v in (32000, 151936) for k in (8, 50, 512)]
+GPU_CASES = [(8192, 4096, 151936, k) for k in (8, 50, 512)]
+DEFAULTS = Defaults(threads=2, budget=(10.0, 0.2), rounds=(15, 3))
+COMPLETIONS, EPSILON, FREQUENT = 8, 0.2, 2000
+BLOCK = 32  # rows of the exact answer at a time
+
+
+class Problem(NamedTuple):
+    hidden: Tensor  # (T, H)
+    weight: Tensor  # (V, H)
+    target_ids: Tensor  # (T,)
+    advantages: Tensor  # (B,)
+    old_logps: Tensor  # (T,)
+    cu_seqlens: Tensor  # (B + 1,)
+    support: Support
+
+    @property
+    def ids(self) -> Tensor:
+        """(T, K)"""
+        return self.support.ids.view(len(self.hidden), -1)
+
+
+def main() -> None:
+    """Times every case, prints a table, writes the JSON."""
+    options = parse_arguments()
+    rows = [timed(case, options) for case in options.cases]
+    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
+    settings |= {"dtype": str(options.dtype), "ids": "distinct" if options.distinct else "mixed"}
+    what = "linear_grpo_loss and linear_logps, support against dense"
+    save(options, {**measure.header(what, options.device), "settings": settings, "cases": rows})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("--cases", nargs="+", type=case_argument, metavar="T,H,V,K")
+    parser.add_argument(
+        "--distinct", action="store_true", help="no id is more frequent than others"
+    )
+    options = parsed(parser, DEFAULTS)
+    on_cpu = options.device == "cpu"
+    options.cases = options.cases or (
+        [(64, 64, 3000, 20)] if options.quick else CPU_CASES if on_cpu else GPU_CASES
+    )
+    options.dtype = torch.float32 if on_cpu else torch.bfloat16
+    return options
+
+
+def case_argument(text: str) -> tuple[int, int, int, int]:
+    t, h, v, k = (int(part) for part in text.split(","))
+    if t % COMPLETIONS or not 0 < k <= v:
+        raise argparse.ArgumentTypeError(
+            f"expected T a multiple of {COMPLETIONS} and K from 1 to V, got {text!r}"
+        )
+    return t, h, v, k
+
+
+def problem_of(case: tuple[int, int, int, int], options: argparse.Namespace) -> Problem:
+    t, h, v, k = case
+    generator = torch.Generator().manual_seed(0)
+    half = 0 if options.distinct else min(k // 2, FREQUENT)
+    order = torch.randperm(v, generator=generator)
+    frequent, others = order[:FREQUENT], order[FREQUENT:] if half else order
+    rows = [
+        torch.cat([part[torch.randperm(len(part), generator=generator)[:n]] for part, n in parts])
+        for parts in [((frequent, half), (others, k - half))] * t
+    ]
+    ids = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rows])
+    hidden = torch.randn(t, h, generator=generator)
+    weight = torch.randn(v, h, generator=generator) * (2 / h**0.5)
+    advantages = torch.tensor([1.0, -1.0]).repeat(COMPLETIONS // 2)
+    hidden, weight = (x.to(options.device, options.dtype) for x in (hidden, weight))
+    ids = ids.to(options.device)
+    support = Support(ids.flatten(), torch.arange(t + 1, device=options.device) * ids.shape[1])
+    cu_seqlens = torch.arange(0, t + 1, t // COMPLETIONS, dtype=torch.int32)
+    problem = Problem(
+        hidden.requires_grad_(), weight.requires_grad_(), ids[:, 0].contiguous(),
+        advantages.to(options.device), torch.zeros(t), cu_seqlens.to(options.device), support,
+    )  # fmt: skip
+    noise = 0.02 * torch.randn(t, generator=generator).to(options.device)
+    return problem._replace(old_logps=(exact_answer(problem)[0] + noise).float())
+
+
+@torch.no_grad()
+def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor, ...]:
+    """fp64 logps (T,); with the slope of a loss dH (T, H), and dW of the ids that occur."""
+    used, place = problem.ids.unique(return_inverse=True)
+    logps, d_hidden = [], []
+    d_weight = problem.hidden.new_zeros(len(used), problem.hidden.shape[1], dtype=torch.float64)
+    for rows in torch.arange(len(problem.hidden), device=used.device).split(BLOCK):
+        h, w = problem.hidden[rows].double(), problem.weight[problem.ids[rows]].double()
+        logp = torch.log_softmax((w @ h[:, :, None]).squeeze(-1), -1)  # the target stands first
+        logps.append(logp[:, 0])
+        if slope is not None:
+            d = -logp.exp() * slope[rows, None]
+            d[:, 0] += slope[rows]
+            d_hidden.append((d[:, None, :] @ w).squeeze(1))
+            terms = d[:, :, None] * h[:, None, :]
+            d_weight.index_add_(0, place[rows].flatten(), terms.flatten(0, 1))
+    return torch.cat(logps), torch.cat(d_hidden) if d_hidden else d_weight, d_weight
+
+
+def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[], Any]]:
+    """The three calls, with a support or over the whole vocabulary."""
+    config = LossConfig(epsilon_low=EPSILON, epsilon_high=EPSILON)
+    hidden, weight, targets, advantages, old_logps, cu_seqlens, _ = problem
+
+    def loss(*leaves: Tensor) -> tuple[Tensor, ...]:
+        head = weight if len(leaves) == 2 else weight.detach()
+        out = linear_grpo_loss(
+            hidden, head, targets, advantages, config, cu_seqlens=cu_seqlens, old_logps=old_logps,
+            support=support,
+        )  # fmt: skip
+        return out.loss.detach(), *torch.autograd.grad(out.loss, leaves)
+
+    def logps() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (linear_logps(hidden, weight, targets, support=support),)
+
+    return {"loss": lambda: loss(hidden, weight), "frozen": lambda: loss(hidden), "logps": logps}
+
+
+def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
+    """The largest relative L2 difference from fp64."""
+    logps, *_ = exact_answer(problem)
+    per_token = problem.advantages.repeat_interleave(len(logps) // COMPLETIONS)
+    ones = torch.ones_like(problem.old_logps)
+    loss, slope, _ = exact.dapo(logps, problem.old_logps, per_token, ones, EPSILON)
+    _, d_hidden, d_weight = exact_answer(problem, slope)
+    found = steps["loss"]()
+    used = problem.ids.unique()
+    unused = torch.ones(len(problem.weight), dtype=torch.bool, device=used.device)
+    unused[used] = False
+    if found[2][unused].any() or abs(found[0] - loss) > 1e-4:
+        return float("inf")
+    pairs = ((steps["logps"]()[0], logps), (found[1], d_hidden), (found[2][used], d_weight))
+    frozen = steps["frozen"]()[1]
+    return max(exact.relative_l2(x, y) for x, y in (*pairs, (frozen, d_hidden)))
+
+
+def timed(case: tuple[int, int, int, int], options: argparse.Namespace) -> dict[str, Any]:
+    """Verify, time, print and return a row."""
+    problem = problem_of(case, options)
+    ways = {"dense": steps_of(problem, None), "support": steps_of(problem, problem.support)}
+    row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary", "kept"), case, strict=True))
+    row["error"] = error_of(problem, ways["support"])
+    label = "T={} H={} V={} K={}".format(*case)
+    if not row["error"] <= exact.TOLERANCE[options.dtype]:
+        print(f"{label} WRONG by {row['error']:.2g}; not timed", flush=True)
+        return row | {"wrong": True}
+    steps = {f"{what} {way}": step for way, of in ways.items() for what, step in of.items()}
+    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    row["times"] = {name: measure.spread(times) for name, times in samples.items()}
+    row["memory"] = {
+        name: measure.peak_memory(step, options.device) for name, step in steps.items()
+    }
+    row["ratios"] = {}
+    for what in ways["dense"]:
+        dense, own = (row["times"][f"{what} {way}"]["median_ms"] for way in ways)
+        row["ratios"][what] = dense / own
+        times = f"dense {dense:9.1f} ms  support {own:8.1f} ms  ratio {dense / own:6.1f}"
+        print(f"{label}  {what:7} {times}", flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+// A head whose rows of logits exist in a few columns only, the ids that a sampler kept: hidden ->
+// logits, statistics and slopes, and d-logits -> the gradients of hidden and weight. What they
+// compute is said in grpo_fast/kernels/support_reference.py.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+#include <vector>
+
+#include "api/chunk.h"
+#include "gemm/gather.h"
+#include "rows/gradient.h"
+
+namespace grpo_fast {
+namespace {
+
+constexpr int64_t kVocabularyBlock = 32;  // rows of dW that one thread takes at a time
+
+// run(T{}) with the storage type of a matrix.
+template <class F>
+void with_element(const Tensor& x, const char* name, const F& run) {
+  const ScalarType dtype = x.scalar_type();
+  if (dtype == ScalarType::Float) return run(float{});
+  if (dtype == ScalarType::BFloat16) return run(Bfloat16{});
+  STD_TORCH_CHECK(dtype == ScalarType::Half, name, ": expected float32, bfloat16 or float16");
+  run(Float16{});
+}
+
+Tensor matrix_like(const Tensor& like, int64_t rows, int64_t columns) {
+  return torch::stable::new_empty(like, {rows, columns}, ScalarType::Float);
+}
+
+template <class T>
+Gathered<T> gathered(const Tensor& x) {
+  return {data<T>(x), x.stride(0), x.size(1)};
+}
+
+const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t end, const char* name) {
+  const int64_t* found = checked_vector<int64_t>(x, count, name);
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(found[i] >= 0 && found[i] < end, name, ": expected indices from 0 to ", end - 1,
+                    ", got ", found[i]);
+  return found;
+}
+
+// The columns of R rows: those of row r are ids[offsets[r]] to ids[offsets[r + 1] - 1].
+struct Kept {
+  int64_t rows, numbers;  // R, nnz
+  const int64_t *ids, *offsets;
+
+  Kept(const Tensor& ids_, const Tensor& offsets_, int64_t vocabulary)
+      : rows(offsets_.size(0) - 1), numbers(ids_.size(0)),
+        ids(checked_indices(ids_, numbers, vocabulary, "ids")),
+        offsets(checked_offsets(offsets_, numbers)) {}
+
+  int64_t width() const { return numbers / std::max<int64_t>(1, rows); }
+  // The id after that at a place.
+  int64_t next(int64_t i) const { return ids[std::min(i + 1, numbers - 1)]; }
+};
+
+// The row of hidden of each row.
+struct Sources {
+  const int64_t* index;  // null: in order
+
+  Sources(const std::optional<Tensor>& x, int64_t rows, const Tensor& hidden)
+      : index(x ? checked_indices(*x, rows, hidden.size(0), "index") : nullptr) {
+    STD_TORCH_CHECK(x || hidden.size(0) >= rows, "hidden: expected ", rows, " rows, got ",
+                    hidden.size(0));
+  }
+
+  int64_t operator[](int64_t row) const { return index ? index[row] : row; }
+};
+
+void check_head(const Tensor& hidden, const Tensor& weight) {
+  check_rows(hidden, "hidden"), check_rows(weight, "weight");
+  STD_TORCH_CHECK(hidden.size(1) == weight.size(1), "hidden: expected ", weight.size(1),
+                  " columns as in weight, got ", hidden.size(1));
+  STD_TORCH_CHECK(hidden.scalar_type() == weight.scalar_type(),
+                  "hidden: expected the dtype of weight");
+}
+
+// -> where each row's target stands in it, (R,), -1 where it does not; (): an id that a row has twice,
+// or -1.
+std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
+                                          int64_t vocabulary) {
+  const Kept kept(ids, offsets, vocabulary);
+  const int64_t* targets = checked_vector<int64_t>(target_ids, kept.rows, "target_ids");
+  const Tensor places = empty(ids, kept.rows, ScalarType::Long);
+  const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
+  std::vector<int64_t> last(vocabulary, -1);  // the row in which an id was seen last
+  int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
+  *repeated = -1;
+  for (int64_t row = 0; row < kept.rows; ++row) {
+    to[row] = -1;
+    for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i) {
+      const int64_t id = kept.ids[i];
+      if (last[id] == row) *repeated = id;
+      if (id == targets[row]) to[row] = i - kept.offsets[row];
+      last[id] = row;
+    }
+  }
+  return {places, twice};
+}
+
+// A row of a head in its columns.
+template <class T>
+struct Head {
+  Gathered<T> weight;
+  const float* bias;  // (V,), or null
+  const Kept& kept;
+
+  // to (nnz,): x . weight[id] + bias[id]
+  void logits(const T* x, int64_t row, float* to) const {
+    for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i) {
+      const int64_t id = kept.ids[i];
+      const T* next = weight.row(kept.next(i));
+      to[i] = dot_product(x, weight.row(id), weight.columns, next) + (bias ? bias[id] : 0);
+    }
+  }
+
+  // to (H,): the sum of d * weight[id]; a d of 0 adds nothing, also of inf and NaN.
+  void hidden(const float* d, int64_t row, float* to) const {
+    std::memset(to, 0, weight.columns * sizeof(float));
+    for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i) {
+      const T* next = weight.row(kept.next(i));
+      if (d[i] != 0) add_row(weight.row(kept.ids[i]), d[i], weight.columns, to, next);
+    }
+  }
+};
+
+void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t row,
+                      const RowOutputs& to) {
+  const Columns<float> columns = chunk.row_of(logits, row);
+  const RowRule rule = chunk.rule(row);
+  to.put(row, chunk.softcap > 0 ? row_statistics<true, true>(columns, rule)
+              : to.entropy      ? row_statistics<false, true>(columns, rule)
+                                : row_statistics<false, false>(columns, rule));
+}
+
+// -> raw logits (nnz,), lse, logps, entropy ((0,) unless wanted), and the derivative of every logp
+// with respect to its row of hidden, (R, H) ((0, H) unless wanted), while the rows of the weight are
+// in cache. All fp32.
+using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
+                  Tensor offsets, Tensor places, std::optional<Tensor> index, double logit_scale,
+                  std::optional<double> softcap, double temperature,
+                  std::optional<Tensor> temperatures, bool return_entropy, bool return_slopes) {
+  check_head(hidden, weight);
+  const Kept kept(ids, offsets, weight.size(0));
+  const Sources sources(index, kept.rows, hidden);
+  const Rule rule{logit_scale, softcap, temperature, temperatures};
+  const Chunk chunk = checked_ragged(kept.numbers, offsets, places, rule);
+  const float* added = checked_vector(bias, weight.size(0), "bias");
+  const int64_t depth = weight.size(1);
+  const Tensor raw = empty(weight, kept.numbers), lse = empty(weight, kept.rows);
+  const Tensor logps = empty(weight, kept.rows);
+  const Tensor entropy = empty(weight, return_entropy ? kept.rows : 0);
+  const Tensor slopes = matrix_like(weight, return_slopes ? kept.rows : 0, depth);
+  const RowOutputs to{data<float>(lse), data<float>(logps),
+                      return_entropy ? data<float>(entropy) : nullptr};
+  const std::vector<float> ones(return_slopes ? kept.rows : 0, 1.0f);
+  std::vector<float> d(return_slopes ? kept.numbers : 0);
+  const Matrix<float> z{data<float>(raw), kept.numbers}, dz{d.data(), kept.numbers};
+  const Coefficients at{to.lse, to.logps, nullptr, ones.data(), nullptr};
+  with_element(weight, "weight", [&](auto element) {
+    using T = decltype(element);
+    const auto h = gathered<T>(hidden);
+    const Head<T> head{gathered<T>(weight), added, kept};
+    for_each_row(kept.rows, kept.width() * depth, [&](int64_t row) {
+      head.logits(h.row(sources[row]), row, z.data);
+      write_statistics(chunk, z, row, to);
+      if (!return_slopes) return;
+      softcap ? write_gradient<true>(chunk, z, dz, at, row)
+              : write_gradient<false>(chunk, z, dz, at, row);
+      head.hidden(d.data(), row, data<float>(slopes) + row * depth);
+    });
+  });
+  return {raw, lse, logps, entropy, slopes};
+}
+
+// -> (R, H) fp32: the sum of d * weight[id] over the ids of each row.
+Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
+  check_rows(weight, "weight");
+  const Kept kept(ids, offsets, weight.size(0));
+  const float* factors = checked_vector<float>(d, kept.numbers, "d");
+  const int64_t depth = weight.size(1);
+  const Tensor out = matrix_like(d, kept.rows, depth);
+  with_element(weight, "weight", [&](auto element) {
+    const Head<decltype(element)> head{gathered<decltype(element)>(weight), nullptr, kept};
+    for_each_row(kept.rows, kept.width() * depth, [&](int64_t row) {
+      head.hidden(factors, row, data<float>(out) + row * depth);
+    });
+  });
+  return out;
+}
+
+// The terms of each row of dW: those of id are terms[starts[id]] to terms[starts[id + 1] - 1], in
+// the order of the rows.
+struct ById {
+  std::vector<int64_t> starts;
+  std::vector<Term> terms;
+
+  ById(const Kept& kept, const Sources& sources, const float* d, int64_t vocabulary)
+      : starts(vocabulary + 2), terms(kept.numbers) {
+    for (int64_t i = 0; i < kept.numbers; ++i) ++starts[kept.ids[i] + 2];
+    for (int64_t id = 2; id < vocabulary + 2; ++id) starts[id] += starts[id - 1];
+    for (int64_t row = 0; row < kept.rows; ++row)
+      for (int64_t i = kept.offsets[row]; i < kept.offsets[row + 1]; ++i)
+        terms[starts[kept.ids[i] + 1]++] = {d[i], sources[row]};
+  }
+};
+
+// out (V, H) = or += the sum of d * hidden[index[row]] over the places of each id; zeros elsewhere.
+void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
+                     std::optional<Tensor> index, Tensor out, bool add) {
+  check_rows(hidden, "hidden"), check_rows(out, "out");
+  const int64_t vocabulary = out.size(0), depth = hidden.size(1);
+  STD_TORCH_CHECK(out.size(1) == depth && out.is_contiguous(), "out: expected contiguous (V, ",
+                  depth, ")");
+  const Kept kept(ids, offsets, vocabulary);
+  const Sources sources(index, kept.rows, hidden);
+  const ById by(kept, sources, checked_vector<float>(d, kept.numbers, "d"), vocabulary);
+  const int64_t blocks = (vocabulary + kVocabularyBlock - 1) / kVocabularyBlock;
+  with_element(hidden, "hidden", [&](auto element) {
+    with_element(out, "out", [&](auto stored) {
+      const auto h = gathered<decltype(element)>(hidden);
+      auto* to = data<decltype(stored)>(out);
+      for_each_row(blocks, kVocabularyBlock * depth, [&](int64_t block) {
+        const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
+        for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
+          const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
+          if (count > 0 || !add)
+            sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
+        }
+      });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_support, library) {
+  library.def(
+      "support_places(Tensor ids, Tensor offsets, Tensor target_ids, int vocabulary)"
+      " -> (Tensor, Tensor)");
+  library.def(
+      "support_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor offsets,"
+      " Tensor places, Tensor? index, float logit_scale, float? softcap, float temperature,"
+      " Tensor? temperatures, bool return_entropy, bool return_slopes)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) -> Tensor");
+  library.def(
+      "support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets, Tensor? index,"
+      " Tensor(a!) out, bool add) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_support, CPU, library) {
+  library.impl("support_places", TORCH_BOX(&grpo_fast::support_places));
+  library.impl("support_rows", TORCH_BOX(&grpo_fast::support_rows));
+  library.impl("support_hidden", TORCH_BOX(&grpo_fast::support_hidden));
+  library.impl("support_weight_", TORCH_BOX(&grpo_fast::support_weight_));
+}

@@ -1,0 +1,106 @@
+"""Rows of logits that exist only in a sampler's support, in C++ (csrc/api/support.cpp): the doors
+of support_reference.py.
+
+A row's bits depend on that row only. The gradient of the weight has one owner for each id, which
+adds the terms in the order of the rows: the same bits for any number of threads, and each element
+of it is written once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.cpu import loader
+from grpo_fast.kernels.cpu.rows import door, rule_arguments, vector
+from grpo_fast.kernels.support import HeadRows, SupportRows
+from grpo_fast.kernels.types import LogitRule, RowStats, detached
+
+
+@functools.cache
+def _door(name: str) -> Any:
+    loader.require("support")
+    return getattr(torch.ops.grpo_fast_support, name).default
+
+
+def target_places(
+    ids: Tensor,  # (nnz,) int64 in [0, V)
+    offsets: Tensor,  # (R+1,) int64
+    target_ids: Tensor,  # (R,) int64
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """See support_reference.target_places."""
+    return _door("support_places")(ids, offsets, target_ids, vocab_size)
+
+
+def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
+    """See support_reference.row_logps."""
+    lse, logps, entropy = door("row_logps")(
+        raw[None], rows.places, *rule_arguments(rule), return_entropy, rows.offsets
+    )
+    return lse, logps, entropy if return_entropy else None
+
+
+def row_grad_(
+    raw: Tensor,  # (nnz,) fp32
+    rows: SupportRows,
+    stats: RowStats,
+    grad_logps: Tensor,  # (R,)
+    grad_entropy: Tensor | None,  # (R,)
+    rule: LogitRule,
+) -> Tensor:  # (nnz,)
+    """See support_reference.row_grad_."""
+    lse, logps, entropy = (vector(x) for x in stats)
+    door("row_grad_")(
+        raw[None], raw[None], rows.places, lse, logps, None if grad_entropy is None else entropy,
+        vector(grad_logps), vector(grad_entropy), *rule_arguments(rule), rows.offsets,
+    )  # fmt: skip
+    return raw
+
+
+def head_rows(
+    hidden: Tensor,  # (N, H) fp32, bf16 or fp16
+    index: Tensor | None,  # (R,) int64
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    rows: SupportRows,
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+    return_slopes: bool,
+) -> HeadRows:
+    """See support_reference.head_rows. A row of the weight comes from memory once: its part of the
+    slope is added while it is in cache.
+    """
+    raw, lse, logps, entropy, slopes = _door("support_rows")(
+        _lying(hidden), _lying(weight), vector(bias), rows.ids, rows.offsets, rows.places, index,
+        *rule_arguments(rule), return_entropy, return_slopes,
+    )  # fmt: skip
+    stats = lse, logps, entropy if return_entropy else None
+    return HeadRows(raw, stats, slopes if return_slopes else None)
+
+
+def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
+    """(R, H) fp32; see support_reference.head_hidden."""
+    return _door("support_hidden")(d, _lying(weight), rows.ids, rows.offsets)
+
+
+def head_weight(
+    d: Tensor,  # (nnz,) fp32
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (R,) int64
+    rows: SupportRows,
+    out: Tensor,  # (V, H)
+    *,
+    add: bool,
+) -> None:
+    """See support_reference.head_weight."""
+    _door("support_weight_")(d, _lying(hidden), rows.ids, rows.offsets, index, out, add)
+
+
+def _lying(x: Tensor) -> Tensor:
+    """As the kernels read it: neighbours of a row are neighbours in memory."""
+    return detached(x) if x.stride(-1) == 1 else detached(x).contiguous()

@@ -1,0 +1,150 @@
+"""Rows of logits that exist only in a sampler's support, in plain torch: the readable reference.
+
+The raw logits of R rows lie one after another in a vector (nnz,), as the ids of `SupportRows` do.
+Rows of equal length make a matrix, which the row kernels of reference.py know; products take the
+rows of W that a block of ids names. cpu/support.py has the same doors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels import reference
+from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
+from grpo_fast.kernels.types import LogitRule, RowStats, add_rows_, scaled_rows
+from grpo_fast.kernels.workspace import unset
+
+# Elements of gathered rows (of W or hidden) that exist at a time.
+BLOCK_ELEMENTS = 4 << 20
+
+
+def target_places(
+    ids: Tensor,  # (nnz,) int64 in [0, V)
+    offsets: Tensor,  # (R+1,) int64
+    target_ids: Tensor,  # (R,) int64
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Where each row's target stands in it, (R,), -1 where it does not; and 0-d, an id that a row
+    has twice, or -1.
+    """
+    rows = rows_of(offsets, len(ids))
+    places = torch.arange(len(ids), device=ids.device) - offsets[rows]
+    found = torch.where(ids == target_ids[rows], places, -1)
+    found = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, found, "amax")
+    keys = (rows * vocab_size + ids).sort().values
+    again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
+    return found, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
+
+
+def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
+    """(lse, logps, entropy) of every row, fp32 (R,); see reference.row_logps."""
+    found = [unset(raw.new_empty, len(rows.places), dtype=torch.float32) for _ in range(3)]
+    for here, at in _by_length(rows):
+        stats = reference.row_logps(
+            raw[at], rows.places[here], rule.rows(here), return_entropy=return_entropy
+        )
+        for to, x in zip(found, stats, strict=True):
+            if x is not None:
+                to[here] = x
+    return found[0], found[1], found[2] if return_entropy else None
+
+
+def row_grad_(
+    raw: Tensor,  # (nnz,)
+    rows: SupportRows,
+    stats: RowStats,
+    grad_logps: Tensor,  # (R,)
+    grad_entropy: Tensor | None,  # (R,)
+    rule: LogitRule,
+) -> Tensor:  # (nnz,)
+    """Overwrite the logits by the gradient of Σ grad_logps·logp + grad_entropy·entropy; a row whose
+    two coefficients are zero becomes exact zeros. See reference.row_grad_.
+    """
+    for here, at in _by_length(rows):
+        known: RowStats = tuple(None if x is None else x[here] for x in stats)  # type: ignore[assignment]
+        of_entropy = None if grad_entropy is None else grad_entropy[here]
+        raw[at] = reference.row_grad_(
+            raw[at], rows.places[here], known, grad_logps[here], of_entropy, rule.rows(here)
+        )
+    return raw
+
+
+def head_rows(
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (R,) int64: the row of hidden of each row; None: in order
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    rows: SupportRows,
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+    return_slopes: bool,
+) -> HeadRows:
+    """Logits of every id and the statistics of every row, summed in fp32 (fp64 for fp64); with
+    `return_slopes` what a loss needs for dH, which is its dL/dlogp times these.
+    """
+    raw, slopes = _logits(hidden, index, weight, bias, rows), None
+    stats = row_logps(raw, rows, rule, return_entropy=return_entropy)
+    if return_slopes:
+        ones = torch.ones_like(stats[1])
+        slopes = head_hidden(row_grad_(raw.clone(), rows, stats, ones, None, rule), weight, rows)
+    return HeadRows(raw, stats, slopes)
+
+
+def _logits(
+    hidden: Tensor, index: Tensor | None, weight: Tensor, bias: Tensor | None, rows: SupportRows
+) -> Tensor:
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    raw = unset(weight.new_empty, len(rows.ids), dtype=dtype)
+    sources = rows.rows if index is None else index[rows.rows]
+    for block in _blocks(len(raw), weight):
+        h, w = hidden[sources[block]].to(dtype), weight[rows.ids[block]].to(dtype)
+        raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
+    return raw if bias is None else raw + bias[rows.ids].to(dtype)
+
+
+def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
+    """(R, H) = Σ d·W[id] over the ids of each row, in the dtype of d; d = 0 adds nothing."""
+    sums = d.new_zeros((len(rows.places), weight.shape[1]))
+    for block in _blocks(len(d), weight):
+        add_rows_(
+            sums, rows.rows[block], scaled_rows(weight[rows.ids[block]].to(d.dtype), d[block])
+        )
+    return sums
+
+
+def head_weight(
+    d: Tensor,  # (nnz,)
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (R,) int64
+    rows: SupportRows,
+    out: Tensor,  # (V, H)
+    *,
+    add: bool,
+) -> None:
+    """out = (or +=, in the dtype of d) Σ d·hidden over the places of each id, added in the order of
+    the rows; d = 0 adds nothing.
+    """
+    sums = out if add else out.new_zeros(out.shape, dtype=d.dtype)
+    sources = rows.rows if index is None else index[rows.rows]
+    for block in _blocks(len(d), hidden):
+        add_rows_(sums, rows.ids[block], scaled_rows(hidden[sources[block]].to(d.dtype), d[block]))
+    if not add:
+        out.copy_(sums)
+
+
+def _by_length(rows: SupportRows) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of each length k that occurs, (n,), and their places in a vector (nnz,), (n, k)."""
+    lengths = rows.offsets.diff()
+    for k in lengths.unique().tolist():
+        here = (lengths == k).nonzero().squeeze(1)
+        yield here, rows.offsets[here, None] + torch.arange(k, device=here.device)
+
+
+def _blocks(count: int, like: Tensor) -> Iterator[slice]:
+    step = max(BLOCK_ELEMENTS // like.shape[1], 1)
+    for start in range(0, count, step):
+        yield slice(start, start + step)

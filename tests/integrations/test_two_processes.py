@@ -1,0 +1,138 @@
+"""Other people's trainers over two gloo processes under torchrun: what they log and the weights
+they end in, with their own loss and with ours.
+
+Where a total belongs to the world (tokens, completions, rewards, sums of metrics), two processes
+with different counts show it; one process cannot. Everything is run once, by `two_ranks`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", minversion="1.16")
+trl_cases = importlib.import_module("tests.integrations.trl_cases")
+compare_logs = importlib.import_module("tests.integrations.test_trl_parity").compare_logs
+two_trl = importlib.import_module("tests.integrations.two_trl")
+two_plain = importlib.import_module("tests.integrations.two_plain")
+two_verl = importlib.import_module("tests.integrations.two_verl")
+two_openrlhf = importlib.import_module("tests.integrations.two_openrlhf")
+
+# Relative, of what is logged; absolute, of the weights.
+LOGS, WEIGHTS = 1e-4, 1e-5
+SINGLE = {"forward": "packed", "loss": "single pass"}
+TRL = [*two_trl.CASES, *two_trl.RESUMED, *two_trl.OTHERS]
+PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
+OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
+OTHERS += [f"openrlhf-{name}" for name in two_openrlhf.OPTIONS]
+pytestmark = pytest.mark.slow
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Ranks:
+    """The results of both ranks, which torchrun starts once."""
+    folder = tmp_path_factory.mktemp("two")
+    trl_cases.folder(folder / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.integrations.two_ranks", str(folder)]
+    root, log = Path(__file__).resolve().parents[2], folder / "log"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, cwd=root, env=env, stdout=output, stderr=output) as run,
+    ):
+        try:
+            run.wait(timeout=600)
+        finally:
+            run.terminate()  # torchrun ends its processes
+    paths = [folder / f"rank{rank}.json" for rank in (0, 1)]
+    assert all(path.exists() for path in paths), log.read_text()[-3000:]
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def both(ranks: Ranks, case: str) -> Ranks:
+    """This case on each rank: two processes, one set of weights, that of the other side."""
+    for found in ranks:
+        if case not in found and "missing" in found and "error" not in found:
+            pytest.skip("; ".join(found["missing"]))
+        assert case in found, found.get("error", {}).get("error", list(found))
+    results = [found[case] for found in ranks]
+    for result in results:
+        assert result["processes"] == 2
+        assert result["weights"] <= WEIGHTS and result["ranks"] == 0, result
+    return results
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl_logs_and_ends_in_the_same(ranks, name):
+    results = both(ranks, f"trl-{name}")
+    assert len({result["tokens"] for result in results}) == 2 or name in two_trl.RESUMED
+    for result in results:
+        assert result["wrapped"] == "DistributedDataParallel"
+        theirs, ours = result["logs"]
+        if name == "kept_groups":  # other micro-batches, over which TRL takes the mean
+            keys = ("loss", "grad_norm", "reward", "step")
+            theirs, ours = (
+                [{key: entry[key] for key in keys if key in entry} for entry in log]
+                for log in (theirs, ours)
+            )
+        compare_logs(theirs, ours, LOGS, 1e-6)
+    paths = [result["path"] for result in results]
+    if name == "gspo":
+        assert all(path["loss"].startswith("TRL's on our logps") for path in paths)
+    elif name == "no_prompt":
+        assert paths[0] == SINGLE and "has no prompt" in paths[1]["forward"]
+    elif name != "fast_head":
+        assert paths == [SINGLE, SINGLE]
+
+
+def test_the_runs_under_trl_reach_what_they_compare(ranks):
+    """Clipped ratios, a KL term, a bonus that is switched, evaluation, a rank without tokens."""
+    logs = {name: both(ranks, f"trl-{name}")[0]["logs"][0] for name in TRL}
+
+    def reached(name: str, key: str) -> float:
+        return max(abs(entry.get(key) or 0.0) for entry in logs[name])
+
+    for name in ("grpo", "bnpo", "dr_grpo", "dapo", "gspo"):
+        assert reached(name, "clip_ratio/region_mean") > 0, name
+        assert reached(name, "grad_norm") > 0
+    assert reached("bnpo", "kl") > 0 and reached("lora", "kl") > 0
+    assert len({entry.get("entropy_coef") for entry in logs["entropy"]} - {None}) > 1
+    assert any("eval_entropy" in entry for entry in logs["evaluation"])
+    assert reached("empty_rank", "completions/clipped_ratio") >= 0.5
+
+
+@pytest.mark.parametrize("name", two_trl.RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(ranks, name):
+    """TRL's own and ours, from the checkpoint in the middle: to the bit."""
+    for result in both(ranks, f"trl-{name}"):
+        assert result["from_start"] == [0, 0]
+        assert result["path"] == SINGLE
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_a_step_is_that_of_one_process_on_all_rows(ranks, case):
+    for result in both(ranks, case):
+        theirs, ours = result["logs"]
+        assert len(theirs) == len(ours) == 2
+        assert result["wrapped"] in ("DistributedDataParallel", "DDPStrategy")
+        for expected, found in zip(theirs, ours, strict=True):
+            for key, value in expected.items():
+                assert found[key] == pytest.approx(value, rel=LOGS, abs=1e-5), key
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_their_own_code_gives_the_same_with_our_loss(ranks, case):
+    results = both(ranks, case)
+    assert len({result["tokens"] for result in results}) == 2
+    for result in results:
+        assert result["wrapped"].startswith("FSDP" if "verl" in case else "Distributed")
+        compare_logs(*([{"step": 0} | x for x in log] for log in result["logs"]), LOGS, 1e-6)

@@ -1,0 +1,155 @@
+"""Lightning's DDP strategy and transformers' `Trainer` over two ranks, beside one process in plain
+torch on the rows of both.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from benchmarks.trainers import packages
+from grpo_fast import LossConfig
+from tests import grpo_reference
+from tests.integrations import test_integration_examples as examples
+from tests.integrations import test_lightning
+from tests.integrations.two_trl import Result, between_ranks, furthest
+from tests.tiny import tiny_model
+
+SIZES = (8, 4)  # completions of each rank's batches
+STEPS = 2
+
+
+def over_the_batch(rewards: Tensor, group_size: int) -> Tensor:
+    """The group's mean, and the deviation of all rewards."""
+    groups = rewards.view(-1, group_size)
+    return ((groups - groups.mean(1, keepdim=True)) / (rewards.std() + 1e-4)).flatten()
+
+
+# What of the module differs → what of the tutorial does.
+LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({"loss_type": "grpo", "beta": 0.05}, {}),
+    "dapo": ({"loss_type": "dapo"}, {"by_token": True}),
+    "batch": ({"loss_type": "dapo", "advantages": "batch"},
+              {"by_token": True, "advantages": over_the_batch}),
+}  # fmt: skip
+
+
+def named(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def rows_of(rank: int, step: int) -> dict[str, Tensor]:
+    batch = grpo_reference.rows(SIZES[rank], seed=10 * step + rank)
+    if rank:  # fewer tokens per completion, too
+        batch["labels"][:, 9:] = -100
+    return batch
+
+
+def both(step: int) -> dict[str, Tensor]:
+    parts = [rows_of(rank, step) for rank in (0, 1)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def in_lightning(name: str, model: Any, reference: Any, folder: Path) -> tuple[Any, list[dict]]:
+    lightning = importlib.import_module("lightning")
+    base = importlib.import_module("grpo_fast.integrations.lightning").GRPOModule
+    logged: list[dict] = []
+
+    class Module(base):
+        def configure_optimizers(self) -> Any:
+            return test_lightning.sgd(self.model)
+
+        def log_dict(self, metrics: dict[str, Tensor]) -> None:
+            super().log_dict(metrics)
+            logged.append({key: float(value) for key, value in metrics.items()})
+
+    options = dict(LIGHTNING[name][0])
+    mode = options.pop("advantages", "normalized")
+    config = LossConfig(compute_entropy=True, **options)
+    module = Module(model, config, group_size=4, inner_iterations=2, reference=reference,
+                    advantages=mode)  # fmt: skip
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, default_root_dir=folder,
+    )  # fmt: skip
+    batches = [rows_of(distributed.get_rank(), step) for step in range(STEPS)]
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    return trainer, logged
+
+
+def lightning_case(name: str, folder: Path) -> Result:
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    reference = tiny_model("qwen2", num_hidden_layers=1, seed=1) if name == "grpo" else None
+    twin = copy.deepcopy(model)
+    trainer, logged = in_lightning(name, model, copy.deepcopy(reference), folder)
+    optimizer, expected = test_lightning.sgd(twin), []
+    for step in range(STEPS):
+        expected.append(
+            test_lightning.tutorial_step(
+                twin,
+                reference,
+                both(step),
+                optimizer,
+                group_size=4,
+                inner_iterations=2,
+                max_grad_norm=1.0,
+                **LIGHTNING[name][1],
+            )  # fmt: skip
+        )
+    return {
+        "wrapped": type(trainer.strategy).__name__,
+        "processes": trainer.world_size,
+        "logs": [expected, logged],
+        "weights": furthest(named(twin), named(model)),
+        "ranks": between_ranks(named(model)),
+    }
+
+
+def hf_case(folder: Path) -> Result:
+    """`PolicyTrainer` of the examples: two steps of two micro-batches on each of two ranks."""
+    home = importlib.import_module("grpo_fast.integrations.examples.hf_trainer")
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    twin, data = copy.deepcopy(model), examples.examples(model)
+    config = LossConfig(loss_type="dapo", compute_entropy=True)
+    arguments = examples.arguments(folder, per_device_train_batch_size=1, max_grad_norm=100.0)
+    trainer = home.PolicyTrainer(model, arguments, train_dataset=data, loss_config=config)
+    trainer._get_train_sampler = lambda *_: list(range(8))
+    trainer.train()
+    expected = []
+    for step in (data[:4], data[4:]):  # accelerate deals the rows out, one to each rank by turns
+        batch = {k: torch.stack([row[k] for row in step]) for k in data[0]}
+        advantages = batch.pop("advantages")
+        loss, *_ = grpo_reference.grpo(
+            twin, batch, advantages, batch["old_logps"], None, by_token=True
+        )
+        twin.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 100.0)
+        tokens = float((batch["labels"][:, 1:] != -100).sum())
+        expected.append(
+            {"loss": float(loss), "grad_norm": float(norm), "active_tokens": tokens / 2}
+        )
+        with torch.no_grad():
+            for p in twin.parameters():
+                p -= 0.05 * p.grad
+    return {
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "processes": trainer.accelerator.num_processes,
+        "logs": [expected, trainer.state.log_history[:2]],
+        "weights": furthest(named(twin), named(model)),
+        "ranks": between_ranks(named(model)),
+    }
+
+
+def results(folder: Path) -> Iterator[tuple[str, Result]]:
+    yield "hf_trainer", hf_case(folder)
+    packages.require("lightning")
+    for name in LIGHTNING:
+        yield f"lightning-{name}", lightning_case(name, folder)

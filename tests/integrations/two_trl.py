@@ -1,0 +1,172 @@
+"""Runs of TRL's `GRPOTrainer` and of ours under DDP, each rank with completions of its own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from trl import GRPOTrainer
+
+from grpo_fast.integrations.trl import FastGRPOTrainer
+from grpo_fast.integrations.trl_head import use_fast_head
+from tests.integrations import trl_cases
+
+VOCABULARY = 260
+# Several micro-batches per step and updates per generation: ratios leave the clip range.
+MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+ADAPTIVE = {
+    "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
+    "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
+}  # fmt: skip
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+# The loss types by what they divide by: completions, the rank's tokens, the world's tokens.
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", **MOVING},
+    "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
+    "dr_grpo": {"loss_type": "dr_grpo", **MOVING},
+    "dapo": {"loss_type": "dapo", **MOVING, "max_steps": 3},
+    "sapo": {"loss_type": "sapo", "beta": 0.1, **SYNCED, **MOVING, "max_steps": 4},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", **MOVING},
+    "lora": {
+        "loss_type": "dapo", "beta": 0.1, "lora": True, "gradient_checkpointing": True, **MOVING,
+    },
+    "entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING, "max_steps": 3},
+    # A group's completions on two ranks, four steps per generation, clipped gradients.
+    "split_groups": {
+        "loss_type": "dapo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
+        "steps_per_generation": 4, "max_steps": 4, "max_grad_norm": 0.5,
+    },
+    # The second rank has no token that counts; none of its completions has a prompt.
+    "empty_rank": {"loss_type": "dapo", "mask_truncated_completions": True, **MOVING},
+    "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
+    "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
+}  # fmt: skip
+RESUMED = {"resumed": {}, "resumed_lora": {"lora": True}}
+# Ours beside TRL's in another way than by its class.
+OTHERS = ("fast_head", "kept_groups")
+Result = dict[str, Any]
+
+
+class Completions:
+    """By the prompt and its place alone, so that a resumed run draws what the first one drew."""
+
+    def __init__(self, rank: int, cut: bool = False) -> None:
+        self.rank, self.cut, self.tokens = rank, cut, 0
+
+    def __call__(self, prompt_ids: list, *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        drawn = [self._one(sum(ids) + 31 * place) for place, ids in enumerate(prompt_ids)]
+        self.tokens += sum(len(ids) for ids in drawn)
+        return drawn, None
+
+    def _one(self, seed: int) -> list[int]:
+        seeded = trl_cases.Injected(VOCABULARY, seed=2 * seed + self.rank)
+        if not self.cut:
+            return seeded([None])[0][0]
+        return [2 + (seed + t) % 200 for t in range(trl_cases.COMPLETION)]  # no end of sequence
+
+
+def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: bool = False) -> Any:
+    options = {"max_grad_norm": 100.0, **options}
+    if options.pop("lora", False):
+        lora = importlib.import_module("peft").LoraConfig
+        options["peft_config"] = lora(r=4, target_modules=["q_proj", "v_proj"])
+    drawn = Completions(distributed.get_rank(), cut)
+    return trl_cases.trainer(cls, str(folder), output, completions=drawn, **options)
+
+
+class NoPrompt:
+    """On the second rank no prompt would predict the first token of a completion."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        if distributed.get_rank() == 1:
+            output["prompt_mask"][:] = 0
+        return output
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return float(torch.stack([(x - b[name]).abs().max() for name, x in a.items()]).max())
+
+
+def between_ranks(found: dict[str, Tensor]) -> float:
+    """How far this rank's weights are from the first one's."""
+    first = {name: x.clone() for name, x in found.items()}
+    for x in first.values():
+        distributed.broadcast(x, 0)
+    return furthest(found, first)
+
+
+def compared(theirs: Any, ours: Any) -> Result:
+    return {
+        "wrapped": type(ours.model_wrapped).__name__,
+        "processes": ours.accelerator.num_processes,
+        "path": getattr(ours, "fast_path", None),
+        "logs": [theirs.state.log_history, ours.state.log_history],
+        "weights": furthest(weights(theirs), weights(ours)),
+        "ranks": between_ranks(weights(ours)),
+        "tokens": ours._generate_single_turn.tokens,
+    }
+
+
+def run(name: str, folder: Path, output: Path) -> Result:
+    """Both trainers on this case."""
+    cut = name == "empty_rank" and distributed.get_rank() == 1
+    evaluates, pair = name == "evaluation", []
+    for cls in (GRPOTrainer, FastGRPOTrainer):
+        options = {**CASES[name], "evaluation": evaluates}
+        cls = type(cls.__name__, (NoPrompt, cls), {}) if name == "no_prompt" else cls
+        pair.append(build(cls, folder, output / cls.__name__, options, cut))
+        pair[-1].train()
+        if evaluates:
+            pair[-1].evaluate()
+    return compared(*pair)
+
+
+def resume(name: str, folder: Path, output: Path) -> Result:
+    """Both: four steps with a checkpoint after the second, and the last two again from it."""
+    options = {"beta": 0.05, **MOVING, **RESUMED[name], "max_steps": 4, "optim": "adamw_torch"}
+    options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
+    pair, again = [], []
+    for cls in (GRPOTrainer, FastGRPOTrainer):
+        place = output / cls.__name__
+        pair.append(build(cls, folder, place, options))
+        pair[-1].train()
+        again.append(build(cls, folder, place, options))
+        again[-1].train(resume_from_checkpoint=str(place / "checkpoint-2"))
+    result = compared(*again)
+    gaps = [furthest(weights(a), weights(b)) for a, b in zip(pair, again, strict=True)]
+    return {**result, "from_start": gaps}
+
+
+def other(name: str, folder: Path, output: Path) -> Result:
+    """TRL's trainer with our head; ours with the completions of a prompt in one micro-batch."""
+    pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
+    for cls in (GRPOTrainer, GRPOTrainer if name == "fast_head" else FastGRPOTrainer):
+        pair.append(build(cls, folder, output, options))
+        if len(pair) == 2 and name == "fast_head":
+            use_fast_head(pair[1])
+        elif len(pair) == 2:
+            pair[1].keep_groups = True
+        pair[-1].train()
+    return compared(*pair)
+
+
+def cases() -> Iterator[tuple[str, Callable[[str, Path, Path], Result]]]:
+    yield from ((name, run) for name in CASES)
+    yield from ((name, resume) for name in RESUMED)
+    yield from ((name, other) for name in OTHERS)
+
+
+def results(folder: Path) -> Iterator[tuple[str, Result]]:
+    torch.manual_seed(0)
+    for name, work in cases():
+        yield f"trl-{name}", work(name, folder / "model", folder / name)

@@ -1,0 +1,164 @@
+"""verl's own FSDP2 engine over two ranks, with its losses and head and with ours.
+
+verl knows no CPU: a platform of its registry stands for one, and nothing else of it is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from benchmarks.trainers import packages
+from tests.integrations import trl_cases
+from tests.integrations.two_trl import Result, between_ranks, furthest
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+PROMPTS, RESPONSES = (2, 3, 1, 2), ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens; of each rank
+# verl's own fused head cannot multiply by an untied head, which its engine shards by itself.
+FUSED = {"logits": (False, True), "fused": (True, True)}  # verl's head, ours
+
+
+def on_a_cpu() -> None:
+    """Tell verl about this device, before its engine is imported."""
+    cuda = packages.load_verl("verl.plugin.platform.platform_cuda").PlatformCUDA
+
+    class Cpu(cuda):
+        device_name, device_module = "cpu", torch.cpu
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> torch.device:
+            return torch.device("cpu")
+
+    packages.load_verl("verl.plugin.platform.platform_manager").set_platform(Cpu())
+    patches = packages.load_verl("verl.models.transformers.monkey_patch")
+    patches.is_trl_available = lambda: False  # it looks for a class that this trl has not
+
+
+def engine(path: str, fused: bool) -> Any:
+    home = packages.load_verl("verl.workers.engine.fsdp.transformer_impl")
+    configs = packages.load_verl("verl.workers.config")
+    model = configs.HFModelConfig(
+        path=path, load_tokenizer=False, use_remove_padding=False,
+        enable_gradient_checkpointing=False, use_fused_kernels=fused,
+        override_config={"attn_implementation": "eager"},
+        fused_kernel_options={"impl_backend": "torch"},
+    )  # fmt: skip
+    fp32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+    sharding = configs.FSDPEngineConfig(
+        strategy="fsdp2", use_torch_compile=False, mixed_precision=fp32
+    )
+    optimizer = configs.FSDPOptimizerConfig(
+        lr=0.05, optimizer="SGD", total_training_steps=99, weight_decay=0.0
+    )
+    checkpoints = packages.load_verl("verl.trainer.config").CheckpointConfig()
+    made = home.FSDPEngineWithLMHead(model, sharding, optimizer, checkpoints)
+    made.initialize()
+    return made
+
+
+def nested(parts: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+def batch(seed: int, fused: bool) -> Any:
+    """Two micro-batches of two completions; the counts of tokens differ between the ranks."""
+    rank = distributed.get_rank()
+    random = torch.Generator().manual_seed(2 * seed + rank)
+    lengths = RESPONSES[rank]
+    ids = [
+        torch.randint(2, 200, (p + r,), generator=random)
+        for p, r in zip(PROMPTS, lengths, strict=True)
+    ]
+    prompts, responses = zip(
+        *(row.split([p, len(row) - p]) for p, row in zip(PROMPTS, ids, strict=True)), strict=True
+    )
+
+    def logps() -> Tensor:
+        return nested([-4.5 - 2 * torch.rand(n, generator=random) for n in lengths])
+
+    tensors = {
+        "input_ids": nested(ids),
+        "position_ids": nested([torch.arange(len(row)) for row in ids]),
+        "prompts": nested(list(prompts)),
+        "responses": nested(list(responses)),
+        "response_mask": nested([torch.ones(n, dtype=torch.long) for n in lengths]),
+        "loss_mask": nested([(torch.arange(len(row)) >= len(row) - n).float()
+                             for n, row in zip(lengths, ids, strict=True)]),
+        "old_log_probs": logps(),
+        "ref_log_prob": logps(),
+        "advantages": nested([torch.full((n,), a)
+                              for n, a in zip(lengths, (1.0, -1.0, 0.5, -0.3), strict=True)]),
+    }  # fmt: skip
+    settings = {
+        "temperature": 0.9, "global_batch_size": 8, "micro_batch_size_per_gpu": 2,
+        "use_dynamic_bsz": False, "use_remove_padding": False, "use_fused_kernels": fused,
+        "calculate_entropy": True, "pad_token_id": 0,
+    }  # fmt: skip
+    utils = packages.load_verl("verl.utils.tensordict_utils")
+    return utils.get_tensordict(tensors, non_tensor_dict=settings)
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """verl's metrics of this rank's micro-batches, one by one."""
+    found = {}
+    for name, value in metrics.items():
+        values = getattr(value, "values", value)
+        values = values if isinstance(values, list) else [values]
+        found |= {f"{name}/{i}": float(getattr(x, "values", x)) for i, x in enumerate(values)}
+    return found
+
+
+def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """A step with each loss, the ways to aggregate by turns."""
+    cases = importlib.import_module("tests.integrations.test_verl")
+    ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss
+    logs = []
+    with made.train_mode():
+        for step, name in enumerate(cases.losses.LOSSES):
+            options = {"use_kl_loss": True, "entropy_coeff": 0.01, "kl_loss_coef": 0.1}
+            config = cases.actor(name, loss_agg_mode=MODES[step % len(MODES)], **options)
+            object.__setattr__(config.policy_loss, "loss_mode", prefix + name)
+            out = made.train_batch(batch(step, fused), functools.partial(ppo_loss, config))
+            losses = dict(enumerate(out["loss"]))
+            logs.append(numbers(out["metrics"]) | {f"loss/{i}": x for i, x in losses.items()})
+    parameters = made.module.named_parameters()
+    return logs, {name: p.detach().full_tensor() for name, p in parameters}
+
+
+def run(name: str, path: str) -> Result:
+    cases = importlib.import_module("tests.integrations.test_verl")
+    theirs, ours = FUSED[name]
+    logs, expected = train(engine(path, theirs), "", theirs)
+    made = engine(path, ours)
+    with cases.head.use_fast_head(made.module), cases.ours.register():
+        ours_logs, found = train(made, "fast_", ours)
+    return {
+        "wrapped": type(made.module).__name__,
+        "processes": made.get_data_parallel_size(),
+        "logs": [logs, ours_logs],
+        "weights": furthest(expected, found),
+        "ranks": between_ranks(found),
+        "tokens": sum(RESPONSES[distributed.get_rank()]),
+    }
+
+
+def results(folder: Path) -> Iterator[tuple[str, Result]]:
+    on_a_cpu()
+    patched = importlib.import_module("transformers").Qwen2ForCausalLM
+    forward = patched.forward
+    for name in FUSED:
+        path = folder / f"qwen2-{name}"
+        if distributed.get_rank() == 0:
+            trl_cases.folder(path, "qwen2", tie_word_embeddings=name == "fused")
+        distributed.barrier()
+        result = run(name, str(path))
+        patched.forward = forward  # that of verl's fused kernels would serve the cases that follow
+        yield f"verl-{name}", result

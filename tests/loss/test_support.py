@@ -1,0 +1,405 @@
+"""`support=`: the sampler's kept sets. Truth is the fp64 oracle on masked logits.
+
+A head has two forms, the rows of W that the ids name and the dense product, and given logits are a
+third; which form a head takes depends on sizes, so the tests choose it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast import Support, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
+from grpo_fast.kernels import support_reference
+from grpo_fast.kernels.head import support as head_support
+from tests import oracle_inputs
+from tests.loss_cases import (
+    AGGREGATIONS,
+    BACKENDS,
+    LAYOUTS,
+    LOSS_LEVELS,
+    assert_same,
+    kept_ids,
+    make_case,
+    options_for,
+    relative_l2,
+    run,
+    support_of,
+)
+
+LOSS_TOL, GRAD_TOL = 2e-6, 1e-5
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+COST = {"gathered": 0, "dense": 10**9}
+FORMS = (*COST, "logits")
+PLAIN = [p for p in BACKENDS if p.id != "cpu-fused"]  # of rows with a set; both see the others
+
+
+def take(form: str, monkeypatch) -> str:
+    """The public function of this form, which a head takes whatever its sizes."""
+    monkeypatch.setattr(head_support, "GATHERED_COST", COST.get(form, 0))
+    return "logits" if form == "logits" else "linear"
+
+
+def check(function, case, **how):
+    result = run(function, case, **how)
+    assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
+    never = ~case.kept[case.mask].any(0)
+    if function == "logits":
+        assert not result.grads["logits"][~case.kept].any()
+    elif never.any():
+        assert not result.grads["weight"][never].any() and not result.grads["bias"][never].any()
+    return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pytest.mark.parametrize("backend", PLAIN)
+def test_every_loss(loss_type, level, form, backend, monkeypatch):
+    beta = {} if loss_type in ("kimi", "dro") else {"beta": 0.4}
+    case = make_case(31, support=True, **options_for(loss_type, level, **beta))
+    check(take(form, monkeypatch), case, backend=backend, layout=LAYOUTS[level == "token"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
+    case = make_case(32, support=True, **options_for("grpo", aggregation=aggregation))
+    check(take(form, monkeypatch), case, layout=layout, backend="auto")
+
+
+EXTRAS = {
+    "softcap": dict(softcap=3.0),
+    "scale": dict(logit_scale=-1.4, temperature=0.7),
+    "entropy bonus": dict(entropy_coef=0.2),
+    "entropy quantile": dict(top_entropy_quantile=0.55, compute_entropy=True),
+    "correction": dict(sampling_correction="token_truncate"),
+    "off policy": dict(off_policy_threshold=0.07, softcap=2.0, entropy_coef=-0.1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extras(form, extra, backend, monkeypatch):
+    case = make_case(33, support=True, sampling=True, **options_for("grpo", **extra))
+    check(take(form, monkeypatch), case, backend=backend)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", PLAIN)
+def test_a_temperature_for_each_row(form, backend, monkeypatch):
+    ids = make_case(34).ids
+    temperature = 0.5 + torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
+    case = make_case(34, support=True, **options_for("dapo")).with_options(temperature=temperature)
+    check(take(form, monkeypatch), case, backend=backend)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("backend", PLAIN)
+def test_sixteen_bits(form, dtype, backend, monkeypatch):
+    """Sums are fp32: what is lost is one rounding of each gradient."""
+    case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
+    result = run(take(form, monkeypatch), case, backend=backend)
+    function = take(form, monkeypatch)
+    half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=1.01 * half_ulp)
+
+
+# ----------------------------------------------------------
+# log-probabilities
+V, H, T = 300, 41, 70
+
+
+def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
+    """hidden (T, H), weight (V, H), bias (V,), targets (T,), kept (T, V); long and short sets."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(*n, generator=g) for n in ((T, H), (V, H), (V,)))
+    ids = torch.randint(V, (T,), generator=g)
+    kept = kept_ids(seed, ids[None], V)[0]
+    if not some:
+        kept[kept.all(-1), 5:] = False
+    kept.scatter_(-1, ids[:, None], True)
+    leaves = [(x / 3).to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+    return *leaves, ids, kept
+
+
+def masked_truth(hidden, weight, bias, ids, kept, **rule):
+    """fp64 leaves, logps and entropies."""
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    raw = leaves[0] @ leaves[1].T + leaves[2]
+    return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
+
+
+EVERYTHING = torch.ones(T, dtype=torch.bool)
+RULE = dict(temperature=0.8, softcap=4.0, logit_scale=1.3)
+
+
+@pytest.mark.parametrize("some", [True, False], ids=["mixed", "sets"])
+@pytest.mark.parametrize("form", COST)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
+    take(form, monkeypatch)
+    *leaves, ids, kept = rows(some=some)
+    support = support_of(kept, EVERYTHING)
+    keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
+    lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
+    true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
+    up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(lp.double(), true_lp, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), true_entropy, rtol=2e-6, atol=2e-6)
+    for ours, true in (
+        ((lp * up).sum(), (true_lp * up).sum()),
+        ((lp * up + entropy * up_entropy).sum(), (true_lp * up + true_entropy * up_entropy).sum()),
+    ):
+        found = torch.autograd.grad(ours, leaves, retain_graph=True)
+        again = torch.autograd.grad(ours, leaves, retain_graph=True)
+        expected = torch.autograd.grad(true, true_leaves, retain_graph=True)
+        for x, y, z in zip(found, again, expected, strict=True):
+            assert torch.equal(x, y) and relative_l2(x, z) < 2e-6
+    raw = (leaves[0] @ leaves[1].T + leaves[2]).detach()
+    given = logits_logps(raw, ids, **keywords)
+    torch.testing.assert_close(given[0], lp, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(given[1], entropy, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("form", COST)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):
+    """A set of all ids, an empty one and none at all are the same row."""
+    take(form, monkeypatch)
+    hidden, weight, bias, ids, _ = rows(3)
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(0))
+    full = Support(order.repeat(T), torch.arange(T + 1) * V)
+    empty = Support(order[:0], torch.zeros(T + 1, dtype=torch.int64))
+    answers = [
+        linear_logps(hidden, weight, ids, bias=bias, support=x, backend=backend)
+        for x in (None, empty, full)
+    ]
+    assert torch.equal(answers[0], answers[1])
+    torch.testing.assert_close(answers[2], answers[0], rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+def test_a_set_of_the_target_alone_is_certain(backend):
+    hidden, weight, _, ids, _ = rows(4)
+    alone = Support(ids.int(), torch.arange(T + 1))
+    lp, entropy = linear_logps(
+        hidden, weight, ids, support=alone, return_entropy=True, backend=backend
+    )
+    gradients = torch.autograd.grad((lp * 3 + entropy).sum(), (hidden, weight))
+    assert not lp.any() and not entropy.any() and not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("form", COST)
+@pytest.mark.parametrize("backend", PLAIN)
+def test_one_hidden_row_may_serve_several_targets(backend, form, monkeypatch):
+    take(form, monkeypatch)
+    hidden, weight, bias, ids, kept = rows(5)
+    index = torch.randint(20, (T,), generator=torch.Generator().manual_seed(0))
+    support, up = support_of(kept, EVERYTHING), torch.arange(1.0, T + 1)
+    few = hidden.detach()[:20].clone().requires_grad_()
+    ours = linear_logps(
+        few, weight, ids, bias=bias, support=support, hidden_rows=index, backend=backend
+    )
+    theirs = linear_logps(few[index], weight, ids, bias=bias, support=support, backend=backend)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    for x, y in zip(
+        *(torch.autograd.grad((lp * up).sum(), (few, weight, bias)) for lp in (ours, theirs)),
+        strict=True,
+    ):
+        assert relative_l2(x, y) < 1e-6
+
+
+# ----------------------------------------------------------
+# what holds beside the numbers
+@pytest.mark.parametrize("backend", PLAIN)
+def test_a_row_does_not_depend_on_its_neighbours(backend):
+    hidden, weight, bias, ids, kept = (x.detach() for x in rows(6))
+    kept = kept.clone()
+    kept[kept.all(-1), 40:] = False
+    kept.scatter_(-1, ids[:, None], True)
+    kept[:, 100:] &= torch.rand(T, V - 100, generator=torch.Generator().manual_seed(0)) < 0.02
+    kept.scatter_(-1, ids[:, None], True)
+
+    def of(part):
+        h = hidden[part].clone().requires_grad_()
+        some = support_of(kept, EVERYTHING)
+        lengths = some.offsets.diff()[part]
+        places = torch.cat([some.ids[some.offsets[t] : some.offsets[t + 1]] for t in part])
+        sets = Support(places, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+        lp = linear_logps(h, weight, ids[part], bias=bias, support=sets, backend=backend)
+        return lp.detach(), torch.autograd.grad(lp.sum(), h)[0]
+
+    part = torch.tensor([3, 60, 17, 22])
+    for whole, own in zip(of(torch.arange(T)), of(part), strict=True):
+        assert torch.equal(whole[part], own)
+
+
+@pytest.mark.parametrize("form", COST)
+def test_the_same_bits_for_any_number_of_threads(form, monkeypatch):
+    take(form, monkeypatch)
+    *leaves, ids, kept = rows(7)
+    support, threads = support_of(kept, EVERYTHING), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            lp = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], support=support)
+            found.append([lp.detach(), *torch.autograd.grad(lp.sum(), leaves)])
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", PLAIN)
+def test_what_is_masked_is_inert_and_nan_is_loud(form, backend, monkeypatch):
+    function = take(form, monkeypatch)
+    case = make_case(36, support=True, **options_for("grpo"))
+    clean = run(function, case, backend=backend)
+    poisoned = case.hidden.clone()
+    poisoned[~case.mask] = torch.nan
+    if function == "linear":
+        result = run(function, case.but(hidden=poisoned), backend=backend)
+        assert all(torch.equal(result.grads[k], clean.grads[k]) for k in clean.grads)
+    poisoned = case.hidden.clone()
+    poisoned[0, 1] = torch.nan
+    result = run(function, case.but(hidden=poisoned), backend=backend)
+    assert result.loss.isnan() and result.logps[0, 1].isnan()
+    assert any(x.isnan().any() for x in result.grads.values())
+
+
+def test_logits_may_be_written_over():
+    case = make_case(37, support=True, **options_for("grpo"))
+    plain = run("logits", case)
+    logits = case.logits.clone().requires_grad_()
+    view = logits * 1
+    out = logits_grpo_loss(
+        view, case.ids, case.advantages, plain_config(case), completion_mask=case.mask,
+        old_logps=case.old, inplace=True, backend="torch",
+        support=support_of(case.kept.flatten(0, 1), case.mask.flatten()),
+    )  # fmt: skip
+    out.loss.backward()
+    assert torch.equal(out.loss, plain.loss) and torch.equal(logits.grad, plain.grads["logits"])
+
+
+def plain_config(case):
+    from grpo_fast import LossConfig
+
+    return LossConfig(**case.options)
+
+
+def test_the_form_follows_from_the_sizes(monkeypatch):
+    taken = []
+    for name in ("GatheredHead", "DenseHead"):
+        real = getattr(head_support, name)
+        monkeypatch.setattr(
+            head_support, name, lambda *x, real=real, **k: taken.append(real) or real(*x, **k)
+        )
+    hidden, weight, _, ids, _ = (x.detach() for x in rows())
+    for k in (2, 200):
+        columns = (ids[:, None] + torch.arange(k)) % V
+        support = Support(columns.flatten(), torch.arange(T + 1) * k)
+        linear_logps(hidden, weight, ids, support=support)
+    assert [x.__name__ for x in taken] == ["GatheredHead", "DenseHead"]
+
+
+def test_large_sets_come_in_chunks(monkeypatch):
+    """Neither the dense form nor torch's gathered one holds more than its share at a time."""
+    *leaves, ids, kept = rows(8)
+    support = support_of(kept, EVERYTHING)
+
+    def answer(backend="auto"):
+        lp = linear_logps(
+            leaves[0], leaves[1], ids, bias=leaves[2], support=support, backend=backend
+        )
+        return [lp.detach(), *torch.autograd.grad(lp.sum(), leaves)]
+
+    for form, backend in (("dense", "auto"), ("gathered", "torch")):
+        take(form, monkeypatch)
+        whole = answer(backend)
+        with monkeypatch.context() as patch:
+            patch.setattr(head_support, "workspace_bytes", lambda *_: 9 * V * 4)
+            patch.setattr(support_reference, "BLOCK_ELEMENTS", 7 * H)
+            for x, y in zip(whole, answer(backend), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------------------
+# refusals
+def call(support, **more):
+    hidden, weight, _, ids, _ = (x.detach() for x in rows())
+    return linear_logps(hidden, weight, ids, support=support, **more)
+
+
+def sets(**changes) -> Support:
+    """Three ids for each row, the target among them; `changes` break it."""
+    ids = rows()[3]
+    three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)
+    for place, value in changes.pop("at", {}).items():
+        three[place] = value
+    parts = dict(ids=three.flatten(), offsets=torch.arange(T + 1) * 3)
+    return Support(**{**parts, **changes})
+
+
+OFFSETS = torch.arange(T + 1) * 3
+REFUSED = {
+    "no Support": (lambda: (sets().ids, OFFSETS), "support: expected None or a Support"),
+    "id beyond the vocabulary": (lambda: sets(at={(4, 0): V}), r"support\.ids: .*\[0, 300\)"),
+    "negative id": (lambda: sets(at={(4, 0): -1}), r"support\.ids: .*\[0, 300\)"),
+    "id twice": (lambda: sets(at={(4, 0): int(rows()[3][4])}), r"support\.ids: .*no id twice"),
+    "target missing": (lambda: sets(at={(T - 1, 1): 299}), "support: .*target among its own ids"),
+    "falling offsets": (
+        lambda: sets(offsets=OFFSETS.clone().index_put_((torch.tensor(3),), torch.tensor(2))),
+        r"support\.offsets: expected non-decreasing",
+    ),
+    "late start": (lambda: sets(offsets=OFFSETS.clamp(min=1)), r"support\.offsets: .*from 0"),
+    "early end": (lambda: sets(offsets=OFFSETS.clamp(max=3 * T - 1)), r"support\.offsets: .*nnz"),
+    "too few offsets": (lambda: sets(offsets=OFFSETS[:-1]), r"support\.offsets: expected shape"),
+    "offsets of 32 bits": (lambda: sets(offsets=OFFSETS.int()), r"support\.offsets: .*int64"),
+    "offsets that are a list": (
+        lambda: sets(offsets=OFFSETS.tolist()),
+        r"support\.offsets: .*int64",
+    ),
+    "ids that are floats": (
+        lambda: sets(ids=sets().ids.float()),
+        r"support\.ids: .*int64 or int32",
+    ),
+    "ids by row": (lambda: sets(ids=sets().ids.view(T, 3)), r"support\.ids: .*\(nnz,\)"),
+    "another device": (
+        lambda: sets(ids=torch.empty(3 * T, dtype=torch.int64, device="meta")),
+        r"support\.ids: expected the device",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=f"(?s)^{message}.*got"):
+        call(make())
+    assert call(sets()).isfinite().all()
+
+
+def test_what_a_support_cannot_stand_beside(monkeypatch):
+    hidden, weight, _, ids, _ = (x.detach() for x in rows())
+    config = plain_config(make_case(0, **options_for("grpo")))
+    arguments = hidden[None], weight, ids[None], torch.ones(1), config
+    with pytest.raises(ValueError, match="grad_filter: expected None beside support, got 0.1"):
+        linear_grpo_loss(*arguments, support=sets(), grad_filter=0.1)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="support: expected None in a graph of torch.compile, got"):
+        call(sets())
+
+
+def test_rows_that_do_not_count_may_hold_anything():
+    """Of a masked target, and of one of -100."""
+    *_, ids, kept = rows()
+    hidden, weight, *_ = (x.detach() for x in rows())
+    mask = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
+    ours = linear_logps(hidden, weight, ids.where(mask, -100), support=support_of(kept, mask))
+    whole = linear_logps(hidden, weight, ids, support=support_of(kept, EVERYTHING))
+    assert not ours[~mask].any()
+    torch.testing.assert_close(ours[mask], whole[mask], rtol=0, atol=1e-6)

@@ -21,13 +21,9 @@ from grpo_fast.train.settings import load_recipe
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
-FREE = (
-    "output_dir",
-    "log",
-    "checkpoint",
-    "resume",
-    "rollout.vllm",
-)  # sections and keys that may change
+# sections and keys that may change
+FREE = ("output_dir", "log", "checkpoint", "resume", "rollout.vllm", "distributed",
+        "distributed_replicas", "distributed_timeout")  # fmt: skip
 
 
 class Start(NamedTuple):

@@ -467,6 +467,8 @@ def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server
 
 # --------------------------------------------------------------------------------- refusals
 class Options:
+    ahead = 0
+
     def __init__(self, **given):
         self.vllm = VLLMOptions(**given)
 

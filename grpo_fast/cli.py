@@ -59,16 +59,18 @@ def train(
 ) -> None:
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
     from grpo_fast.rewards import RewardError
-    from grpo_fast.rollout import NonFiniteLogits
+    from grpo_fast.rollout import EngineError, NonFiniteLogits
     from grpo_fast.train import loop
     from grpo_fast.train.checkpoint import CheckpointError
+    from grpo_fast.train.distributed import RankError, launched_rank
     from grpo_fast.train.folder import free_folder, run_folder
     from grpo_fast.train.lines import WriteError
     from grpo_fast.train.optimizer import NonFiniteGradient
     from grpo_fast.train.settings import load_recipe, recipe_names
     from grpo_fast.train.stopping import SAVED, Stopped
 
-    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError)
+    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, EngineError, CheckpointError,
+                WriteError, RankError)  # fmt: skip
     with told(debug, *failures):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)
@@ -76,12 +78,12 @@ def train(
             config.output_dir = str(run_folder(config.output_dir, name))
         elif _may_move(recipe in recipe_names(), words, config.resume):
             taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
-            if config.output_dir != taken:
+            if config.output_dir != taken and launched_rank() == 0:
                 typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
         try:
             loop.train(config)
         except Stopped as stopped:
-            if stopped.code != SAVED:
+            if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
             raise
 

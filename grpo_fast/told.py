@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ def refuse(error: Exception, debug: bool | None, code: int, start: str = "") -> 
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
     text = start + str(error)
     shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
+    rank = os.environ.get("RANK", "0")
+    shown = shown if rank == "0" else f"rank {rank}: {shown}"
     # debug is None for a command without that option.
     hint = "  (--debug shows where)" if debug is False else ""
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)

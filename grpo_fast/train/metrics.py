@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.rewards.reward_set import RewardResult
 from grpo_fast.rollout import Rollout
+from grpo_fast.train import distributed
 
 # FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
 # that fits counts.
@@ -57,6 +58,20 @@ class LossMetrics:
         self.optimizer_steps += other.optimizer_steps
         if with_logps:
             self.logps += other.logps
+
+    def of_all_ranks(self) -> LossMetrics:
+        """What all ranks have added, on each of them: of an optimizer step, once it is made."""
+        if distributed.size() == 1:
+            return self
+        every = LossMetrics()
+        every.optimizer_steps = self.optimizer_steps
+        for parts in distributed.gather([[_numbers(part), n] for part, n in self.parts]):
+            for part, tokens in parts:
+                every.parts.append(({n: torch.tensor(v) for n, v in part.items()}, tokens))
+        both = zip(*self.logps, strict=True) if self.logps else ([torch.zeros(0)],) * 2
+        ours, samplers = (distributed.gather_tensors(torch.cat(list(x)).cpu()) for x in both)
+        every.logps = list(zip(ours, samplers, strict=True))
+        return every
 
     def mean(self, name: str) -> float:
         """One metric, merged (one sync)."""
@@ -123,7 +138,7 @@ def completion_metrics(rollout: Rollout) -> dict[str, float]:
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`.
 
-    With top_p or top_k the sampler's distribution is truncated, and the difference includes that.
+    Where a sampler with top_p or top_k does not hand on what it kept, the difference includes that.
     """
     trainers, samplers = map(torch.cat, zip(*logps, strict=True))
     if not trainers.numel():
@@ -135,6 +150,20 @@ def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]
         "sampling/importance_sampling_ratio/min": float(ratio.min()),
         "sampling/importance_sampling_ratio/mean": float(ratio.mean()),
         "sampling/importance_sampling_ratio/max": float(ratio.max()),
+    }
+
+
+def kept_metrics(rollout: Rollout) -> dict[str, float]:
+    """`sampling/…` of what tokens were drawn from: how many candidates, and their probability."""
+    known = [kept for kept in rollout.kept if kept is not None]
+    if not known:
+        return {}
+    sizes = torch.cat([kept.offsets.diff() for kept in known]).double()
+    masses = [kept.mass for kept in known if kept.mass is not None]
+    return {
+        "sampling/support_size/mean": float(sizes.mean()),
+        "sampling/support_size/max": float(sizes.max()),
+        **({"sampling/kept_mass/mean": _mean(torch.cat(masses))} if masses else {}),
     }
 
 
@@ -240,6 +269,11 @@ def peak_flops(device: torch.device) -> float | None:
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
     known = (peak for name, peak in PEAK_FLOPS if name <= words)
     return None if "MIG" in words else next(known, None)
+
+
+def _numbers(part: Mapping[str, Tensor]) -> dict[str, float]:
+    """The same as numbers (one sync)."""
+    return dict(zip(part, torch.stack(list(part.values())).tolist(), strict=True))
 
 
 def _mean(values: Tensor) -> float:

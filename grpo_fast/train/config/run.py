@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
@@ -12,7 +12,7 @@ from grpo_fast.objective.config import LossConfig, choice
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.baseline import split_options
-from grpo_fast.train.config.base import Count, Positive, Section, UserPath
+from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
     CriticConfig,
@@ -23,6 +23,7 @@ from grpo_fast.train.config.model import (
     WarmStartConfig,
 )
 
+SHARDED = ("fsdp2", "hsdp")  # of `distributed`: every rank has a part of the weights
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
@@ -77,7 +78,7 @@ class RunConfig(Section):
     minibatches: Positive = 1  # optimizer steps per pass
     tokens_per_microbatch: Positive | None = None  # None: what the memory model finds room for
     # what is dealt to the minibatches anew in every pass; off: completions in their order
-    shuffle: Literal["off", "groups", "completions"] = "off"
+    shuffle: Annotated[Literal["off", "groups", "completions"], Off] = "off"
     shared_prompt: bool = True  # the completions of a group share one copy of their prompt
     # These end the inner passes of a batch early, by the mean over a whole pass.
     max_approx_kl: float | None = Field(None, gt=0)  # to the policy that sampled the batch
@@ -89,6 +90,11 @@ class RunConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    # of the processes that torchrun starts: all with the weights, all with a shard of them, or
+    # `distributed_replicas` groups of processes with shards
+    distributed: Literal["ddp", "fsdp2", "hsdp"] | None = None
+    distributed_replicas: Positive | None = None  # hsdp
+    distributed_timeout: float = Field(1800, gt=0, le=1e6)  # seconds that one waits for another
     # auto: the newest whole checkpoint of output_dir, or the beginning; else a run or a checkpoint
     resume: UserPath | None = None
 
@@ -109,6 +115,7 @@ class RunConfig(Section):
             expected = f"expected values up to eval.samples = {self.eval.samples}"
             raise ValueError(f"eval.k: {expected}, came {self.eval.k}")
         self._check_kl()
+        self._check_distributed()
         if self.checkpoint.every and self.optim.states != "full":
             expected = "expected full beside checkpoint.every: a file cannot hold the others"
             raise ValueError(f"optim.states: {expected}, came {self.optim.states}")
@@ -120,6 +127,26 @@ class RunConfig(Section):
             needed = f"must divide the {completions} completions of a step"
             raise ValueError(f"minibatches: {self.minibatches} {needed}")
         return self
+
+    def _check_distributed(self) -> None:
+        """Refuse what sharded weights cannot do, and replicas without shards."""
+        if (self.distributed == "hsdp") != (self.distributed_replicas is not None):
+            expected = "expected a number beside distributed: hsdp, and there alone"
+            raise ValueError(f"distributed_replicas: {expected}, came {self.distributed_replicas}")
+        if self.distributed is not None and self.rollout.ahead:
+            expected = "expected 0 beside distributed: one process samples ahead"
+            raise ValueError(f"rollout.ahead: {expected}, came {self.rollout.ahead}")
+        if self.distributed not in SHARDED:
+            return
+        if cast(Any, self.loss).kl_estimator == EXACT:
+            expected = "expected an estimator, of the sampled tokens, beside sharded weights"
+            raise ValueError(f"loss.kl_estimator: {expected}, came {EXACT}")
+        if self.log.grad_variance:
+            expected = "expected false beside sharded weights"
+            raise ValueError(f"log.grad_variance: {expected}, came true")
+        if self.optim.states != "full":
+            expected = "expected full beside sharded weights, which share the moments, too"
+            raise ValueError(f"optim.states: {expected}, came {self.optim.states}")
 
     def _fit_answers(self) -> None:
         """Room for the answer of a generated task, where nobody said how much."""
@@ -186,6 +213,9 @@ class RunConfig(Section):
     def _check_sampling_correction(self) -> None:
         """Refuse a correction by logps that the loss is not given, and logps it does not read."""
         given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
+        if self.rollout.ahead and not given:
+            expected = "expected true beside rollout.ahead, whose completions older weights sampled"
+            raise ValueError(f"rollout.correct_sampling: {expected}, came false")
         for name in ("sampling_correction", "sampling_ratio_cap"):
             came, default = getattr(loss, name), getattr(LossConfig, name)
             # A saved configuration holds every default: this one beside correct_sampling: false.

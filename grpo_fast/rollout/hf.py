@@ -100,7 +100,7 @@ def by_transformers(
     output = policy.lm.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
         do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
-        pad_token_id=pad,
+        pad_token_id=pad, synced_gpus=False,  # ranks do not wait for each other's longest
     )  # fmt: skip
     tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
     tokens[:, : output.shape[1] - longest] = output[:, longest:]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from grpo_fast import group_advantages
 from grpo_fast.data import Example
-from grpo_fast.rewards import RewardResult, RewardSet, score
-from grpo_fast.rollout import Engine, Rollout, generate
+from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rollout import Engine, Rollout
 from grpo_fast.train.baseline import RunningBaseline, split_options
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import GAE
@@ -18,6 +18,7 @@ from grpo_fast.train.groups import Drawn, difficulties, uses_of
 from grpo_fast.train.metrics import Clock, completion_metrics, reward_metrics
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
+from grpo_fast.train.shares import generate, score
 
 
 class Collected(NamedTuple):

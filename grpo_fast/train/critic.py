@@ -6,6 +6,7 @@ every completion.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from grpo_fast.attention import PackedGroups
 from grpo_fast.objective.aggregation import step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.value import explained_variance, value_losses
+from grpo_fast.train import sharding
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import CriticConfig, OptimConfig, RunConfig
 from grpo_fast.train.loading import load_policy
@@ -83,6 +85,22 @@ class Critic:
         ((policy_loss + weighted if self.is_shared else weighted) * share).backward()
         fraction = clipped[batch.completion_mask].float().sum() / max(batch.active_tokens, 1)
         return {"loss": total, "value/loss": value_loss, "value/clip_ratio": fraction}
+
+    def shard(self, mesh: Any) -> None:
+        """Leave each rank a part of its own weights."""
+        self._plain_head = sharding.skeleton(self.head)
+        sharding.shard(self.head, mesh)
+        if not self.is_shared:
+            self.trunk.shard(mesh)
+
+    def gathered(self) -> Critic:
+        """As `Policy.gathered`."""
+        if not self.trunk.is_sharded:
+            return self
+        twin = copy.copy(self)
+        twin.head = sharding.filled(self._plain_head, self.head)
+        twin.trunk = self.trunk if self.is_shared else self.trunk.gathered()
+        return twin
 
     def save(self, directory: str | Path) -> None:
         """The head as safetensors; a model of its own beside it, in transformers format.

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 from grpo_fast import rollout
 from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
-from grpo_fast.rewards import RewardSet, Scorer, check_examples, score, scorer_for
+from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rollout import Engine, Sampling
+from grpo_fast.train import shares
 from grpo_fast.train.config import RunConfig
 
 
@@ -184,7 +185,7 @@ def _rewards_of(
 ) -> dict[str, list[float]]:
     """Name → one value per question."""
     repeated = [e for e in batch for _ in range(samples)]
-    result = score(rewards, repeated, texts, getattr(texts, "ids", None))
+    result = shares.score(rewards, repeated, texts, getattr(texts, "ids", None))
     scores = {"reward": result.total, **{f"rewards/{n}": s for n, s in result.per_fn.items()}}
     return {n: s.view(-1, samples).nanmean(dim=1).tolist() for n, s in scores.items()}
 
@@ -194,7 +195,7 @@ def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = Non
 
     def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> list[str]:
         options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
-        done = rollout.generate(
+        done = shares.generate(
             policy, prompts, options, group_size=samples, seed=key, engine=engine
         )
         return Sampled(done.texts, done.completion_ids)

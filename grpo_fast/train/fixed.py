@@ -15,6 +15,7 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import CriticConfig
 from grpo_fast.train.critic import Critic
+from grpo_fast.train.distributed import sum_, together
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
 
@@ -47,21 +48,24 @@ def add_fixed(
     """
     if batch.has_fixed:
         return
-    for micro in batch.micro_batches:
-        if reference is not None and exact:
-            micro.ref_hidden = reference.hidden(micro.packed)
-        elif reference is not None:
-            micro.ref_logps = reference.logps(micro.packed, temperature)
-        wanted = keep_old or (critic is not None and critic.is_shared)
-        hidden = policy.hidden(micro.packed) if wanted else None
-        if keep_old:
-            micro.old_logps = policy.logps(micro.packed, temperature, hidden)
-        if critic is not None:
-            micro.old_values = critic.values(micro.packed, hidden)
+    following = None
+    with together(in_step=policy.is_sharded):
+        for micro in batch.micro_batches:
+            if reference is not None and exact:
+                micro.ref_hidden = reference.hidden(micro.packed)
+            elif reference is not None:
+                micro.ref_logps = reference.logps(micro.packed, temperature)
+            wanted = keep_old or (critic is not None and critic.is_shared)
+            hidden = policy.hidden(micro.packed) if wanted else None
+            if keep_old:
+                micro.old_logps = policy.logps(micro.packed, temperature, hidden)
+            if critic is not None:
+                micro.old_values = critic.values(micro.packed, hidden)
+        if critic is not None and critic.config.bootstrap:
+            following = values_after_the_end(batch, critic)
     if critic is not None:
-        rewards = token_rewards(batch, reward_kl)
-        following = values_after_the_end(batch, critic) if critic.config.bootstrap else None
-        estimate_advantages(batch, rewards, following, critic.config)
+        following = None if following is None else sum_(following)
+        estimate_advantages(batch, token_rewards(batch, reward_kl), following, critic.config)
     batch.has_fixed = True
 
 
@@ -78,7 +82,8 @@ def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
 
 
 def values_after_the_end(batch: StepBatch, critic: Critic) -> Tensor:
-    """(N·G,) V of the state after the last token of a completion that was cut off; 0 if it ended.
+    """(N·G,) V of the state after the last token of a completion that was cut off; 0 if it ended,
+    or is another rank's.
 
     That state predicts no token of the batch, so its row is in no micro-batch: the completions
     that were cut off are packed once more, with one token more, whose row it is.
@@ -86,8 +91,12 @@ def values_after_the_end(batch: StepBatch, critic: Critic) -> Tensor:
     following = torch.zeros(len(batch.rollout.completion_ids))
     for micro in batch.micro_batches:
         cut = [i for i in micro.chosen if batch.rollout.truncated[i] and not batch.mask_truncated]
+        if micro.is_idle:
+            cut = []
         if cut:
             following[cut] = _last_values(micro, batch, cut, critic).cpu()
+        elif critic.trunk.is_sharded:  # in step with ranks that have one
+            _last_values(micro, batch, micro.chosen[:1], critic)
     return following
 
 

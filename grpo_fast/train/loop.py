@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rollout import Engine, NonFiniteLogits, awake, build_engine, check_prompts
+from grpo_fast.rollout import (
+    Engine,
+    EngineError,
+    NonFiniteLogits,
+    awake,
+    build_engine,
+    check_prompts,
+)
+from grpo_fast.train import distributed
 from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import load_critic
@@ -25,11 +33,13 @@ from grpo_fast.train.loading import build_tokenizer, load_policy
 from grpo_fast.train.metrics import finite, is_policy_alone
 from grpo_fast.train.optimizer import NonFiniteGradient
 from grpo_fast.train.planning.budget import host_peak
+from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import check_reference
 from grpo_fast.train.report import RunReport, kernels_line, memory_line
-from grpo_fast.train.resume import find_start
+from grpo_fast.train.resume import Start, find_start
 from grpo_fast.train.run_state import RunState
+from grpo_fast.train.silent_report import SilentReport
 from grpo_fast.train.stopping import SAVED, Stopped, Stopping
 from grpo_fast.train.trackers import check_trackers
 from grpo_fast.train.trainer import Trainer
@@ -50,15 +60,21 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: a configuration, data or a model that cannot be used.
-        NonFiniteLogits, NonFiniteGradient, RewardError: the run cannot go on.
+        NonFiniteLogits, NonFiniteGradient, RewardError, EngineError: the run cannot go on.
         CheckpointError, WriteError: the disk is full, or does not allow it.
         Stopped: (a SystemExit) a signal ended the run.
     """
+    ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
+    with distributed.joined(*ranks):
+        return _train(config)
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-    start = find_start(config, log.warning)
+    start = agreed_start(config)
     check_trackers(config.log.trackers)
     rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
     plain = config.data.model_copy(update={"shots_tokens": None})
@@ -67,6 +83,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     known = questions if isinstance(questions, list) else questions[:1]
     check_examples(rewards, known, "training")
     policy = load_policy(config.model, build_tokenizer(config, questions))
+    distributed.align([policy.model])
     check_reference(config.reference, config.model, policy.tokenizer)
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
@@ -78,9 +95,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         "backend_fallback": route.fallback_reason(policy.device.type),
     }
     with (
-        RunReport(config.output_dir, config, start=start) as report,
+        open_report(config, start) as report,
         build_engine(policy, config.rollout) as engine,
-        Stopping().listening(policy.lm.base_model),
+        Stopping().listening(policy.lm.base_model, agreement(policy)),
     ):
         report.note(kernels_line(kernels))
         if config.warm_start is not None and start.checkpoint is None:
@@ -103,12 +120,39 @@ def train(config: RunConfig) -> dict[str, Any]:
     return summary
 
 
+def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
+    """How the ranks agree on a signal in a forward pass, where they make that in step."""
+    return lambda: distributed.together() if policy.in_step else nullcontext()
+
+
+def agreed_start(config: RunConfig) -> Start:
+    """Where the run begins, as rank 0 finds it."""
+
+    def found() -> list[Any]:
+        start = find_start(config, log.warning)
+        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:]]
+
+    checkpoint, (metrics, prompts), again = distributed.from_main(found)
+    return Start(None if checkpoint is None else Path(checkpoint), (metrics, prompts), again)
+
+
+def open_report(config: RunConfig, start: Start) -> RunReport:
+    """Rank 0's, or one that writes nothing."""
+    with distributed.together():
+        if not distributed.is_main():
+            return SilentReport(config.output_dir)
+        return RunReport(config.output_dir, config, start=start)
+
+
 def save_models(trainer: Trainer, folder: Path) -> None:
     """What the run was for, behind its summary: a disk that is full costs no more than this."""
-    with written(folder / "model"):
-        trainer.policy.save(folder / "model")
-        if trainer.critic is not None:
-            trainer.critic.save(folder / "critic")
+    critic = None if trainer.critic is None else trainer.critic.gathered()
+    policy = trainer.policy.gathered()
+    with distributed.together(), written(folder / "model"):
+        if distributed.is_main():
+            policy.save(folder / "model")
+            if critic is not None:
+                critic.save(folder / "critic")
 
 
 def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None:
@@ -146,7 +190,10 @@ def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None
 
 @contextmanager
 def saved_when_it_ends(state: RunState) -> Iterator[None]:
-    """A run that a signal or its gradients end leaves a checkpoint; others leave what they have."""
+    """A run that a signal, its engine or its gradients end leaves a checkpoint.
+
+    Others leave what they have.
+    """
     trainer = state.trainer
     try:
         yield
@@ -156,6 +203,8 @@ def saved_when_it_ends(state: RunState) -> Iterator[None]:
         raise NonFiniteLogits(f"{error} {when}; {advice}") from None
     except NonFiniteGradient as error:
         raise NonFiniteGradient(f"{error}; {_saved(state)}") from None
+    except EngineError as error:
+        raise EngineError(f"{error}; {_saved(state)}") from error
     except Stopped as stopped:
         trainer.forget_gradients()
         path = state.save()

@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.rewards.reward_set import RewardResult
 from grpo_fast.rollout import Rollout
+from grpo_fast.train import distributed
 
 # FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
 # that fits counts.
@@ -57,6 +58,20 @@ class LossMetrics:
         self.optimizer_steps += other.optimizer_steps
         if with_logps:
             self.logps += other.logps
+
+    def of_all_ranks(self) -> LossMetrics:
+        """What all ranks have added, on each of them: of an optimizer step, once it is made."""
+        if distributed.size() == 1:
+            return self
+        every = LossMetrics()
+        every.optimizer_steps = self.optimizer_steps
+        for parts in distributed.gather([[_numbers(part), n] for part, n in self.parts]):
+            for part, tokens in parts:
+                every.parts.append(({n: torch.tensor(v) for n, v in part.items()}, tokens))
+        both = zip(*self.logps, strict=True) if self.logps else ([torch.zeros(0)],) * 2
+        ours, samplers = (distributed.gather_tensors(torch.cat(list(x)).cpu()) for x in both)
+        every.logps = list(zip(ours, samplers, strict=True))
+        return every
 
     def mean(self, name: str) -> float:
         """One metric, merged (one sync)."""
@@ -240,6 +255,11 @@ def peak_flops(device: torch.device) -> float | None:
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
     known = (peak for name, peak in PEAK_FLOPS if name <= words)
     return None if "MIG" in words else next(known, None)
+
+
+def _numbers(part: Mapping[str, Tensor]) -> dict[str, float]:
+    """The same as numbers (one sync)."""
+    return dict(zip(part, torch.stack(list(part.values())).tolist(), strict=True))
 
 
 def _mean(values: Tensor) -> float:

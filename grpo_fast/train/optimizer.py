@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from grpo_fast.train.config import OptimConfig
+from grpo_fast.train.distributed import sum_gradients, whole
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class Optimizer:
 
     def apply(self) -> float:
         """Apply the gradients, clear them, return their norm (inf or NaN: the step was skipped)."""
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        sum_gradients(self.parameters)
+        norm = float(whole(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         if math.isfinite(norm):
             self._set_rate(self.learning_rate)
             self.adam.step()

@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,10 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.data import reason
+from grpo_fast.train import sharding
+from grpo_fast.train.model_words import generation_attention, positions, special_ids
+
+Result = TypeVar("Result")
 
 
 class Policy:
@@ -50,19 +53,21 @@ class Policy:
     ) -> None:
         self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.kind = type(self.lm)  # of transformers; a sharded model's type is another
         check_supported(self.lm)
         # Why completions cannot share their prompt; None: they can.
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
-        self.generation_attn = _generation_attention(self.lm) if attn == "auto" else attn
+        self.generation_attn = generation_attention(self.lm) if attn == "auto" else attn
         try:
             self.lm.set_attn_implementation(self.generation_attn)
         except (ImportError, ValueError) as error:
             expected = "expected auto or an attention that transformers has here"
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
-        self.eos_ids, self.pad_id = _special_ids(self.lm, tokenizer)
-        self.positions = _positions(self.lm.config.get_text_config())
+        self.is_sharded = self._is_whole = self._is_inside = False
+        self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
+        self.positions = positions(self.lm.config.get_text_config())
 
     @property
     def device(self) -> torch.device:
@@ -77,8 +82,26 @@ class Policy:
         bias = None if head.bias is None else head.bias.to(self.autocast)
         return head._replace(weight=head.weight.to(self.autocast), bias=bias)
 
+    def inside(self, work: Callable[[], Result]) -> Result:
+        """`work()`, for which a sharded model has its head together, too; others just do it.
+
+        The tensors that it returns, with a graph, are those that lead back into the model.
+        """
+        if not self.is_sharded or self._is_inside:
+            return work()
+        self._is_inside = True
+        try:
+            return self.lm.inside(work)
+        finally:
+            self._is_inside = False
+            if not torch.is_grad_enabled():  # no backward pass follows, which would do it
+                self.lm.reshard()
+
     def hidden(self, packed: PackedGroups) -> Tensor:
         """(T, H) final hidden states of a packed row; `packed.predicting`: which predicts what."""
+        return self.inside(lambda: self._hidden(packed))
+
+    def _hidden(self, packed: PackedGroups) -> Tensor:
         with self._autocast():
             states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
         return states if self.autocast is None else states.to(self.autocast)
@@ -90,11 +113,51 @@ class Policy:
 
         hidden: what `hidden(packed)` gave, where that is known already.
         """
-        head, states = self.head, self.hidden(packed) if hidden is None else hidden
-        return linear_logps(
-            states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
-            bias=head.bias, temperature=temperature, **head.rule,
-        )  # fmt: skip
+
+        def logps() -> Tensor:
+            head, states = self.head, self.hidden(packed) if hidden is None else hidden
+            return linear_logps(
+                states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
+                bias=head.bias, temperature=temperature, **head.rule,
+            )  # fmt: skip
+
+        return self.inside(logps)
+
+    def shard(self, mesh: Any) -> None:
+        """Leave each rank a part of the weights."""
+        self._plain = sharding.skeleton(self.model)
+        sharding.shard(self.lm, mesh)
+        self.is_sharded = True
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the ranks wait for each other in every forward pass."""
+        return self.is_sharded and not self._is_whole
+
+    def gathered(self) -> Policy:
+        """Itself, or with all of its weights in rank 0's main memory (all ranks call it)."""
+        if not self.is_sharded:
+            return self
+        twin = copy.copy(self)
+        twin.model = sharding.filled(self._plain, self.model)
+        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
+        twin.is_sharded = False
+        return twin
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A sharded model has all of its weights on every rank: for rollouts, whose lengths differ
+        from rank to rank.
+        """
+        if not self.is_sharded:
+            yield
+            return
+        with sharding.unsharded(self.lm):
+            self._is_whole = True
+            try:
+                yield
+            finally:
+                self._is_whole = False
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -212,33 +275,3 @@ def without_bars() -> Iterator[None]:
     finally:
         if was_on:
             logging.enable_progress_bar()
-
-
-def _generation_attention(lm: Any) -> str:
-    softcap = getattr(lm.config, "attn_logit_softcapping", None)
-    return "eager" if softcap is not None else lm.config._attn_implementation
-
-
-def _special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Every id that ends a completion (tokenizer's, generation config's), and one for padding."""
-    eos: set[int] = set()
-    for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
-        eos |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
-    if not all(type(token) is int and token >= 0 for token in eos):
-        raise ValueError(f"eos_token_id: expected token ids, got {', '.join(map(repr, eos))}")
-    if not eos:
-        raise ValueError("tokenizer: has no EOS token, so no completion could end")
-    pad = tokenizer.pad_token_id
-    return frozenset(eos), min(eos) if pad is None else pad
-
-
-def _positions(config: Any) -> float:
-    """The longest prompt, in tokens: inf where the config names no bound."""
-    bound = getattr(config, "max_position_embeddings", None)
-    if not isinstance(bound, int):
-        return math.inf
-    # Qwen2.5 is stretched (YaRN) by these two alone: max_position_embeddings stays as it was.
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    is_stretched = isinstance(factor, (int, float))
-    return max(bound, int(factor * (original or bound))) if is_stretched else bound

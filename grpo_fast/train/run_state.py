@@ -11,11 +11,13 @@ step.safetensors  of a step that is under way: its completions' numbers
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_fast.train import distributed
 from grpo_fast.train.checkpoint import (
     STATE,
     CheckpointError,
@@ -24,12 +26,20 @@ from grpo_fast.train.checkpoint import (
     read_state,
     write_checkpoint,
 )
-from grpo_fast.train.critic import HEAD_FILE
+from grpo_fast.train.critic import HEAD_FILE, Critic
+from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.report import RunReport
 from grpo_fast.train.trainer import Trainer
 from grpo_fast.train.underway import restore
-from grpo_fast.train.weights import load_optimizer, load_weights, optimizer_state, save_weights
+from grpo_fast.train.weights import (
+    load_optimizer,
+    load_parts,
+    load_weights,
+    optimizer_state,
+    save_moments,
+    save_weights,
+)
 
 
 class RunState:
@@ -71,7 +81,7 @@ class RunState:
         self.mark()
 
     def save(self) -> Path:
-        """Write a checkpoint of the latest mark, and prune the older ones."""
+        """Write a checkpoint of the latest mark, and prune the older ones: rank 0, for all."""
         config = self.trainer.config
         if config.optim.states != "full":
             expected = "expected optim.states: full, whose moments a file can hold"
@@ -82,36 +92,61 @@ class RunState:
         value = self.metrics.get(wanted) if wanted is not None and underway is None else None
         self.report.sync()
         about = {"step": self.step, "value": value}
-        path = write_checkpoint(self.report.folder, name, self._fill, about)
-        prune(path, config.checkpoint.keep)
-        return path
+        pieces = self._pieces()
 
-    def _fill(self, folder: Path) -> None:
+        def written() -> str:
+            fill = partial(self._fill, **pieces)
+            path = write_checkpoint(self.report.folder, name, fill, about)
+            prune(path, config.checkpoint.keep)
+            return str(path)
+
+        return Path(distributed.from_main(written))
+
+    def _pieces(self) -> dict[str, Any]:
+        """What the ranks put together before rank 0 writes: all of them come here."""
+        trainer, critic = self.trainer, self.trainer.critic
+        underway, optimizers = trainer.underway, trainer.optimizers_by_name()
+        stored = self._stores_reference()
+        return {
+            "policy": trainer.policy.gathered(),
+            "reference": trainer.reference.copy.gathered() if stored else None,
+            "critic": None if critic is None else critic.gathered(),
+            "underway": (None, {}) if underway is None else underway.state(),
+            "optimizers": {who: optimizer_state(each) for who, each in optimizers.items()},
+        }
+
+    def _fill(
+        self,
+        folder: Path,
+        policy: Policy,
+        reference: Policy | None,
+        critic: Critic | None,
+        underway: tuple[Any, dict[str, torch.Tensor]],
+        optimizers: dict[str, tuple[dict[str, int], dict[str, torch.Tensor]]],
+    ) -> None:
         from safetensors.torch import save_file
 
         trainer = self.trainer
-        save_weights(trainer.policy, folder / "model")
-        if self._stores_reference():
-            save_weights(trainer.reference.copy, folder / "reference")
-        if trainer.critic is not None:
+        save_weights(policy, folder / "model")
+        if reference is not None:
+            save_weights(reference, folder / "reference")
+        if critic is not None:
             (folder / "critic").mkdir()
-            if not trainer.critic.is_shared:
-                save_weights(trainer.critic.trunk, folder / "critic")
-            head = {n: x.detach().cpu() for n, x in trainer.critic.head.state_dict().items()}
+            if not critic.is_shared:
+                save_weights(critic.trunk, folder / "critic")
+            head = {n: x.detach().cpu() for n, x in critic.head.state_dict().items()}
             save_file(head, folder / "critic" / HEAD_FILE)
-        counters = {}
-        for who, optimizer in trainer.optimizers_by_name().items():
-            counters[who], moments = optimizer_state(optimizer)
-            save_file(moments, folder / f"{who}_optimizer.safetensors")
+        for who, (_, moments) in optimizers.items():
+            save_moments(moments, folder / f"{who}_optimizer.safetensors")
         save_file(_random_state(), folder / "random.safetensors")
-        underway = None
-        if trainer.underway is not None:
-            underway, tensors = trainer.underway.state()
+        numbers, tensors = underway
+        if numbers is not None:
             save_file(tensors, folder / "step.safetensors")
         state = {
             "step": self.step, "before": self.before, "after": self.after, "metrics": self.metrics,
-            "training_set": len(self.queue.examples), **self.marked, "optimizers": counters,
-            "trainer": trainer.counters(), "underway": underway,
+            "training_set": len(self.queue.examples), **self.marked,
+            "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
+            "trainer": trainer.counters(), "underway": numbers,
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -119,7 +154,8 @@ class RunState:
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint. Weights of another shape or a missing file raise ValueError."""
         try:
-            self._load(folder, read_state(folder))
+            with distributed.together():
+                self._load(folder, read_state(folder))
         except (OSError, KeyError, RuntimeError) as error:
             said = "expected a checkpoint of this configuration"
             raise ValueError(f"resume: {said} in {folder}, got {error}") from error
@@ -134,7 +170,7 @@ class RunState:
         if trainer.critic is not None:
             if not trainer.critic.is_shared:
                 load_weights(trainer.critic.trunk, folder / "critic")
-            trainer.critic.head.load_state_dict(load_file(folder / "critic" / HEAD_FILE))
+            load_parts(trainer.critic.head, load_file(folder / "critic" / HEAD_FILE))
         for who, optimizer in trainer.optimizers_by_name().items():
             moments = load_file(folder / f"{who}_optimizer.safetensors")
             load_optimizer(optimizer, state["optimizers"][who], moments)

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -28,6 +28,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
+        self.number = number
         self.name = signal.Signals(number).name
 
 
@@ -42,8 +43,10 @@ class Stopping:
             raise Stopped(self.number)
 
     @contextmanager
-    def listening(self, model: Any) -> Iterator[None]:
-        """Answer signals at the forward passes of `model`; then as before.
+    def listening(
+        self, model: Any, agreed: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Iterator[None]:
+        """Answer signals at the forward passes of `model`, in an `agreed()`; then as before.
 
         Outside of the main thread, where Python takes no signals, nothing is changed.
         """
@@ -53,7 +56,12 @@ class Stopping:
         before = {number: signal.getsignal(number) for number in SIGNALS}
         # A run under nohup goes on when its terminal is gone.
         mine = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
-        hook = model.register_forward_pre_hook(lambda *_: self.raise_if_asked())
+
+        def asked(*_: Any) -> None:
+            with agreed():
+                self.raise_if_asked()
+
+        hook = model.register_forward_pre_hook(asked)
         for number in mine:
             signal.signal(number, self._remember)
         try:

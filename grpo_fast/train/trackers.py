@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.train import distributed
+
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
 
@@ -42,9 +44,10 @@ class Trackers:
         check_trackers(names)
         from accelerate import Accelerator
 
-        self.accelerator = Accelerator(
-            cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
-        )
+        with distributed.unnoticed():  # it is for rank 0's trackers alone
+            self.accelerator = Accelerator(
+                cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
+            )
         run = Path(folder).name
         options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
         self.accelerator.init_trackers(PROJECT, config=flat(settings), init_kwargs=options)
@@ -56,7 +59,8 @@ class Trackers:
     def close(self) -> None:
         """What the trackers hold back is written; later calls do nothing."""
         if self.accelerator is not None:
-            self.accelerator.end_training()
+            for tracker in self.accelerator.trackers:  # end_training ends the ranks' group, too
+                tracker.finish()
             self.accelerator = None
 
 

@@ -13,12 +13,14 @@ from typing import Any
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
 from grpo_fast.rollout import Engine, awake, build_engine
+from grpo_fast.train import distributed, sharding
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.agreement import SamplerWatch
 from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Collected, collect
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.fixed import RewardKL, add_fixed
 from grpo_fast.train.kl_weight import KLWeight
@@ -60,6 +62,8 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates = config.inner_iterations * config.minibatches  # per batch, at most
         total = config.steps * self.updates
+        if config.distributed in SHARDED:
+            self._shard()
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
         self.optimizers = [self.optimizer]
         if critic is not None:
@@ -71,6 +75,13 @@ class Trainer:
         self.steps = self.num_tokens = self.peak_memory = 0
         self.underway: Underway | None = None  # the step that has its completions
         self.at_rest: Callable[[], Any] = lambda: None  # called where the run can be left
+
+    def _shard(self) -> None:
+        """Every model of the run: each rank keeps a part."""
+        mesh = sharding.mesh_of(self.policy.device, self.config.distributed_replicas)
+        for model in (self.policy, self.reference.copy, self.critic):
+            if model is not None:
+                model.shard(mesh)
 
     def step(self, step: int, queue: PromptQueue) -> tuple[dict[str, float], Collected]:
         """A batch of completions and the updates it is good for: metrics, and the completions.
@@ -112,6 +123,7 @@ class Trainer:
             "group_size": rollout.group_size, "minibatches": self.config.minibatches,
             "device": self.policy.device, "shared": self.shared,
             "mask_truncated": rollout.mask_truncated,
+            "rank": distributed.rank(), "ranks": distributed.size(),
         }  # fmt: skip
 
     def finish(self, now: Underway) -> dict[str, float]:
@@ -238,11 +250,14 @@ class Trainer:
 
         def attempt() -> LossMetrics:
             self.add_fixed(batch)
-            return accumulate(
-                self.policy, batch.minibatches[k], self.loss_config, validate=validate,
-                correct_sampling=self.config.rollout.correct_sampling, critic=self.critic,
-                ref_head=self.reference.head if self.reads_reference else None,
-            )  # fmt: skip
+            with distributed.together(in_step=self.policy.is_sharded):
+                seen = accumulate(
+                    self.policy, batch.minibatches[k], self.loss_config, validate=validate,
+                    correct_sampling=self.config.rollout.correct_sampling, critic=self.critic,
+                    ref_head=self.reference.head if self.reads_reference else None,
+                    totals=batch.totals[k],
+                )  # fmt: skip
+            return seen.of_all_ranks()
 
         return self.budget.within(batch, attempt, self.forget_gradients, keep_fixed)
 

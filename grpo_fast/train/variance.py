@@ -18,6 +18,7 @@ from grpo_fast import LossConfig
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import MicroBatch
+from grpo_fast.train.distributed import rank, size, sum_, together
 from grpo_fast.train.policy import Policy
 
 
@@ -43,18 +44,21 @@ def gradient_variance(
     parameters = policy.trainable()
     total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     squares = 0.0
-    for first in range(0, count * group_size, group_size):
-        members = list(range(first, first + group_size))
-        micro = MicroBatch.pack(
-            rollout, advantages, [members], policy.device, shared=shared,
-            mask_truncated=mask_truncated,
-        )  # fmt: skip
-        accumulate(policy, [micro], alone, correct_sampling=False, validate="auto")
-        for sum_, p in zip(total, parameters, strict=True):
-            if p.grad is not None:
-                squares += float(p.grad.double().square().sum())
-                sum_ += p.grad.float()
-                p.grad = None
-    mean_square = sum(float(s.double().square().sum()) for s in total) / count**2
+    with together():
+        for group in range(rank(), count, size()):
+            first = group * group_size
+            members = list(range(first, first + group_size))
+            micro = MicroBatch.pack(
+                rollout, advantages, [members], policy.device, shared=shared,
+                mask_truncated=mask_truncated,
+            )  # fmt: skip
+            accumulate(policy, [micro], alone, correct_sampling=False, validate="auto")
+            for own, p in zip(total, parameters, strict=True):
+                if p.grad is not None:
+                    squares += float(p.grad.double().square().sum())
+                    own += p.grad.float()
+                    p.grad = None
+    squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
+    mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
     variance = max(0.0, squares - count * mean_square) / (count * (count - 1))
     return {"grad_variance": variance, "grad_signal": mean_square - variance}

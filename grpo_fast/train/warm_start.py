@@ -10,6 +10,7 @@ from grpo_fast.attention import PackedGroups, pack_groups
 from grpo_fast.data import Example
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import OptimConfig, WarmStartConfig
+from grpo_fast.train.distributed import size, together
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.policy import Policy
 
@@ -35,8 +36,9 @@ def warm_start(
     policy.model.train()
     for step in range(1, config.steps + 1):
         chosen = rng.sample(usable, min(config.batch_size, len(usable)))
-        loss = -policy.logps(_packed(policy, chosen)).mean()
-        loss.backward()
+        with together():
+            loss = -policy.logps(_packed(policy, chosen)).mean()
+            (loss / size()).backward()  # every rank makes the same gradient
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
 

@@ -55,6 +55,16 @@ SUITES: dict[str, list[str]] = {
         "-k",
         "passes or configuration or schedule or two_runs or remembered",
     ],
+    "ranks_mu": ["tests/train/test_ranks.py", "-k", "does and mu and not 4"],
+    "ranks_few": ["tests/train/test_ranks.py", "-k", "does and few and not 4"],
+    "ranks_local": ["tests/train/test_ranks.py", "-k", "does and local"],
+    "ranks_ppo": ["tests/train/test_ranks.py", "-k", "does and ppo and not shared and not 4"],
+    "ranks_exact": ["tests/train/test_ranks.py", "-k", "does and exact"],
+    "ranks_warm": ["tests/train/test_ranks.py", "-k", "does and warm"],
+    "ranks_left": ["tests/train/test_ranks.py", "-k", "goes_on and (mu-fsdp2 or mu-ddp)"],
+    "ranks_memory": ["tests/train/test_ranks.py", "-k", "halves"],
+    "ranks_ended": ["tests/train/test_ranks.py", "-k", "killed"],
+    "ranks_refused": ["tests/train/test_ranks.py", "-k", "refused or do_not_fit"],
     "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
     "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
     "support": ["tests/loss/test_support.py", "-k", "not every_loss and not aggregations"],
@@ -64,6 +74,11 @@ SUITES: dict[str, list[str]] = {
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
     "rollout": ["tests/rollout/test_rollout.py"],
+    "vllm": ["tests/rollout/test_vllm_server.py"],
+    "vllm_engine": ["tests/rollout/test_vllm_engine.py"],
+    "decode": ["tests/rollout/test_decode.py"],
+    "engines": ["tests/rollout/test_engine.py", "tests/rollout/test_continuous.py"],
+    "agreement": ["tests/train/test_agreement.py"],
     "policy": ["tests/train/test_train_policy.py"],
     "data": ["tests/data/test_data.py"],
     "compare": ["tests/train/test_compare.py", "-k", "not command"],
@@ -130,6 +145,10 @@ SUITES: dict[str, list[str]] = {
         "-k",
         "128x192 and (300x392x700 or any_number)",
     ],
+    "doctor": ["tests/doctor/test_diagnosis.py"],
+    "doctor_views": ["tests/doctor/test_views.py"],
+    "doctor_selftest": ["tests/doctor/test_selftest.py"],
+    "doctor_command": ["tests/doctor/test_doctor_command.py"],
     "triton_support": ["tests/kernels/triton_tools/cases_support.py", "-k", "not 1030"],
     "triton_support_public": [
         "tests/kernels/triton_tools/cases_support_public.py",
@@ -169,6 +188,7 @@ class Mutant(NamedTuple):
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
     from tests.mutation import (
+        doctor,
         forward_cuda,
         gradients,
         heads,
@@ -177,6 +197,7 @@ def all_mutants() -> list[Mutant]:
         loss,
         objectives,
         products,
+        rollout,
         shards,
         support,
         support_triton,
@@ -185,8 +206,10 @@ def all_mutants() -> list[Mutant]:
         train_compare,
         train_objectives,
         train_ppo,
+        train_ranks,
         train_rewards,
         train_seeing,
+        vllm,
     )
 
     trainer = (
@@ -195,11 +218,13 @@ def all_mutants() -> list[Mutant]:
         train_compare,
         train_objectives,
         train_ppo,
+        train_ranks,
         train_rewards,
         train_seeing,
+        vllm,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations, support, support_triton)
+    files += (forward_cuda, integrations, rollout, support, support_triton, doctor)
     return [m for file in files for m in file.MUTANTS]
 
 

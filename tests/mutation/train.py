@@ -6,7 +6,6 @@ from tests.mutation.mutants import Mutant
 
 COLLECT, OPTIMIZER = (f"grpo_fast/train/{x}.py" for x in ("collect", "optimizer"))
 CALLING, CAUSAL_LM = "grpo_fast/rewards/calling.py", "grpo_fast/integrations/causal_lm.py"
-SAMPLER, ROLLOUT = (f"grpo_fast/rollout/{x}.py" for x in ("sampler", "hf"))
 METRICS, EVALUATE, BATCH, REFERENCE, PROMPTS = (
     f"grpo_fast/train/{x}.py" for x in ("metrics", "evaluate", "batch", "reference", "prompts")
 )
@@ -14,7 +13,7 @@ PACKING, GENERATED = "grpo_fast/attention/packing.py", "grpo_fast/data/generated
 
 MUTANTS = [
     Mutant("train-rollout-seed", COLLECT,
-           "rewards, config, (config.seed, step), clock)", "rewards, config, (config.seed, 0), clock)",
+           "(config.seed, step), clock, engine)", "(config.seed, 0), clock, engine)",
            "every step draws the first one's random numbers", "train"),
     Mutant("train-skips-forgotten", OPTIMIZER,
            "self.adam.step()\n            self._skipped_in_a_row = 0\n", "self.adam.step()\n",
@@ -34,29 +33,6 @@ MUTANTS = [
     Mutant("optimizer-gradients-stay", OPTIMIZER,
            "        self.zero_grad()\n        return norm", "        return norm",
            "each step adds to the last one's gradients", "training"),
-    Mutant("sampler-temperature-twice", SAMPLER,
-           "z = self._truncate(scores / self.options.temperature)",
-           "z = self._truncate(scores / self.options.temperature**2)",
-           "the temperature enters twice", "rollout"),
-    Mutant("sampler-position-stands", SAMPLER,
-           "        self.position += 1\n", "",
-           "all tokens of a completion share one random number", "rollout"),
-    Mutant("sampler-top-p-one-less", SAMPLER,
-           "beyond = p.cumsum(-1) - p >= top_p", "beyond = p.cumsum(-1) >= top_p",
-           "the token that crosses top_p is left out", "rollout"),
-    Mutant("sampler-impossible-token", SAMPLER,
-           "torch.searchsorted(cumulative, target[:, None], right=True)",
-           "torch.searchsorted(cumulative, target[:, None], right=False)",
-           "a uniform number of 0 draws a token of probability 0", "rollout"),
-    Mutant("rollout-eos-dropped", ROLLOUT,
-           "end = next((t + 1 for t, token", "end = next((t for t, token",
-           "the EOS is no part of the completion", "rollout"),
-    Mutant("rollout-truncated-turned", ROLLOUT,
-           "rollout.truncated.append(end is None)", "rollout.truncated.append(end is not None)",
-           "finished completions count as cut off", "rollout"),
-    Mutant("rollout-batch-decides", ROLLOUT,
-           "uniforms[start : start + size]", "uniforms[:size]",
-           "every batch draws the first one's numbers", "rollout"),
     Mutant("packing-last-row", PACKING,
            "(end - 1 for end in accumulate(lengths))", "(end - 2 for end in accumulate(lengths))",
            "first tokens are predicted one row too early", "policy"),

@@ -59,7 +59,7 @@ MUTANTS = [
            "for k, v in values.items() if math.isfinite(v)", "for k, v in values.items()",
            "trackers get NaN", "trackers"),
     Mutant("seeing-trackers-end", TRACKERS,
-           "self.accelerator.end_training()", "pass",
+           "                tracker.finish()\n", "                pass\n",
            "what a tracker holds back is lost", "trackers"),
     Mutant("seeing-trackers-missing", LOOP,
            "    check_trackers(config.log.trackers)\n", "",

@@ -198,7 +198,7 @@ def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypa
         if place == "first file":
             patched.setattr(run_state, "save_weights", second(run_state.save_weights))
         elif place == "optimizer":
-            patched.setattr(run_state, "optimizer_state", second(run_state.optimizer_state))
+            patched.setattr(run_state, "save_moments", second(run_state.save_moments))
         elif place == "manifest":
             dumps = json.dumps
             patched.setattr(checkpoint.json, "dumps", lambda value, **k: (

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_fast.train import lines
 from grpo_fast.train.audit import WAITING, audit
-from grpo_fast.train.checkpoint import checkpoints_in
+from grpo_fast.train.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.lines import JsonLines, WriteError
 from grpo_fast.train.stopping import SAVED
 from tests.command_line import ROOT, invoke, refused, write_recipe
@@ -120,6 +120,28 @@ def test_a_signal_before_there_is_anything_to_save(start, tmp_path):
     process.terminate()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM and "before there was anything" in err, err
+
+
+def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(tmp_path):
+    """The documented command, which sends each of them the signal."""
+    recipe, run_folder = write_recipe(tmp_path), tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "grpo_fast", "train", recipe, "distributed=ddp", *LONG],
+            stdout=log, stderr=log, env=ENVIRONMENT, preexec_fn=answer_signals,
+        )  # fmt: skip
+        try:
+            wait_for(run_folder, 3, process)
+            process.terminate()
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+    said = (tmp_path / "log").read_text()
+    assert said.count("SIGTERM: saved in") == 1 and "Stopped" not in said, said
+    [saved] = checkpoints_in(run_folder)
+    assert problem_of(saved) is None and not audit(run_folder).problems
 
 
 @pytest.mark.parametrize("lost", ["full", "closed"])

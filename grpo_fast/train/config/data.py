@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.continuous import ContinuousOptions
+from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
 
 
@@ -83,6 +84,15 @@ class RolloutConfig(Section, Sampling):
     mask_truncated: bool = False  # a completion without an EOS does not count in the loss
     correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
     dynamic: DynamicSamplingConfig | None = None  # drop groups without spread and refill
+    vllm: VLLMOptions = Field(default_factory=VLLMOptions)  # of the engines vllm and vllm-server
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> RolloutConfig:
+        if (self.engine == "vllm-server") != bool(self.vllm.urls):
+            one = "at least one server" if self.engine == "vllm-server" else "none"
+            came = ", ".join(self.vllm.urls) or "none"
+            raise ValueError(f"vllm.urls: expected {one} for engine: {self.engine}, came {came}")
+        return self
 
 
 class HeldOut(Section, Sampling):

@@ -23,6 +23,7 @@ from grpo_fast.train.config.model import (
     WarmStartConfig,
 )
 
+SHARDED = ("fsdp2", "hsdp")  # of `distributed`: every rank has a part of the weights
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
@@ -89,6 +90,11 @@ class RunConfig(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    # of the processes that torchrun starts: all with the weights, all with a shard of them, or
+    # `distributed_replicas` groups of processes with shards
+    distributed: Literal["ddp", "fsdp2", "hsdp"] | None = None
+    distributed_replicas: Positive | None = None  # hsdp
+    distributed_timeout: float = Field(1800, gt=0, le=1e6)  # seconds that one waits for another
     # auto: the newest whole checkpoint of output_dir, or the beginning; else a run or a checkpoint
     resume: UserPath | None = None
 
@@ -109,6 +115,7 @@ class RunConfig(Section):
             expected = f"expected values up to eval.samples = {self.eval.samples}"
             raise ValueError(f"eval.k: {expected}, came {self.eval.k}")
         self._check_kl()
+        self._check_distributed()
         if self.checkpoint.every and self.optim.states != "full":
             expected = "expected full beside checkpoint.every: a file cannot hold the others"
             raise ValueError(f"optim.states: {expected}, came {self.optim.states}")
@@ -120,6 +127,23 @@ class RunConfig(Section):
             needed = f"must divide the {completions} completions of a step"
             raise ValueError(f"minibatches: {self.minibatches} {needed}")
         return self
+
+    def _check_distributed(self) -> None:
+        """Refuse what sharded weights cannot do, and replicas without shards."""
+        if (self.distributed == "hsdp") != (self.distributed_replicas is not None):
+            expected = "expected a number beside distributed: hsdp, and there alone"
+            raise ValueError(f"distributed_replicas: {expected}, came {self.distributed_replicas}")
+        if self.distributed not in SHARDED:
+            return
+        if cast(Any, self.loss).kl_estimator == EXACT:
+            expected = "expected an estimator, of the sampled tokens, beside sharded weights"
+            raise ValueError(f"loss.kl_estimator: {expected}, came {EXACT}")
+        if self.log.grad_variance:
+            expected = "expected false beside sharded weights"
+            raise ValueError(f"log.grad_variance: {expected}, came true")
+        if self.optim.states != "full":
+            expected = "expected full beside sharded weights, which share the moments, too"
+            raise ValueError(f"optim.states: {expected}, came {self.optim.states}")
 
     def _fit_answers(self) -> None:
         """Room for the answer of a generated task, where nobody said how much."""

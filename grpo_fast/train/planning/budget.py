@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from grpo_fast.train import distributed
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,9 @@ class TokenBudget:
         self.device = next(lm.parameters()).device
         self.memory = _predict(lm, config, self.device.type)
         self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
-        self.tokens = config.tokens_per_microbatch or self._default()
+        fixed = config.tokens_per_microbatch
+        self.tokens = fixed or min(distributed.gather(self._default()))
+        self.in_step = config.distributed in SHARDED and distributed.size() > 1
 
     def _default(self) -> int:
         if self.memory is None:
@@ -80,6 +84,11 @@ class TokenBudget:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).splitlines()[0]
+                if self.in_step:
+                    raise ValueError(
+                        f"tokens_per_microbatch: memory ran out ({reason}), and ranks that hold "
+                        "shards cannot try again; expected fewer tokens (resume=auto goes on)"
+                    ) from error
             # Only here, without the exception and its frames, is the memory of the attempt free.
             undo()
             if self.device.type == "cuda":
@@ -88,14 +97,17 @@ class TokenBudget:
             batch.pack(self.tokens, keep_fixed)
 
     def _lower(self, batch: StepBatch, reason: str) -> None:
-        if all(len(micro) == 1 for micro in batch.micro_batches):
+        alone = all(len(micro) == 1 for micro in batch.micro_batches)
+        found = distributed.gather([alone, batch.largest])
+        largest = max(tokens for _, tokens in found)
+        if all(is_alone for is_alone, _ in found):
             raise ValueError(
-                f"tokens_per_microbatch: one completion with its prompt ({batch.largest} tokens) "
+                f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
                 f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
                 "model.gradient_checkpointing, model.tiled_mlp, model.checkpoint_offload, "
                 "model.lora and optim.states save"
             )
-        self.tokens = min(self.tokens, batch.largest) // 2
+        self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
 
     def state_dict(self) -> dict[str, int]:

@@ -1,0 +1,83 @@
+"""Rollouts and rewards of several ranks: each samples its share, rank 0 scores, all know it all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grpo_fast import rewards, rollout
+from grpo_fast.data import Example
+from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rollout import Engine, Kept, Rollout, Sampling
+from grpo_fast.rollout.engine import Seed
+from grpo_fast.train import distributed
+
+
+def generate(
+    policy: Any,
+    prompts: Sequence[Any],
+    options: Sampling,
+    *,
+    group_size: int,
+    seed: Seed,
+    engine: Engine | None = None,
+) -> Rollout:
+    """`rollout.generate` by all ranks: the same completions on any number of them."""
+    count, ranks = len(prompts), distributed.size()
+    given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
+    if ranks == 1:
+        return rollout.generate(policy, prompts, options, **given)
+    first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
+    with policy.whole(), distributed.together():
+        own, places = prompts[first:end], range(first, end)
+        found = rollout.generate(policy, own, options, **given, places=places) if own else Rollout()
+    return _joined(found, group_size)
+
+
+def score(
+    reward_set: RewardSet,
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    ids: Sequence[list[int]] | None = None,
+) -> RewardResult:
+    """`rewards.score` by rank 0: a function sees the batch that it would see in one process."""
+    if distributed.size() == 1:
+        return rewards.score(reward_set, examples, texts, ids)
+
+    def scored() -> dict[str, Any]:
+        found = rewards.score(reward_set, examples, texts, ids)
+        per_fn = {name: values.tolist() for name, values in found.per_fn.items()}
+        return {"total": found.total.tolist(), "per_fn": per_fn, "reasons": found.reasons}
+
+    found = distributed.from_main(scored)
+    return RewardResult(
+        torch.tensor(found["total"]),
+        {name: torch.tensor(values) for name, values in found["per_fn"].items()},
+        {name: Counter(why) for name, why in found["reasons"].items()},
+    )
+
+
+def _joined(own: Rollout, group_size: int) -> Rollout:
+    """The rollouts of all ranks as one, in the order of their prompts."""
+    lists: dict[str, Any] = {f.name: getattr(own, f.name) for f in dataclasses.fields(Rollout)}
+    lists["sampling_logps"] = [logps.tolist() for logps in own.sampling_logps]
+    lists["kept"] = [None if one is None else [x.tolist() for x in one] for one in own.kept]
+    for name in ("prompts", "prompt_ids"):  # the same for a whole group
+        lists[name] = lists[name][::group_size]
+    found: dict[str, Any] = {name: [] for name in lists}
+    for said in distributed.gather(lists):
+        for name, values in said.items():
+            found[name] += values
+    for name in ("prompts", "prompt_ids"):
+        found[name] = [one for one in found[name] for _ in range(group_size)]
+    found["sampling_logps"] = [torch.tensor(logps) for logps in found["sampling_logps"]]
+    found["kept"] = [one and _kept(*one) for one in found["kept"]]
+    return Rollout(**found)
+
+
+def _kept(ids: list[int], offsets: list[int]) -> Kept:
+    return Kept(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int64))

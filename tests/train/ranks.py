@@ -1,0 +1,318 @@
+"""Several processes for tests: forked from one that has imported everything; gloo between them.
+
+A job is the name of a function of this module and its arguments; all ranks run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from grpo_fast.train import accumulate, distributed, loop, optimizer, report, trackers
+from grpo_fast.train.metrics import is_timing
+from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.stopping import Stopped, Stopping
+from tests.command_line import ROOT
+from tests.train.resuming import TINY
+
+SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_norm=0.05",
+         "checkpoint.keep=9"]  # fmt: skip
+PPO = ["advantages=gae", "inner_iterations=2"]
+KL = ["loss.beta=0.1", "reference.kind=frozen"]
+CASES: dict[str, list[str]] = {
+    "few": ["rollout.prompts_per_step=1", "advantages=opo", "tokens_per_microbatch=60"],
+    "mu": ["inner_iterations=2", "minibatches=2", "shuffle=completions", "log.every_update=true",
+           *KL, "reference.kind=synced", "reference.sync_every=1", "kl.target=0.01"],
+    "lora": ["model.lora={r: 2, alpha: 4}", *KL, "inner_iterations=2"],
+    "dynamic": ["rollout.dynamic={rounds: 2}", "rollout.group_size=2", "data.digits=3",
+                "rollout.max_new_tokens=4", "advantages=baseline"],
+    "local": ["loss.aggregation=token_mean_local", "tokens_per_microbatch=1",
+              "rollout.mask_truncated=true"],
+    "ppo": [*PPO, "critic={kind: model, coef: 0.5}", "minibatches=2", "shuffle=groups"],
+    "ppo-shared": [*PPO, "critic={kind: shared}", *KL, "kl.into=reward"],
+    "warm": ["warm_start={steps: 2, batch_size: 4}", "data.task=arithmetic", "data.digits=1", *KL,
+             "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
+    "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",
+              "shuffle=completions", "log.grad_variance=true"],
+    "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]", "shared_prompt=false",
+                "model.gradient_checkpointing=true"],
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- jobs
+def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
+    """A run of a case; how it ended."""
+    given = [] if kind is None else [f"distributed={kind}"]
+    if kind == "hsdp":
+        given.append("distributed_replicas=2")
+    config = load_recipe("sort", [*SMALL, *CASES[case], *given, *words, f"output_dir={folder}"])
+    try:
+        summary = loop.train(config)
+    except Stopped as stopped:
+        return {"code": stopped.code}
+    except (Exception, KeyboardInterrupt) as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"skipped": summary["skipped_steps"], "tokens": summary["tokens_per_microbatch"]}
+
+
+def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
+    """The same; a signal comes to one rank before its forward pass of this number."""
+    seen, ask = 0, Stopping.raise_if_asked
+
+    def counting(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == passes and distributed.rank() == rank:
+            raise Stopped(signal.SIGTERM)
+
+    Stopping.raise_if_asked = counting  # type: ignore[method-assign]
+    try:
+        return {**train(case, kind, folder, *words), "seen": seen}
+    finally:
+        Stopping.raise_if_asked = ask  # type: ignore[method-assign]
+
+
+def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
+    """The same, with a fault in the second update: of the last rank, if there are several."""
+    calls, own = 0, accumulate.policy_loss
+    is_here = distributed.rank() == distributed.size() - 1
+
+    def failing(policy: Any, *rest: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if is_here and fault == "memory" and calls == 4:
+            raise MemoryError("no room")
+        loss, hidden, output = own(policy, *rest)
+        if is_here and fault == "nan" and calls == 4:
+            loss = loss * float("nan")
+        return loss, hidden, output
+
+    accumulate.policy_loss = failing
+    try:
+        return train(case, kind, folder, *words)
+    finally:
+        accumulate.policy_loss = own
+
+
+def raise_together(*kinds: str | None) -> Any:
+    """Each rank raises an error of its class, or none; what comes of it."""
+    said = kinds[distributed.rank()]
+    error: BaseException | None = None
+    try:
+        with distributed.together():
+            if said == "Stopped":
+                raise Stopped(signal.SIGINT)
+            if said is not None:
+                raise distributed.SHARED.get(said, KeyError)(f"of {distributed.rank()}")
+    except (Exception, Stopped) as found:
+        error = found
+    return [type(error).__name__, str(getattr(error, "number", error))]
+
+
+def say(*values: Any) -> Any:
+    """What `gather`, `gather_tensors` and `from_main` make of a value for each rank."""
+    value = values[distributed.rank()]
+    tensors = distributed.gather_tensors(torch.arange(float(distributed.rank())))
+    return [distributed.gather(value), [x.tolist() for x in tensors],
+            distributed.from_main(lambda: value)]  # fmt: skip
+
+
+def track() -> Any:
+    """What a tracker on rank 0 gets, and whether the ranks meet afterwards."""
+    from accelerate.tracking import GeneralTracker
+
+    class Listed(GeneralTracker):
+        name, requires_logging_directory, tracker = "listed", False, None
+        seen: list[Any] = []  # noqa: RUF012
+
+        def store_init_configuration(self, values: Any) -> None:
+            self.seen.append("config")
+
+        def log(self, values: Any, step: int | None = None, **_: Any) -> None:
+            self.seen.append([step, values])
+
+        def finish(self) -> None:
+            self.seen.append("finished")
+
+    if distributed.is_main():
+        check, trackers.check_trackers = trackers.check_trackers, lambda _: None
+        mine = trackers.Trackers([Listed()], ".", {})  # type: ignore[list-item]
+        mine.log(1, {"reward": 0.5})
+        mine.close()
+        trackers.check_trackers = check
+    return distributed.gather(Listed.seen)[0]
+
+
+def shards(case: str, kind: str, folder: str) -> Any:
+    """How much of the weights, gradients and moments a rank holds, as fractions of the whole."""
+    found: dict[str, Any] = {}
+
+    def looking(self: Any) -> float:
+        grads = [p.grad for p in self.parameters]
+        norm = apply(self)
+        state = [s["exp_avg"] for s in self.adam.state.values()]
+        for name, tensors in (("weights", self.parameters), ("grads", grads), ("moments", state)):
+            local = sum(getattr(x, "_local_tensor", x).numel() for x in tensors)
+            found[name] = local / sum(x.numel() for x in tensors)
+        return norm
+
+    apply = optimizer.Optimizer.apply
+    optimizer.Optimizer.apply = looking  # type: ignore[method-assign]
+    try:
+        return {**train(case, kind, folder, "steps=1"), **found}
+    finally:
+        optimizer.Optimizer.apply = apply  # type: ignore[method-assign]
+
+
+def ended(folder: str, rank: int) -> Any:
+    """A run of which one rank is killed, met as under torchrun; how it ended on the others."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["ANOTHER_PORT"]}
+    torch.distributed.destroy_process_group()
+    if int(os.environ["RANK"]) == rank:
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        accumulate.policy_loss = die
+    began = time.monotonic()
+    return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
+
+
+# --------------------------------------------------------------------------------- processes
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return str(found.getsockname()[1])
+
+
+def child(rank: int, ranks: int, ports: tuple[str, str], jobs: list[Any], file: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": ports[0], "ANOTHER_PORT": ports[1]}  # fmt: skip
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    found = []
+    try:
+        for name, *arguments in jobs:
+            found.append(globals()[name](*arguments))
+    except BaseException:
+        found.append({"error": "unexpected", "text": traceback.format_exc()})
+    file.write_text(json.dumps(found), encoding="utf-8")
+
+
+def serve(folder: Path) -> None:
+    """Answer requests, [ranks, [job, …]], until there are no more."""
+    report.plot_runs = lambda *_: None  # type: ignore[assignment]
+    import_all(folder)
+    for number, line in enumerate(sys.stdin):
+        ranks, jobs = json.loads(line)
+        ports, children = (free_port(), free_port()), []
+        files = [folder / f"{number}.{rank}.json" for rank in range(ranks)]
+        for rank, file in enumerate(files):
+            children.append(os.fork())
+            if children[-1] == 0:
+                try:
+                    child(rank, ranks, ports, jobs, file)
+                finally:
+                    os._exit(0)
+        for pid in children:
+            os.waitpid(pid, 0)
+        read = [json.loads(f.read_text()) if f.is_file() else [] for f in files]
+        print(json.dumps(read), file=ANSWERS, flush=True)
+
+
+def import_all(folder: Path) -> None:
+    """What a run imports on its way takes longer than the run: no child need do it."""
+    import peft  # noqa: F401
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    torch.set_num_threads(1)
+    for case in ("mu", "ppo"):
+        train(case, None, str(folder / case), "steps=1", "checkpoint.every=1")
+
+
+class Ranks:
+    """The process that others are forked from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = (folder / "log").open("w", encoding="utf-8")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.train.ranks", str(folder)], cwd=ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def __call__(self, ranks: int, *jobs: list[Any], timeout: float = 240) -> list[list[Any]]:
+        """What every rank returned for the jobs; nothing of one that did not come back."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        late = threading.Timer(timeout, self.kill)
+        late.start()
+        try:
+            print(json.dumps([ranks, jobs]), file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        finally:
+            late.cancel()
+        assert answer, f"no answer within {timeout} s: {Path(self.log.name).read_text()[-2000:]}"
+        found = json.loads(answer)
+        unexpected = [x["text"] for each in found for x in each if _is_unexpected(x)]
+        assert not unexpected, unexpected[0]
+        return found
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.log.close()
+
+
+def _is_unexpected(found: Any) -> bool:
+    return isinstance(found, dict) and found.get("error") == "unexpected"
+
+
+# --------------------------------------------------------------------------------- comparing
+def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Every number that a run has left, by name; its prompts are compared as bytes."""
+    rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    for number, row in enumerate(rows):
+        for name, value in json.loads(row).items():
+            if not is_timing(name):
+                yield f"{number}/{name}", torch.tensor(float(value))
+    for file in sorted(folder.glob("*/*.safetensors")):
+        for name, value in load_file(file).items():
+            yield f"{file.parent.name}/{file.name}/{name}", value
+    yield "prompts", torch.frombuffer(bytearray((folder / "prompts.jsonl").read_bytes()),
+                                      dtype=torch.uint8)  # fmt: skip
+
+
+def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[str]:
+    """What is further apart than the tolerance, of values beyond 1 relatively; 0: the same bits."""
+    ours, theirs = dict(numbers(folder)), dict(numbers(expected))
+    apart = [f"{name} is missing" for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].double(), theirs[name].double()
+        if a.shape != b.shape or not bool(
+            ((a - b).abs() <= tolerance * b.abs().clamp(min=1)).all()
+        ):
+            apart.append(f"{name}: {a.flatten()[:3].tolist()} {b.flatten()[:3].tolist()}")
+    return apart
+
+
+if __name__ == "__main__":
+    # What runs print goes to the log, and nothing but answers to the one who asks.
+    ANSWERS = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,203 @@
+"""Runs on several processes: what one would do, ends that all share, checkpoints that move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_fast.train.batch import balanced
+from grpo_fast.train.checkpoint import checkpoints_in
+from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.stopping import SAVED
+from tests.train.ranks import CASES, SMALL, Ranks, differences
+
+FINE = {"skipped": 0, "tokens": 30}
+COMPARED = [
+    *((case, "ddp", 2) for case in CASES),
+    *((case, "fsdp2", 2) for case in CASES if case != "exact"),  # refused beside shards
+    *((case, "ddp", 4) for case in ("few", "mu", "ppo")),
+    *((case, "hsdp", 4) for case in ("mu", "ppo-shared")),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory):
+    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
+    """The folder of a case's run in one process."""
+    root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
+
+    def run(case: str) -> Path:
+        if case not in known:
+            [[found]] = ranks(1, ["train", case, None, str(root / case)])
+            assert "error" not in found and "code" not in found, found
+            known[case] = root / case
+        return known[case]
+
+    return run
+
+
+@pytest.mark.parametrize("case, kind, count", COMPARED)
+def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
+    """Metrics, prompts and weights; micro-batches are uneven, and in `few` a rank has no group."""
+    expected = plain(case)
+    found = ranks(count, ["train", case, kind, str(tmp_path / "run")])
+    assert all(x == found[0] and x[0]["skipped"] == 0 for x in found), found
+    assert differences(tmp_path / "run", expected) == []
+
+
+def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path):
+    for kind, count in (("fsdp2", 2), ("ddp", 2), ("hsdp", 4)):
+        for [found] in ranks(count, ["shards", "mu", kind, str(tmp_path / kind)]):
+            share = 1.0 if kind == "ddp" else 0.5
+            assert all(abs(found[x] - share) < 0.05 for x in ("weights", "grads", "moments")), found
+
+
+# (case, kind, at which forward pass of rank 1, checkpoint): in a rollout and in updates
+LEFT = [
+    ("mu", "ddp", 60, "step_000002+0006"),
+    ("mu", "fsdp2", 45, "step_000002"),
+    ("ppo", "fsdp2", 45, "step_000001+0004"),
+    ("ppo", "ddp", 60, "step_000002+0001"),
+]
+
+
+@pytest.mark.parametrize("case, kind, passes, place", LEFT)
+def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
+    ranks, plain, tmp_path, case, kind, passes, place
+):
+    """A signal that one rank gets ends all of them at the same place, in the middle of a step."""
+    left, whole = tmp_path / "left", tmp_path / "whole"
+    found = ranks(
+        2,
+        ["train_until", case, kind, str(left), 1, passes],
+        ["train", case, kind, str(tmp_path / "two"), f"resume={left}"],
+        ["train", case, kind, str(whole)],
+    )
+    assert all(x[0]["code"] == SAVED and x[0]["seen"] >= passes for x in found), found
+    [saved] = checkpoints_in(left)
+    assert saved.name == place
+    assert differences(tmp_path / "two", whole, 0.0) == []
+    other = "ddp" if kind == "fsdp2" else "fsdp2"
+    ranks(2, ["train", case, other, str(tmp_path / "other"), f"resume={left}"])
+    ranks(4, ["train", case, kind, str(tmp_path / "four"), f"resume={left}"])
+    ranks(1, ["train", case, None, str(tmp_path / "one"), f"resume={left}"])
+    for name in ("other", "four", "one"):
+        assert differences(tmp_path / name, plain(case)) == [], name
+
+
+def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
+    ranks(1, ["train_until", "mu", None, str(tmp_path / "left"), 0, 70])
+    [saved] = checkpoints_in(tmp_path / "left")
+    assert "+" in saved.name
+    for kind in ("ddp", "fsdp2"):
+        ranks(2, ["train", "mu", kind, str(tmp_path / kind), f"resume={tmp_path / 'left'}"])
+        assert differences(tmp_path / kind, plain("mu")) == []
+
+
+def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain, tmp_path):
+    found = ranks(2, ["train_with", "memory", "mu", "ddp", str(tmp_path / "run")])
+    assert [x[0]["tokens"] for x in found] == [11, 11], found
+    apart = differences(tmp_path / "run", plain("mu"))
+    assert len(apart) == 3 and all("num_tokens" in x for x in apart)  # prompts stand there twice
+
+
+def test_out_of_memory_beside_shards_is_a_sentence(ranks, tmp_path):
+    found = ranks(2, ["train_with", "memory", "mu", "fsdp2", str(tmp_path / "run")])
+    assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
+    assert found[0][0]["error"] == "RankError", found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, tmp_path, kind):
+    found = ranks(2, ["train_with", "nan", "mu", kind, str(tmp_path / "run")])
+    assert [x[0]["skipped"] for x in found] == [1, 1], found
+
+
+def test_an_error_of_one_rank_is_raised_by_all(ranks):
+    cases = {
+        (None, None): ["NoneType", "None"],
+        (None, "ValueError"): ["ValueError", "rank 1: of 1"],
+        ("RewardError", "ValueError"): ["RewardError", "rank 0: of 0"],
+        ("ValueError", "Stopped"): ["Stopped", "2"],
+        (None, "unknown"): ["RankError", "rank 1: KeyError: 'of 1'"],
+        ("NonFiniteLogits", None): ["NonFiniteLogits", "rank 0: of 0"],
+    }
+    first, second = ranks(2, *(["raise_together", *kinds] for kinds in cases))
+    for own, other, ((a, b), (kind, text)) in zip(first, second, cases.items(), strict=True):
+        for number, found in enumerate((own, other)):
+            raises_its_own = (a, b)[number] is not None and f"rank {number}" in text
+            assert found == [kind, text] or raises_its_own, (found, kind, text)
+
+
+def test_ranks_tell_each_other_numbers_and_texts(ranks):
+    values = [{"a": [1, None, "ü\ud800"]}, [], "x" * 1000]
+    for found in ranks(3, ["say", *values]):
+        assert found == [[values, [[], [0.0], [0.0, 1.0]], values[0]]]
+
+
+def test_trackers_are_rank_0s(ranks):
+    for [seen] in ranks(2, ["track"]):
+        assert seen == ["config", [1, {"reward": 0.5}], "finished"]
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path):
+    survivor, gone = ranks(2, ["ended", str(tmp_path / "run"), 1])
+    assert gone == [] and survivor[0]["error"] == "RankError", survivor
+    assert "rank 1 has ended or does not answer" in survivor[0]["text"]
+    assert survivor[0]["seconds"] < 60
+
+
+def test_groups_are_dealt_by_their_tokens():
+    assert balanced([5, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+    assert balanced([3], 3) == [[0], [], []]
+    assert balanced([2, 2, 2], 1) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["distributed=hsdp"], "distributed_replicas: expected a number beside"),
+        (["distributed=ddp", "distributed_replicas=2"], "distributed_replicas: expected a number"),
+        (["distributed=fsdp2", "log.grad_variance=true"], "log.grad_variance: expected false"),
+        (["distributed=fsdp2", "optim.states=8bit"], "optim.states: expected full"),
+        (["distributed=fsdp2", "loss.kl_estimator=exact"], "loss.kl_estimator: expected an"),
+        (["distributed=both"], "distributed"),
+    ],
+)
+def test_settings_that_do_not_fit(words: list[str], said: str):
+    with pytest.raises(ValueError, match=said):
+        load_recipe("sort", [*SMALL, *words])
+
+
+def run_here(*words: str) -> Any:
+    from grpo_fast.train import loop
+
+    return loop.train(load_recipe("sort", [*SMALL, *words]))
+
+
+def test_a_process_without_others_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="distributed: expected processes .torchrun"):
+        run_here("distributed=ddp", f"output_dir={tmp_path / 'run'}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_without_a_word_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="distributed: expected ddp, fsdp2 or hsdp for 2"):
+        run_here(f"output_dir={tmp_path / 'run'}")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ValueError, match="distributed_replicas: .* divides the 3 processes, came 2"
+    ):
+        words = ["distributed=hsdp", "distributed_replicas=2"]
+        run_here(*words, f"output_dir={tmp_path / 'run'}")

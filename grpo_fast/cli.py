@@ -1,23 +1,19 @@
 """The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`,
-`audit`, `bench`.
+`audit`, `doctor`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-USAGE_ERROR, RUN_ERROR = 2, 1
-LONGEST_MESSAGE = 4000  # characters: a message may quote a file
+from grpo_fast.told import RUN_ERROR, USAGE_ERROR, refuse, told
 
 app = typer.Typer(
     name="grpo-fast",
@@ -63,7 +59,7 @@ def train(
 ) -> None:
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
     from grpo_fast.rewards import RewardError
-    from grpo_fast.rollout import NonFiniteLogits
+    from grpo_fast.rollout import EngineError, NonFiniteLogits
     from grpo_fast.train import loop
     from grpo_fast.train.checkpoint import CheckpointError
     from grpo_fast.train.distributed import RankError, launched_rank
@@ -73,9 +69,9 @@ def train(
     from grpo_fast.train.settings import load_recipe, recipe_names
     from grpo_fast.train.stopping import SAVED, Stopped
 
-    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, CheckpointError, WriteError,
-                RankError)  # fmt: skip
-    with _told(debug, *failures):
+    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, EngineError, CheckpointError,
+                WriteError, RankError)  # fmt: skip
+    with told(debug, *failures):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)
         if name is not None:
@@ -110,7 +106,7 @@ def reward_model(
     from grpo_fast.train.reward_model import accuracy_line, train_reward_model
     from grpo_fast.train.settings import load_settings
 
-    with _told(debug):
+    with told(debug):
         config = load_settings(RewardModelConfig, recipe, expand_data(settings or []))
         typer.echo(accuracy_line(train_reward_model(config)))
 
@@ -139,7 +135,7 @@ def evaluate(
     from grpo_fast.train import eval_command as command
     from grpo_fast.train.eval_settings import is_model, parse_settings
 
-    with _told(debug, NonFiniteLogits, OSError):
+    with told(debug, NonFiniteLogits, OSError):
         others = [word for word in words or () if is_model(word)]
         settings = parse_settings([word for word in words or () if word not in others[:1]])
         if others:
@@ -166,7 +162,7 @@ def plan(
     from grpo_fast.train.planning.plan import plan as predict
     from grpo_fast.train.planning.plan import render
 
-    with _told(debug):
+    with told(debug):
         Console().print(*render(predict(model, settings or [])), sep="")
 
 
@@ -179,7 +175,7 @@ def plot(
     """Draw the curves of one or several runs in one picture."""
     from grpo_fast.train.curves import plot_runs
 
-    with _told(debug, OSError, code=USAGE_ERROR):
+    with told(debug, OSError, code=USAGE_ERROR):
         folders = [os.path.expanduser(run) for run in runs]
         typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
 
@@ -192,7 +188,7 @@ def audit(
     """What became of each prompt that a run has drawn; status 1 where one was skipped."""
     from grpo_fast.train.audit import audit as follow
 
-    with _told(debug):
+    with told(debug):
         found = follow(os.path.expanduser(run))
         for line in found.lines():
             typer.echo(line)
@@ -221,7 +217,7 @@ def compare(
     from grpo_fast.train.compare import compare as run_all
     from grpo_fast.train.compare import table
 
-    with _told(debug, OSError):
+    with told(debug, OSError):
         words = expand_data([*(grid or []), *(settings or [])])
         place = None if out is None else os.path.expanduser(out)
         found = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
@@ -229,6 +225,32 @@ def compare(
         if found.failed:
             failed = "\n".join(f"{run}: {why}" for run, why in found.failed.items())
             raise OSError(f"{len(found.failed)} runs failed; the others are in the table\n{failed}")
+
+
+@app.command()
+def doctor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [ENGINE|URL] [KEY=VALUE]...",
+            help="recipe=NAME n=8 samples=2 tokens=32 previous=FOLDER threshold=0.001 "
+            "self_tests=false rollout.temperature=0.7 model.dtype=bfloat16 …",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Test the kernels on this machine; with a model, why its rollouts differ from training.
+
+    Status 1 where a self-test fails or the difference is above the threshold.
+    """
+    with told(debug, RuntimeError, OSError):
+        from grpo_fast.doctor.command import examine, show
+
+        found = examine(expand_data(words or []))
+        show(found, as_json=as_json)
+    if not found.ok:
+        sys.exit(RUN_ERROR)
 
 
 @app.command(
@@ -245,7 +267,7 @@ def bench(context: typer.Context) -> None:
     if not (checkout / "benchmarks" / "command.py").is_file():
         expected = "a checkout (benchmarks/ beside grpo_fast/)"
         error = f"bench: expected {expected}, found an installed package in {checkout}"
-        _refuse(ValueError(error), None, USAGE_ERROR)
+        refuse(ValueError(error), None, USAGE_ERROR)
     sys.path.insert(0, str(checkout))
     from benchmarks.command import main as run_benchmarks
 
@@ -265,36 +287,3 @@ def expand_data(settings: list[str]) -> list[str]:
         else:
             expanded.append(setting)
     return expanded
-
-
-@contextlib.contextmanager
-def _told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Says in a sentence what the user can mend (ValueError) and how a run can fail, and exits.
-
-    What nobody expected, with its type: its text may be a model's and is escaped like every other.
-    """
-    try:
-        yield
-    except ValueError as error:
-        _refuse(error, debug, USAGE_ERROR)
-    except failures as error:
-        _refuse(error, debug, code)
-    except ModuleNotFoundError:  # `grpo_fast.__main__` names the package
-        raise
-    except Exception as error:
-        _refuse(error, debug, RUN_ERROR, f"unexpected {type(error).__name__}: ")
-
-
-def _refuse(error: Exception, debug: bool | None, code: int, start: str = "") -> NoReturn:
-    from grpo_fast.data import escape_control  # a message may quote a data file or a model
-
-    if debug:
-        typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
-    text = start + str(error)
-    shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
-    rank = os.environ.get("RANK", "0")
-    shown = shown if rank == "0" else f"rank {rank}: {shown}"
-    # debug is None for a command without that option.
-    hint = "  (--debug shows where)" if debug is False else ""
-    typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
-    sys.exit(code)

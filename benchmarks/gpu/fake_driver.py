@@ -65,6 +65,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
         gradients,
         linear,
         rows,
+        support,
         target_rows,
     )
 
@@ -78,7 +79,9 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     configs._architecture.cache_clear()
     try:
         with contextlib.ExitStack() as stack:
-            for module in (rows, linear, exponentials, coefficients, gradients, target_rows):
+            for module in (
+                *(rows, linear, exponentials, coefficients, gradients, target_rows, support),
+            ):
                 stack.enter_context(patched(module, launch=warmup))
             yield compiled
     finally:

@@ -127,11 +127,13 @@ def support_doors(backend: str) -> Any:
     """The module that treats rows which exist only in a sampler's support (support_reference.py
     documents its doors).
     """
-    is_own = backend == "cpu" and loader.load("support") is None
-    logger.info("grpo_fast: rows with a support: %s", "C++" if is_own else "torch")
-    if not is_own:
+    folder, name = {"cpu": ("cpu", "C++"), "triton": ("gpu", "Triton")}.get(backend, ("", "torch"))
+    if backend == "cpu" and loader.load("support") is not None:
+        folder, name = "", "torch"
+    logger.info("grpo_fast: rows with a support: %s", name)
+    if not folder:
         return support_reference
-    return importlib.import_module("grpo_fast.kernels.cpu.support")
+    return importlib.import_module(f"grpo_fast.kernels.{folder}.support")
 
 
 def own_product(x: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fast.rewards import RewardError
-from grpo_fast.rollout import NonFiniteLogits
+from grpo_fast.rollout import EngineError, NonFiniteLogits
 from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.lines import WriteError
 from grpo_fast.train.stopping import Stopped
@@ -33,8 +33,8 @@ HERE_S = 5.0  # how long the ranks that are left wait for each other's word
 # What one rank may raise and all raise then; another class becomes a RankError.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
-    for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, RewardError,
-                 CheckpointError, WriteError)
+    for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
+                 RewardError, CheckpointError, WriteError)
 }  # fmt: skip
 _store: list[dist.Store] = []  # of the launcher, in which ranks say that they are still there
 

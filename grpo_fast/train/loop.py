@@ -15,7 +15,7 @@ from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rollout import Engine, NonFiniteLogits, awake, check_prompts
+from grpo_fast.rollout import Engine, EngineError, NonFiniteLogits, awake, check_prompts
 from grpo_fast.train import distributed
 from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.config import RunConfig
@@ -29,7 +29,7 @@ from grpo_fast.train.planning.budget import host_peak
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import check_reference
-from grpo_fast.train.report import RunReport, kernels_line, memory_line
+from grpo_fast.train.report import RunReport, kernels_line, memory_line, support_line
 from grpo_fast.train.resume import Start, find_start
 from grpo_fast.train.run_state import RunState
 from grpo_fast.train.shares import build_engine
@@ -54,7 +54,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: a configuration, data or a model that cannot be used.
-        NonFiniteLogits, NonFiniteGradient, RewardError: the run cannot go on.
+        NonFiniteLogits, NonFiniteGradient, RewardError, EngineError: the run cannot go on.
         CheckpointError, WriteError: the disk is full, or does not allow it.
         Stopped: (a SystemExit) a signal ended the run.
     """
@@ -94,6 +94,8 @@ def _train(config: RunConfig) -> dict[str, Any]:
         Stopping().listening(policy.lm.base_model, agreement(policy)),
     ):
         report.note(kernels_line(kernels))
+        if config.rollout.wants_kept:
+            report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards, load_critic(config, policy), engine)
@@ -184,7 +186,10 @@ def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None
 
 @contextmanager
 def saved_when_it_ends(state: RunState) -> Iterator[None]:
-    """A run that a signal or its gradients end leaves a checkpoint; others leave what they have."""
+    """A run that a signal, its engine or its gradients end leaves a checkpoint.
+
+    Others leave what they have.
+    """
     trainer = state.trainer
     try:
         yield
@@ -194,6 +199,8 @@ def saved_when_it_ends(state: RunState) -> Iterator[None]:
         raise NonFiniteLogits(f"{error} {when}; {advice}") from None
     except NonFiniteGradient as error:
         raise NonFiniteGradient(f"{error}; {_saved(state)}") from None
+    except EngineError as error:
+        raise EngineError(f"{error}; {_saved(state)}") from error
     except Stopped as stopped:
         trainer.forget_gradients()
         path = state.save()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from grpo_fast import linear_logps
+from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
     NAME,
     Head,
@@ -107,18 +107,23 @@ class Policy:
         return states if self.autocast is None else states.to(self.autocast)
 
     def logps(
-        self, packed: PackedGroups, temperature: float = 1.0, hidden: Tensor | None = None
+        self,
+        packed: PackedGroups,
+        temperature: float = 1.0,
+        hidden: Tensor | None = None,
+        support: Support | None = None,
     ) -> Tensor:
         """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
 
         hidden: what `hidden(packed)` gave, where that is known already.
+        support: of the completion tokens, as in `linear_logps`.
         """
 
         def logps() -> Tensor:
             head, states = self.head, self.hidden(packed) if hidden is None else hidden
             return linear_logps(
                 states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
-                bias=head.bias, temperature=temperature, **head.rule,
+                bias=head.bias, temperature=temperature, support=support, **head.rule,
             )  # fmt: skip
 
         return self.inside(logps)

@@ -22,8 +22,8 @@ from grpo_fast.train.settings import load_recipe
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
 # sections and keys that may change
-FREE = ("output_dir", "log", "checkpoint", "resume", "distributed", "distributed_replicas",
-        "distributed_timeout")  # fmt: skip
+FREE = ("output_dir", "log", "checkpoint", "resume", "rollout.vllm", "distributed",
+        "distributed_replicas", "distributed_timeout")  # fmt: skip
 
 
 class Start(NamedTuple):
@@ -98,8 +98,8 @@ def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
 def check_same(was: dict[str, Any], config: RunConfig) -> None:
     """Raise a ValueError that lists what a configuration changes in a run that has begun.
 
-    What may change is where things lie, what is logged and kept, and the number of steps: it may
-    grow, where the learning rate does not depend on it.
+    What may change is where things lie and servers are, what is logged and kept, and the number of
+    steps: it may grow, where the learning rate does not depend on it.
     """
     now = config.model_dump(mode="json")
     changed = list(_differences(was, now, ""))
@@ -115,7 +115,7 @@ def check_same(was: dict[str, Any], config: RunConfig) -> None:
 def _differences(was: Any, now: Any, above: str) -> Iterator[str]:
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
-            if above or key not in FREE:
+            if f"{above}{key}" not in FREE:
                 yield from _differences(was.get(key), now.get(key), f"{above}{key}.")
     elif was != now:
         yield f"{above[:-1]}: {was!r} → {now!r}"

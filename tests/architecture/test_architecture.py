@@ -23,6 +23,8 @@ FLOORS = (
     ("",),  # grpo_fast/__init__.py: the public names
     ("attention", "rollout", "rewards", "data"),
     ("train",),
+    ("doctor",),
+    ("told",),
     ("cli", "__main__"),
 )
 MAX_LINES = 300

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 while not (ROOT / "pyproject.toml").is_file():
     ROOT = ROOT.parent
 README = ROOT / "README.md"
-ROOMS = ("objective", "train", "attention", "integrations")
+ROOMS = ("objective", "train", "attention", "integrations", "doctor")
 PAGES = [
     README,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),

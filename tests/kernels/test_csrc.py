@@ -594,10 +594,11 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
             "no:cacheprovider",
             "-k",
             "numerics and not 151936 and not per_row and not 5000 or every_layout or "
-            "beside_a_bf16 or values_against",
+            "beside_a_bf16 or values_against or a_head and cpu",
             __file__,
             str(ROOT / "tests/kernels/test_gemm_cpu.py"),
             str(ROOT / "tests/kernels/test_linear_cpu.py"),
+            str(ROOT / "tests/kernels/test_support.py"),
         ]
         processes.append(
             subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -606,5 +607,6 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
         assert " passed" in output and "skipped" not in output, output
-    for (instruction_set, _), library in itertools.product(variants, ("rows", "gemm", "linear")):
+    libraries = ("rows", "gemm", "linear", "support")
+    for (instruction_set, _), library in itertools.product(variants, libraries):
         assert list((tmp_path / instruction_set).glob(f"{library}-*.so"))

@@ -36,6 +36,10 @@ KERNELS = {
         "add_targets",
         "gather_columns",
         "column_product",
+        "support_head",
+        "support_logps",
+        "support_grad",
+        "sums",
     )  # fmt: skip
 }
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_fast import Support, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
-from grpo_fast.kernels import route, support_reference
+from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
 from tests import oracle_inputs
 from tests.loss_cases import (
@@ -305,15 +305,6 @@ def test_the_form_follows_from_the_sizes(monkeypatch):
         support = Support(columns.flatten(), torch.arange(T + 1) * k)
         linear_logps(hidden, weight, ids, support=support)
     assert [x.__name__ for x in taken] == ["GatheredHead", "DenseHead"]
-
-
-def test_without_csrc_torch_does_it(monkeypatch):
-    route.support_doors.cache_clear()
-    monkeypatch.setattr(route.loader, "load", lambda name="rows": "no compiler here")
-    try:
-        assert route.support_doors("cpu") is support_reference
-    finally:
-        route.support_doors.cache_clear()
 
 
 def test_large_sets_come_in_chunks(monkeypatch):

@@ -16,7 +16,7 @@ MUTANTS = [
            "total += tl.where(by_target == 0.0, 0.0, w * by_target)", "total += 0.0 * w",
            "dH lacks the target's row of W", "triton_gradients"),
     Mutant("triton-dh-place", GRADIENTS,
-           "place = tl.load(place_ptr + row).to(tl.int64)", "place = row",
+           "place = tl.load(place_ptr + row).to(tl.int64)\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        inside", "place = row\n    for start in range(0, H, BLOCK_H):\n        cols = start + tl.arange(0, BLOCK_H)\n        inside",
            "dH of gathered rows lies in the first rows", "triton_gradients"),
     Mutant("triton-scaled-poison", GRADIENTS,
            "scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)\n        to", "scaled = h.to(tl.float32) * by_row * 2.0\n        to",

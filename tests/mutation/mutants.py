@@ -49,6 +49,11 @@ SUITES: dict[str, list[str]] = {
         "damaged or best or middle_of_a_save or full_disk",
     ],
     "checkpoint_bits": ["tests/train/test_checkpoints.py", "-k", "left_goes_on_bit_for_bit"],
+    "checkpoint_kept": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and kept"],
+    "replay": ["tests/train/test_replay.py"],
+    "ahead": ["tests/train/test_ahead.py"],
+    "ahead_bits": ["tests/train/test_ahead.py", "-k", "stand_still"],
+    "checkpoint_ahead": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and ahead"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",
@@ -70,10 +75,15 @@ SUITES: dict[str, list[str]] = {
     "ranks_refused": ["tests/train/test_ranks.py", "-k", "refused or do_not_fit"],
     "checkpoint_ends": ["tests/train/test_endings.py", "-k", "whole_or_absent or audit"],
     "shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- or chunks"],
+    "support": ["tests/loss/test_support.py", "-k", "not every_loss and not aggregations"],
+    "support_refusals": ["tests/loss/test_support.py", "-k", "refus"],
+    "support_doors": ["tests/kernels/test_support.py"],
     "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],
     "rollout": ["tests/rollout/test_rollout.py"],
+    "vllm": ["tests/rollout/test_vllm_server.py"],
+    "vllm_engine": ["tests/rollout/test_vllm_engine.py"],
     "decode": ["tests/rollout/test_decode.py"],
     "engines": ["tests/rollout/test_engine.py", "tests/rollout/test_continuous.py"],
     "agreement": ["tests/train/test_agreement.py"],
@@ -143,6 +153,16 @@ SUITES: dict[str, list[str]] = {
         "-k",
         "128x192 and (300x392x700 or any_number)",
     ],
+    "doctor": ["tests/doctor/test_diagnosis.py"],
+    "doctor_views": ["tests/doctor/test_views.py"],
+    "doctor_selftest": ["tests/doctor/test_selftest.py"],
+    "doctor_command": ["tests/doctor/test_doctor_command.py"],
+    "triton_support": ["tests/kernels/triton_tools/cases_support.py", "-k", "not 1030"],
+    "triton_support_public": [
+        "tests/kernels/triton_tools/cases_support_public.py",
+        "-k",
+        "every_row or hidden_rows or differentiable or bonus",
+    ],
     "triton_scale": ["tests/kernels/triton_tools/cases_scale.py"],
 }
 
@@ -176,6 +196,7 @@ class Mutant(NamedTuple):
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
     from tests.mutation import (
+        doctor,
         forward_cuda,
         gradients,
         heads,
@@ -186,14 +207,18 @@ def all_mutants() -> list[Mutant]:
         products,
         rollout,
         shards,
+        support,
+        support_triton,
         train,
         train_checkpoint,
         train_compare,
         train_objectives,
         train_ppo,
         train_ranks,
+        train_replay,
         train_rewards,
         train_seeing,
+        vllm,
     )
 
     trainer = (
@@ -203,11 +228,13 @@ def all_mutants() -> list[Mutant]:
         train_objectives,
         train_ppo,
         train_ranks,
+        train_replay,
         train_rewards,
         train_seeing,
+        vllm,
     )
     files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations, rollout)
+    files += (forward_cuda, integrations, rollout, support, support_triton, doctor)
     return [m for file in files for m in file.MUTANTS]
 
 

@@ -75,7 +75,7 @@ MUTANTS = [
            "return Start(checkpoint, (metrics + 0 * prompts, 0), again=is_own)",
            "lines that a run has logged are cut off", "checkpoint_bits"),
     Mutant("checkpoint-any-configuration", RESUME,
-           "            if above or key not in FREE:\n", "            if False:\n",
+           "            if f\"{above}{key}\" not in FREE:\n", "            if False:\n",
            "a run goes on under another configuration", "checkpoint_loop"),
     Mutant("checkpoint-steps", RESUME,
            'if config.optim.schedule == "constant" and now', "if now",

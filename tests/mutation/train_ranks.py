@@ -43,7 +43,7 @@ MUTANTS = [
            "**given, places=places)", "**given)",
            "every rank samples with the random numbers of the first prompts", "ranks_mu"),
     Mutant("ranks-order-of-prompts", SHARES,
-           "for said in distributed.gather(lists):", "for said in distributed.gather(lists)[::-1]:",
+           "    for theirs, data in said:\n", "    for theirs, data in [*said][::-1]:\n",
            "completions are scored as answers to another rank's prompts", "ranks_mu"),
     Mutant("ranks-values-of-its-own", BATCH,
            "        if self.ranks > 1:\n            like", "        if self.ranks > 9:\n            like",

@@ -32,10 +32,14 @@ KINDS = {
         "advantages=gae", "critic={kind: model}", "kl.into=reward", *KL, *PASSES,
     ],
     "shared critic": ["advantages=gae", "critic={}", "shuffle=groups", "minibatches=2"],
-    "exact KL": [*KL, "loss.kl_estimator=exact", *PASSES],
+    "exact KL of what was kept": [*KL, "loss.kl_estimator=exact", *PASSES, "rollout.top_p=0.8"],
     "dynamic sampling and a running baseline": [
         "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",
         "log.grad_variance=true", "data.digits=2",
+    ],
+    "ahead": [
+        "rollout.ahead=1", "rollout.correct_sampling=true", "rollout.dynamic={rounds: 2}",
+        "rollout.top_k=6", "rollout.group_size=2", "data.digits=2", *PASSES,
     ],
 }  # fmt: skip
 

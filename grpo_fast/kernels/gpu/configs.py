@@ -35,6 +35,16 @@ class RowConfig(NamedTuple):
     num_warps: int
 
 
+class SupportConfig(NamedTuple):
+    """One program works on one row (of logits, of dW), BLOCK_K named rows of BLOCK_H columns at a
+    time.
+    """
+
+    block_k: int
+    block_h: int
+    num_warps: int
+
+
 class LinearConfig(NamedTuple):
     """One program works on BLOCK_T rows and one vocabulary slice, BLOCK_V columns by BLOCK_H of the
     hidden size.
@@ -151,3 +161,30 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
     return (_LIGHT.get(key) if light else None) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
+
+
+# Rows of logits in a sampler's support: tens to hundreds of them.
+RAGGED = RowConfig(256, 2)
+# As many columns of a row of hidden and of its slope as 16 warps hold in registers.
+SUPPORT_COLUMNS = 8192
+
+
+def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
+    """Blocks of the kernel that reads the rows of W in a support, by the columns of W.
+
+    A thread reads 128 bytes of W at a time: two programs of 4096 columns then have 64 KiB under way
+    on a multiprocessor. A quarter of that where each number needs an address of its own.
+    """
+    block_h = 128
+    while block_h < min(width, SUPPORT_COLUMNS):
+        block_h *= 2
+    num_warps = min(max(block_h // 512, 4), 16)
+    numbers = 32 * num_warps * (128 // dtype.itemsize if aligned else 16)
+    return SupportConfig(min(max(numbers // block_h, 1), 32), block_h, num_warps)
+
+
+def sums_config(*, aligned: bool) -> SupportConfig:
+    """Blocks of the kernel that sums named rows, 1024 columns at a time: a row of dW that every
+    token names (a line break) is shared by several programs.
+    """
+    return SupportConfig(8 if aligned else 4, 1024, 4)

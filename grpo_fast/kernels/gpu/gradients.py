@@ -66,16 +66,20 @@ def write_hidden_kernel(
 
 @triton.jit
 def scaled_hidden_kernel(
-    hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t, BLOCK_H: tl.constexpr
-):
+    hidden_ptr, by_row_ptr, place_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     by_row = tl.load(by_row_ptr + row)
     read = tl.where(by_row == 0.0, 0, H)
+    place = row
+    if place_ptr is not None:
+        place = tl.load(place_ptr + row).to(tl.int64)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
         h = tl.load(hidden_ptr + row * stride_hidden_t + cols, mask=cols < read, other=0.0)
         scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)
-        to = out_ptr + row * stride_out_t + cols
+        to = out_ptr + place * stride_out_t + cols
         tl.store(to, scaled.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
@@ -116,12 +120,20 @@ def write_hidden_(
     return out
 
 
-def scaled_hidden(hidden: Tensor, by_row: Tensor) -> Tensor:
-    """(padded C, H) by_row[:, None]·hidden, rounded to the dtype of hidden; contiguous."""
-    out = unset(torch.empty, hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    if out.shape[0]:
+def scaled_hidden(
+    hidden: Tensor,  # (C, H)
+    by_row: Tensor,  # (C,) fp32
+    out: Tensor | None = None,  # (C, H), or (N, H) with `places`
+    places: Tensor | None = None,  # (C,) the row of `out`; None: t
+) -> Tensor:
+    """by_row[:, None]·hidden, rounded once to the dtype of `out`, by default a fresh one like
+    hidden, contiguous.
+    """
+    if out is None:
+        out = unset(torch.empty, hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    if hidden.shape[0]:
         launch(
-            scaled_hidden_kernel, out.shape[0], hidden, by_row, out, out.shape[1],
+            scaled_hidden_kernel, hidden.shape[0], hidden, by_row, places, out, hidden.shape[1],
             hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
         )  # fmt: skip
     return out

@@ -37,6 +37,7 @@ class GatheredHead:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.support: SupportRows = rows.support
         self.doors, self.is_wide = support_doors(route.backend), is_wide
+        self.surround, self.repeats = route.kernels.gradients, rows.repeats
         self.index = rows.select(self.support.own).hidden_index
         self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
 
@@ -70,8 +71,9 @@ class GatheredHead:
         d_hidden, d_weight, d_bias = self.nothing() if others is None else others
         is_first = others is None
         if wanted.hidden:
-            sums = self._hidden(d) if slopes is None else scaled_rows(slopes, g)
-            d_hidden = self._placed(sums, None if is_first else d_hidden)
+            if slopes is None:
+                slopes, g = self.doors.head_hidden(d, self.weight, self.support), torch.ones_like(g)
+            d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
         if wanted.weight:
             if is_first:
                 dtype = self.sum_dtype if self.is_wide else self.weight.dtype
@@ -89,14 +91,19 @@ class GatheredHead:
         likes = self.hidden, self.weight, self.hidden if self.bias is None else self.bias
         return tuple(x.to(like.dtype) for x, like in zip(found, likes, strict=True))
 
-    def _hidden(self, d: Tensor) -> Tensor:
-        return self.doors.head_hidden(d, self.weight, self.support)
+    def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
+        """(N, H) g times the slopes of the supported rows, added to `total`."""
+        if total is not None or self.repeats:
+            total = slopes.new_zeros(self.hidden.shape) if total is None else total
+            add_rows_(total, self._places(g), scaled_rows(slopes, g))
+            return total
+        dtype = self.sum_dtype if self.is_wide else self.hidden.dtype
+        new = self.hidden.new_empty if len(g) == len(self.hidden) else self.hidden.new_zeros
+        total = unset(new, self.hidden.shape, dtype=dtype)
+        if self.surround is None:
+            total[self._places(g)] = scaled_rows(slopes, g).to(dtype)
+            return total
+        return self.surround.scaled_hidden(slopes, g, total, self.index)
 
-    def _placed(self, sums: Tensor, total: Tensor | None) -> Tensor:
-        """(N, H) from the supported rows, added to `total`."""
-        if total is None and self.index is None:
-            return sums
-        total = sums.new_zeros(self.hidden.shape) if total is None else total
-        index = torch.arange(len(sums), device=sums.device) if self.index is None else self.index
-        add_rows_(total, index, sums)
-        return total
+    def _places(self, g: Tensor) -> Tensor:
+        return torch.arange(len(g), device=g.device) if self.index is None else self.index

@@ -27,6 +27,8 @@ from grpo_fast.objective.config import LossConfig
 # A gathered logit costs at most as much as this many of a dense product (fp32, one core of an Intel
 # Xeon, H = 896: 11 to 18 where the ids are few, 28 to 33 where each row of W comes from memory).
 GATHERED_COST = 32
+# The same on a GPU, by the bytes that L2 delivers and the flops of tensor cores; not measured.
+GATHERED_COST_GPU = 128
 
 
 def linear_sweep(
@@ -44,7 +46,8 @@ def linear_sweep(
     if support.others is not None:
         rest = rows.select(support.others)
         dense = LinearHead(hidden, weight, bias, rest, route, is_wide=True, **options)
-    is_large = len(support.ids) * GATHERED_COST > len(support.places) * weight.shape[0]
+    cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
+    is_large = len(support.ids) * cost > len(support.places) * weight.shape[0]
     form = DenseHead if is_large else GatheredHead
     head = form(hidden, weight, bias, rows, route, is_wide=is_wide)
     return SupportSweep(

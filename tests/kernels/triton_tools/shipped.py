@@ -13,6 +13,8 @@ from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import scale as scale_triton
+from grpo_fast.kernels.gpu import support as support_triton
+from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
@@ -114,6 +116,28 @@ def surrounded(hidden_size: int) -> Callable[[], object]:
     return call
 
 
+def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[], object]:
+    """Rows in a support, from hidden and back; `options` as in `problem`."""
+
+    def call() -> None:
+        (hidden, weight, bias, ids, rule), has_entropy = problem(dtype, 1000, hidden_size, options)
+        v, index = torch.ones(ROWS), ids if "b" in options else None
+        rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
+        support_triton.head_rows(
+            hidden, index, weight, bias, rows, rule, return_entropy=has_entropy, return_slopes=True
+        )
+        support_triton.row_logps(v, rows, rule, return_entropy=has_entropy)
+        of_entropy = v if has_entropy else None
+        support_triton.row_grad_(v, rows, (v, v, v), v, of_entropy, rule)
+        support_triton.head_weight(v, hidden, index, rows, weight, add=False)
+        if has_entropy:
+            support_triton.head_hidden(v, weight, rows)
+            wide = torch.empty(1000, hidden_size)
+            support_triton.head_weight(v, hidden, index, rows, wide, add=True)
+
+    return call
+
+
 def loss(config: LossConfig) -> Callable[[], object]:
     def call() -> None:
         logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
@@ -164,6 +188,11 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
     for hidden_size in (896, 897):
         yield f"surrounded H={hidden_size}", surrounded(hidden_size)
+    # Each number of warps, an odd width, the widest that a program holds, and one beyond it.
+    for hidden_size in (897, 4096, 8192):
+        yield f"support bfloat16 H={hidden_size} bce", supported(torch.bfloat16, hidden_size, "bce")
+    yield "support float32 H=8192 bce", supported(torch.float32, 8192, "bce")
+    yield "support bfloat16 H=16384", supported(torch.bfloat16, 16384, "")
     config = LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
     yield "loss dapo", loss(config)
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,0 +1,161 @@
+"""Self-tests of the engine on this machine: what the kernels that run here compute, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast import LossConfig, linear_grpo_loss
+from grpo_fast.attention.dispatch import SELF_TEST_TOLERANCE, Kind, candidates, self_test
+from grpo_fast.data import reason
+from grpo_fast.kernels import route
+
+BACKENDS = ("torch", "cpu", "triton")
+LENGTHS, HIDDEN, VOCABULARY = (9, 1, 17, 5), 64, 4096  # this many columns take the large kernels
+LOGPS = 1e-5  # absolute, of any dtype
+GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # relative L2
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Check(NamedTuple):
+    """What one self-test found."""
+
+    name: str
+    error: float | None  # None: it did not run
+    bound: float  # up to which the error is allowed
+    note: str = ""  # why it did not run, or failed
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """What cannot run here is no failure, what broke is."""
+        is_absent = self.error is None
+        return is_absent or self.error <= self.bound
+
+
+class Problem(NamedTuple):
+    """A batch of completions with everything a loss takes."""
+
+    hidden: Tensor  # (T, H)
+    weight: Tensor  # (V, H)
+    targets: Tensor  # (T,)
+    advantages: Tensor  # (B,)
+    old_logps: Tensor  # (T,)
+    cu_seqlens: Tensor  # (B+1,)
+
+
+def timed(name: str, bound: float, run: Callable[[], float]) -> Check:
+    """The check of `run`'s error; one that raises has an infinite error."""
+    started = time.perf_counter()
+    try:
+        error, note = run(), ""
+    except Exception as broken:  # a kernel may fail in any way, and the other checks go on
+        error, note = float("inf"), reason(broken)
+    return Check(name, error, bound, note, time.perf_counter() - started)
+
+
+def kernel_checks(device: torch.device) -> Iterator[Check]:
+    """Every backend against fp64 and against itself."""
+    for backend in BACKENDS:
+        missing = route.unavailable(backend, device.type)
+        if missing is not None:
+            yield Check(backend, None, 0.0, missing.splitlines()[0])
+            continue
+        for dtype in DTYPES:
+            made = problem(dtype, device)
+            what = f"{backend} {_named(dtype)}"
+            for name, bound, error in (
+                ("loss and logps against fp64", LOGPS, values_error),
+                ("gradients against fp64", GRADIENTS[dtype], gradients_error),
+                ("same bits again, and alone", 0.0, differing),
+            ):
+                yield timed(f"{what}: {name}", bound, partial(error, made, backend))
+
+
+def attention_checks(device: torch.device) -> Iterator[Check]:
+    """Every attention kernel that can run here against the dense reference."""
+    for dtype in DTYPES:
+        for with_what in ("", ", window", ", softcap"):
+            extras = (with_what == ", window", with_what == ", softcap")
+            kind = Kind(device.type, dtype, HIDDEN, *extras, device.index)
+            for provider in candidates(kind):
+                name = f"attention {provider.name} {_named(dtype)}{with_what}"
+                run = partial(self_test, provider.attend, kind)
+                yield timed(name, SELF_TEST_TOLERANCE[dtype], run)
+
+
+def problem(dtype: torch.dtype, device: torch.device) -> Problem:
+    """Completions of four lengths, one of a single token; some ratios beyond the clip."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    hidden = torch.randn(total, HIDDEN, generator=generator).to(dtype)
+    weight = (torch.randn(VOCABULARY, HIDDEN, generator=generator) / HIDDEN**0.5).to(dtype)
+    targets = torch.randint(VOCABULARY, (total,), generator=generator)
+    logps = _logps(hidden.double(), weight.double(), targets)
+    old = logps.float() + 0.3 * torch.randn(total, generator=generator)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    advantages = torch.tensor([1.0, -0.5, -1.0, 0.5])
+    made = Problem(hidden, weight, targets, advantages, old, ends)
+    return Problem(*(x.to(device) for x in made))
+
+
+def computed(p: Problem, backend: str) -> list[Tensor]:
+    """loss, logps, dH and dW of the clipped loss by a backend, in fp64 on the CPU."""
+    hidden, weight = (x.detach().clone().requires_grad_() for x in (p.hidden, p.weight))
+    out = linear_grpo_loss(
+        hidden, weight, p.targets, p.advantages, LossConfig(loss_type="grpo"),
+        cu_seqlens=p.cu_seqlens, old_logps=p.old_logps, backend=backend,
+    )  # fmt: skip
+    grads = torch.autograd.grad(out.loss, (hidden, weight))
+    return [x.detach().double().cpu() for x in (out.loss, out.logps, *grads)]
+
+
+def explicit(p: Problem) -> list[Tensor]:
+    """The same from the definition, in fp64."""
+    hidden, weight = (x.detach().double().cpu().requires_grad_() for x in (p.hidden, p.weight))
+    logps = _logps(hidden, weight, p.targets.cpu())
+    lengths = torch.tensor(LENGTHS)
+    advantages = p.advantages.double().cpu().repeat_interleave(lengths)
+    ratio = (logps - p.old_logps.double().cpu()).exp()
+    clipped = ratio.clamp(0.8, 1.2)
+    terms = -torch.minimum(ratio * advantages, clipped * advantages)
+    loss = torch.stack([part.mean() for part in terms.split(list(LENGTHS))]).mean()
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    return [x.detach() for x in (loss, logps, *grads)]
+
+
+def values_error(p: Problem, backend: str) -> float:
+    """The largest absolute error of loss and logps; NaN stays NaN."""
+    pairs = zip(computed(p, backend)[:2], explicit(p)[:2], strict=True)
+    return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
+
+
+def gradients_error(p: Problem, backend: str) -> float:
+    """The larger relative L2 error of dH and dW; NaN stays NaN."""
+    pairs = zip(computed(p, backend)[2:], explicit(p)[2:], strict=True)
+    return float(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max())
+
+
+def differing(p: Problem, backend: str) -> float:
+    """How many numbers are not the same in a second run, or for rows computed by themselves."""
+    first, again = computed(p, backend), computed(p, backend)
+    count = sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
+    a, b = p.cu_seqlens[2:4].tolist()
+    alone = Problem(
+        p.hidden[a:b], p.weight, p.targets[a:b], p.advantages[2:3], p.old_logps[a:b],
+        p.cu_seqlens[2:4] - p.cu_seqlens[2],
+    )  # fmt: skip
+    return float(count + int((computed(alone, backend)[1] != first[1][a:b]).sum()))
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _logps(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return (hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None])[:, 0]

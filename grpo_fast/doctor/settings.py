@@ -1,0 +1,136 @@
+"""The words of `grpo-fast doctor`: a model, an engine, and what both are asked."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import Field, ValidationError
+
+from grpo_fast.rollout import EngineName, Sampling
+from grpo_fast.train.config import ModelConfig, RunConfig, Section, UserPath
+from grpo_fast.train.eval_settings import Source
+from grpo_fast.train.settings import (
+    apply_override,
+    nearest,
+    parse_config,
+    quoted,
+    read_recipe,
+    read_yaml,
+)
+
+BUILT_IN: dict[str, Any] = {  # where no recipe says what is asked: temperature shows if it is lost
+    "data": {"task": "open"},
+    "rewards": [{"name": "exact_match"}],
+    "rollout": {"temperature": 0.8},
+}
+PATIENCE = 10  # seconds that a server which does not answer is waited for
+OF_A_RUN = ("dtype", "autocast", "attn")  # how a run's model is loaded; its code is not
+
+
+class DoctorSettings(Section):
+    """What the doctor itself is told; every other `key=value` is the run configuration's."""
+
+    recipe: str | None = None  # a recipe's name or a YAML file: its data, sampling and model
+    n: int = Field(8, ge=1, le=1 << 10)  # prompts
+    samples: int = Field(2, ge=1, le=1 << 10)  # completions of each
+    tokens: int = Field(32, ge=1, le=1 << 16)  # of a completion at most
+    previous: UserPath | None = None  # weights that the engine may still have
+    threshold: float | None = Field(None, ge=0)  # nats per token; None: the dtype's noise
+    self_tests: bool = True
+
+
+class Words:
+    """The words in their kinds.
+
+    Attributes:
+        model: a folder, a hub id, a run's folder, or None.
+        config: the run whose rollout is examined; None: there is nothing to examine.
+        own: what the doctor itself is told.
+
+    Raises:
+        ValueError: a word that is none of these, or a configuration that does not fit.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        kinds: dict[str, list[str]] = {"url": [], "engine": [], "setting": [], "model": []}
+        for word in words:
+            kinds[kind_of(word)].append(word)
+        for kind, most in (("model", 1), ("url", 1), ("engine", 1)):
+            if len(kinds[kind]) > most:
+                listed = ", ".join(kinds[kind])
+                raise ValueError(f"{kind}: expected one at most, came {listed}")
+        own = [w for w in kinds["setting"] if w.partition("=")[0] in DoctorSettings.model_fields]
+        self.own = _settings(own)
+        self.model = next(iter(kinds["model"]), None)
+        rest = [f"rollout.engine={name}" for name in kinds["engine"]]
+        for url in kinds["url"]:
+            server = {"urls": [url], "patience": PATIENCE}
+            rest += ["rollout.engine=vllm-server", f"rollout.vllm={json.dumps(server)}"]
+        rest += [word for word in kinds["setting"] if word not in own]
+        self.config = _config(self.model, self.own, rest)
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the engine is asked for: as in training, but shorter."""
+        rollout = self.config.rollout
+        length = min(rollout.max_new_tokens, self.own.tokens)
+        return rollout.model_copy(update={"max_new_tokens": length})
+
+    def previous_config(self) -> ModelConfig | None:
+        """How the earlier weights are loaded: as the model is."""
+        if self.own.previous is None:
+            return None
+        path = Source.of(self.own.previous).path
+        return self.config.model.model_copy(update={"path": path, "config": None, "lora": None})
+
+
+def kind_of(word: str) -> str:
+    """Whether a word is a server's address, an engine's name, a setting or a model."""
+    if word.startswith(("http://", "https://")):
+        return "url"
+    if word in get_args(EngineName):
+        return "engine"
+    return "setting" if "=" in word else "model"
+
+
+def _settings(words: Sequence[str]) -> DoctorSettings:
+    given = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        given[key] = read_yaml(value, key)
+    try:
+        return DoctorSettings.model_validate(given)
+    except ValidationError as error:
+        raise ValueError("; ".join(
+            f"{e['loc'][0]}: {e['msg'].removeprefix('Value error, ')}, came {quoted(e['input'])}"
+            for e in error.errors()
+        )) from None  # fmt: skip
+
+
+def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfig | None:
+    """The recipe's or the run's configuration, with the model and the settings put in."""
+    source = None if model is None else Source.of(model)
+    if own.recipe is not None:
+        fields = read_recipe(own.recipe)
+    elif source is not None and source.run is not None:
+        fields = source.run.model_dump(mode="json", exclude_unset=True)
+    elif source is not None:
+        fields = copy.deepcopy(BUILT_IN)
+    elif rest or own.previous is not None:
+        came = (rest or [f"previous={own.previous}"])[0]
+        raise ValueError(
+            f"model: expected a folder, a hub id or recipe=NAME beside {came}, came none"
+            + nearest(came.partition("=")[0], list(DoctorSettings.model_fields))
+        )
+    else:
+        return None
+    if source is not None:
+        run = {} if source.run is None else source.run.model.model_dump()
+        kept = {name: run[name] for name in OF_A_RUN if name in run}
+        fields = {**fields, "model": {"path": source.path, **kept}}
+    for word in rest:
+        apply_override(fields, word)
+    return parse_config(fields)

@@ -1,0 +1,322 @@
+"""Rows of logits that exist only in a sampler's support, in Triton: the doors of
+support_reference.py.
+
+    raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row, z as everywhere -> lse, lp, H
+
+and, as flash attention does with K = V = W, what the gradient of lp needs of W in the same pass:
+
+    slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
+
+so that dH[t] = g[t]·slope[t] without another look at W; f = 1 - tanh² (1 without a soft cap). Only
+where an entropy has a gradient, dH = Σ d_j·W[id_j] reads the rows again (sums_kernel). The same
+kernel gives dW from the pairs (id, row) sorted by id: one program per row of dW and part of its
+columns, which writes the zeros, too, of an id that nobody named.
+
+HBM and L2: nnz·H of W (a tile of it is read again at once, from L1), 4·R·H of slopes written and
+read, nnz·H of hidden and V·H of dW. Memory beyond the gradients: O(nnz) and the slopes. Sums are
+fp32 in a fixed order, without atomics: the same bits in every run, and a row's numbers depend on
+that row, W and its scalars alone.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_fast.kernels.gpu.configs import RAGGED, sums_config, support_config
+from grpo_fast.kernels.gpu.math import FLOOR, bent, exp_fp32, expm1, finish, inverse_temperature
+from grpo_fast.kernels.gpu.problem import is_aligned
+from grpo_fast.kernels.gpu.rows import (
+    launch,
+    outputs,
+    rule_arguments,
+    statistics,
+    vector,
+    write_gradient,
+)
+from grpo_fast.kernels.support import HeadRows, SupportRows
+from grpo_fast.kernels.types import LogitRule, RowStats
+from grpo_fast.kernels.workspace import unset
+
+
+@triton.jit
+def numbers(start, cols, H, stride):
+    """Some columns of a row in fp32, zeros outside of it."""
+    return tl.load(start + cols * stride, mask=cols < H, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
+    """Some columns of rows that lie anywhere, in fp32, zeros where nothing is."""
+    mask = inside[:, None] & (cols < H)[None, :]
+    return tl.load(
+        starts[:, None] + (cols * stride)[None, :], mask=mask, other=0.0, eviction_policy=POLICY
+    ).to(tl.float32)
+
+
+@triton.jit
+def support_head_kernel(
+    hidden_ptr, index_ptr, weight_ptr, bias_ptr, id_ptr, offset_ptr, place_ptr, temperature_ptr,
+    raw_ptr, lse_ptr, logps_ptr, entropy_ptr, slope_ptr, H, stride_hidden_t, stride_hidden_h,
+    stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, HELD: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One row; slopes where BLOCK_H covers H (HELD)."""
+    row = tl.program_id(0).to(tl.int64)
+    # Where the row begins in int64, inside of it int32: fewer registers.
+    first = tl.load(offset_ptr + row)
+    count = (tl.load(offset_ptr + row + 1) - first).to(tl.int32)
+    place = tl.load(place_ptr + row).to(tl.int32)
+    source = row
+    if index_ptr is not None:
+        source = tl.load(index_ptr + row)
+    inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
+    high = tl.full([], FLOOR, tl.float32)
+    rest = tl.zeros([], tl.float32)
+    moment = tl.zeros([], tl.float32)
+    z_target = tl.zeros([], tl.float32)
+    f_target = tl.zeros([], tl.float32)
+    others = tl.zeros([BLOCK_H], tl.float32)
+    cols = tl.arange(0, BLOCK_H)
+    at_hidden = hidden_ptr + source * stride_hidden_t
+    h = numbers(at_hidden, cols, H, stride_hidden_h)
+    for start in range(0, count, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        inside = at < count
+        ids = tl.load(id_ptr + first + at, mask=inside, other=0).to(tl.int64)
+        at_weight = weight_ptr + ids * stride_weight_v
+        if HELD:
+            w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
+            raw = tl.sum(w * h[None, :], 1)
+        else:
+            raw = tl.zeros([BLOCK_K], tl.float32)
+            for begin in range(0, H, BLOCK_H):
+                x = numbers(at_hidden, begin + cols, H, stride_hidden_h)
+                w = named_rows(at_weight, inside, begin + cols, H, stride_weight_h, "evict_last")
+                raw += tl.sum(w * x[None, :], 1)
+        if bias_ptr is not None:
+            raw += tl.load(bias_ptr + ids, mask=inside, other=0.0).to(tl.float32)
+        tl.store(raw_ptr + first + at, raw, mask=inside)
+        z, f = bent(raw, logit_scale, softcap, inv_temperature)
+        is_target = at == place
+        z_target += tl.sum(tl.where(is_target, z, 0.0), 0)
+        if softcap is not None:
+            f_target += tl.sum(tl.where(is_target, f, 0.0), 0)
+        z = tl.where(inside & ~is_target, z, float("-inf"))
+        raised = tl.maximum(high, tl.max(z, 0))
+        shrink = exp_fp32(high - raised)
+        below = z - raised
+        e = exp_fp32(below)
+        if entropy_ptr is not None:
+            # Σ e·(z - max): no difference of two numbers of the size of the logits.
+            moment = (moment + (high - raised) * rest) * shrink + tl.sum(
+                e * tl.maximum(below, FLOOR), 0
+            )
+        rest = rest * shrink + tl.sum(e, 0)
+        if slope_ptr is not None:
+            if softcap is not None:
+                e *= f
+            # From L1: to keep the tile would take the registers of a second program.
+            w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
+            others = others * shrink + tl.sum(e[:, None] * w, 0)
+        high = raised
+    raised = tl.maximum(high, z_target)
+    shrink = exp_fp32(high - raised)
+    moment = (moment + (high - raised) * rest) * shrink
+    lse, lp, entropy = finish(raised, rest * shrink, moment, z_target, True)
+    tl.store(lse_ptr + row, lse)
+    tl.store(logps_ptr + row, lp)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, entropy)
+    if slope_ptr is not None:
+        at_target = weight_ptr + tl.load(id_ptr + first + place).to(tl.int64) * stride_weight_v
+        by_target = -expm1(lp)
+        if softcap is not None:
+            by_target *= f_target
+        # The target stays out of the sum: nothing cancels when p_y is close to 1.
+        d = by_target * numbers(at_target, cols, H, stride_weight_h)
+        d -= exp_fp32(high - lse) * others
+        d *= logit_scale * inv_temperature
+        tl.store(slope_ptr + row * H + cols, d, mask=cols < H)
+
+
+@triton.jit
+def support_logps_kernel(
+    raw_ptr, offset_ptr, place_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    logit_scale, softcap, temperature, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(offset_ptr + row)
+    lse, lp, entropy = statistics(
+        raw_ptr + first, tl.load(place_ptr + row), tl.load(offset_ptr + row + 1) - first,
+        logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
+        entropy_ptr is not None, BLOCK_V,
+    )  # fmt: skip
+    tl.store(lse_ptr + row, lse)
+    tl.store(logps_ptr + row, lp)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, entropy)
+
+
+@triton.jit
+def support_grad_kernel(
+    raw_ptr, offset_ptr, place_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    grad_logps_ptr, grad_entropy_ptr, logit_scale, softcap, temperature, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(offset_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    entropy = lse
+    g_entropy = tl.zeros([], tl.float32)
+    if grad_entropy_ptr is not None:
+        entropy = tl.load(entropy_ptr + row)
+        g_entropy = tl.load(grad_entropy_ptr + row)
+    write_gradient(
+        raw_ptr + first, raw_ptr + first, tl.load(place_ptr + row), lse, tl.load(logps_ptr + row),
+        entropy, tl.load(grad_logps_ptr + row), g_entropy, tl.load(offset_ptr + row + 1) - first,
+        logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
+        grad_entropy_ptr is not None, BLOCK_V,
+    )  # fmt: skip
+
+
+@triton.jit
+def sums_kernel(
+    factor_ptr, index_ptr, offset_ptr, matrix_ptr, out_ptr, H, stride_matrix_t,
+    stride_matrix_h, stride_out_t, ADD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """out[s] = or += Σ factor[i]·matrix[index[i]] over the i of segment s, for BLOCK_H
+    columns; a factor of 0 adds nothing, whatever the matrix holds.
+    """
+    parts = tl.cdiv(H, BLOCK_H)
+    segment = (tl.program_id(0) // parts).to(tl.int64)
+    cols = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = cols < H
+    first = tl.load(offset_ptr + segment)
+    count = (tl.load(offset_ptr + segment + 1) - first).to(tl.int32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for start in range(0, count, BLOCK_R):
+        at = start + tl.arange(0, BLOCK_R)
+        factor = tl.load(factor_ptr + first + at, mask=at < count, other=0.0)
+        row = tl.load(index_ptr + first + at, mask=at < count, other=0).to(tl.int64)
+        x = named_rows(
+            matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h, ""
+        )
+        total += tl.sum(x * factor[:, None], 0)
+    to = out_ptr + segment * stride_out_t + cols
+    if ADD:
+        total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
+    """See support_reference.row_logps; raw (nnz,) fp32."""
+    lse, logps, entropy = outputs(rows.places, return_entropy)
+    if len(rows.places):
+        temperature_ptr, *scalars = rule_arguments(rule)
+        launch(
+            support_logps_kernel, len(rows.places), raw, rows.offsets, rows.places,
+            temperature_ptr, lse, logps, entropy, *scalars, BLOCK_V=RAGGED.block_v,
+            num_warps=RAGGED.num_warps,
+        )  # fmt: skip
+    return lse, logps, entropy
+
+
+def row_grad_(
+    raw: Tensor,  # (nnz,) fp32
+    rows: SupportRows,
+    stats: RowStats,
+    grad_logps: Tensor,  # (R,)
+    grad_entropy: Tensor | None,  # (R,)
+    rule: LogitRule,
+) -> Tensor:  # (nnz,)
+    """See support_reference.row_grad_."""
+    if len(rows.places):
+        lse, logps, entropy = (vector(x) for x in stats)
+        temperature_ptr, *scalars = rule_arguments(rule)
+        launch(
+            support_grad_kernel, len(rows.places), raw, rows.offsets, rows.places,
+            temperature_ptr, lse, logps, None if grad_entropy is None else entropy,
+            vector(grad_logps), vector(grad_entropy), *scalars, BLOCK_V=RAGGED.block_v,
+            num_warps=RAGGED.num_warps,
+        )  # fmt: skip
+    return raw
+
+
+def head_rows(
+    hidden: Tensor,  # (N, H) fp32, bf16 or fp16
+    index: Tensor | None,  # (R,) int64: the row of hidden of each row; None: in order
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    rows: SupportRows,
+    rule: LogitRule,
+    *,
+    return_entropy: bool,
+    return_slopes: bool,
+) -> HeadRows:
+    """See support_reference.head_rows, all in fp32. Slopes change no bit of the others; those of
+    more columns than a program holds (configs.SUPPORT_COLUMNS) are None.
+    """
+    count, width = len(rows.places), weight.shape[1]
+    config = support_config(width, weight.dtype, aligned=is_aligned(weight))
+    new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
+    stats, raw = outputs(rows.places, return_entropy), unset(new, len(rows.ids))
+    has_slopes = return_slopes and config.block_h >= width
+    slopes = unset(new, (count, width)) if has_slopes else None
+    if count:
+        temperature_ptr, *scalars = rule_arguments(rule)
+        launch(
+            support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
+            rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),
+            hidden.stride(1), weight.stride(0), weight.stride(1), *scalars,
+            HELD=config.block_h >= width, BLOCK_K=config.block_k, BLOCK_H=config.block_h,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+    return HeadRows(raw, stats, slopes)
+
+
+def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
+    """(R, H) fp32; see support_reference.head_hidden."""
+    shape = len(rows.places), weight.shape[1]
+    out = unset(torch.empty, shape, dtype=torch.float32, device=d.device)
+    _sums(d, rows.ids, rows.offsets, weight, out)
+    return out
+
+
+def head_weight(
+    d: Tensor,  # (nnz,) fp32
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (R,) int64
+    rows: SupportRows,
+    out: Tensor,  # (V, H)
+    *,
+    add: bool,
+) -> None:
+    """See support_reference.head_weight: out is written once, zeros included."""
+    ids, order = rows.ids.sort(stable=True)
+    sources = rows.rows
+    sources = sources if index is None else index[sources]
+    ends = torch.arange(out.shape[0] + 1, device=ids.device)
+    _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
+
+
+def _sums(
+    factors: Tensor,  # (nnz,) fp32
+    index: Tensor,  # (nnz,) int64: rows of matrix
+    offsets: Tensor,  # (S+1,) int64
+    matrix: Tensor,  # (N, H)
+    out: Tensor,  # (S, H), rows contiguous
+    *,
+    add: bool = False,
+) -> None:
+    """out[s] = or += Σ factors[i]·matrix[index[i]] over the i of segment s."""
+    width, config = out.shape[1], sums_config(aligned=is_aligned(matrix))
+    if out.numel():
+        launch(
+            sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
+            matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
+            BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
+        )  # fmt: skip

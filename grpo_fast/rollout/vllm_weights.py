@@ -1,0 +1,138 @@
+"""A policy's weights under the names of its checkpoint, and groups of processes to send them in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET = 1 << 28  # bytes that are gathered and sent at a time; a larger tensor goes alone
+Named = list[tuple[str, Tensor]]
+Result = TypeVar("Result")
+
+
+def buckets(policy: Any) -> Iterator[Named]:
+    """All weights of a `Policy`, some at a time, adapters merged in.
+
+    Sharded tensors are made whole, which is a collective: every rank runs through all buckets.
+    """
+    bucket: Named = []
+    size = 0
+    for name, tensor in _stored(policy.lm).items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if bucket and size + whole.nbytes > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, whole.contiguous()))
+        size += whole.nbytes
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def _stored(lm: Any) -> dict[str, Tensor]:
+    """Name → tensor as a checkpoint of this model has them; one that is tied stands there once."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    adapted = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        owner, _, leaf = name.rpartition(".")
+        if ".lora_" in name or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        value = tensor.detach()
+        if owner.endswith(".base_layer"):
+            owner = owner.removesuffix(".base_layer")
+            if leaf == "weight":
+                module = adapted[owner]
+                for adapter in module.active_adapters:
+                    value = value + module.get_delta_weight(adapter)
+        state[f"{owner}.{leaf}" if owner else leaf] = value
+    return revert_weight_conversion(lm, state)
+
+
+# ----------------------------------------------------------------------------------------- groups
+class Group(Protocol):
+    """The trainer, rank 0, and the workers of one server."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """From rank 0 to all; returns when it has arrived."""
+
+
+class GlooGroup:
+    """By torch's gloo, on the CPU. Raises RuntimeError when a peer is gone or `seconds` are over.
+
+    Args:
+        address, port: where rank 0 is.
+        listener: rank 0's socket there, else None.
+    """
+
+    def __init__(
+        self, address: str, port: int, rank: int, world_size: int, seconds: float,
+        listener: socket.socket | None = None,
+    ) -> None:  # fmt: skip
+        limit = timedelta(seconds=seconds)
+        given: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
+        self.store = dist.TCPStore(
+            address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
+            **given,
+        )  # fmt: skip
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = limit
+        options._devices = [gloo.create_device(hostname=own_address(address))]
+        store = dist.PrefixStore("weights", self.store)
+        self.group = gloo(store, rank, world_size, options)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.group.broadcast([tensor.cpu()], dist.BroadcastOptions()).wait()
+
+
+class NCCLGroup:
+    """Rank 0 of the group that vLLM's own engine `nccl` makes, on a GPU.
+
+    Both calls come from threads, whose current device is another.
+    """
+
+    def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        where = {"master_address": address, "master_port": port, "world_size": world_size}
+        with torch.cuda.device(device):
+            self.group = trainer_init(where)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        with torch.cuda.device(tensor.device):
+            stream = torch.cuda.current_stream()
+            self.group.broadcast(tensor, src=0, stream=stream)
+            stream.synchronize()
+
+
+def own_address(peer: str) -> str:
+    """Of this machine, as it is seen from `peer`. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+
+
+def started(work: Callable[[], Result]) -> Future[Result]:
+    """`work` on a thread that ends with the process: whoever waits for it says for how long."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

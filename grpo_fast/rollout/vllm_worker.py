@@ -1,0 +1,85 @@
+"""vLLM's side of a transfer by gloo: `--weight-transfer-config '{"backend": "gloo"}'`.
+
+vLLM finds `register` by the entry point `vllm.general_plugins` of this package, which has to be
+installed beside it, and calls it in each of its processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from grpo_fast.rollout.vllm_weights import GlooGroup
+
+
+@dataclass
+class Meeting(WeightTransferInitInfo):
+    """Where the trainer, rank 0, waits."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int
+    seconds: float
+
+
+@dataclass
+class Announced(WeightTransferUpdateInfo):
+    """What comes next, in this order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooWorker(WeightTransferEngine[Meeting, Announced]):
+    """Receives weights from the trainer by gloo and gives them to the model."""
+
+    init_info_cls, update_info_cls = Meeting, Announced
+    group: GlooGroup | None = None
+
+    def init_transfer_engine(self, init_info: Meeting) -> None:
+        parallel = self.parallel_config
+        before = parallel.data_parallel_index * parallel.world_size
+        rank = init_info.rank_offset + before + parallel.rank
+        self.group = GlooGroup(
+            init_info.master_address, init_info.master_port, rank, init_info.world_size,
+            init_info.seconds,
+        )  # fmt: skip
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Announced) -> None:
+        if self.group is None:
+            raise RuntimeError("weights were announced before /init_weight_transfer_engine")
+        announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        for name, dtype, shape in announced:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast(tensor)
+            self.model.load_weights([(name, tensor)])
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self.group = None
+
+
+def register() -> None:
+    """Make the backend `gloo` known to vLLM; a second time changes nothing."""
+    try:
+        WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
+    except ValueError:  # it is known already
+        return

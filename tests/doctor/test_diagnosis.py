@@ -1,0 +1,255 @@
+"""Each cause is planted in an engine and named by the doctor; so are two at once, and none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast.doctor import causes as words
+from grpo_fast.doctor import diagnose
+from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.hf import TransformersEngine
+from tests.doctor.faulty import FaultyEngine, policy_with_bos
+
+PROMPTS = ["What is 12 + 30?", "4 more", "The answer is what she buys, 7"]
+SAMPLING = Sampling(max_new_tokens=10, temperature=0.7)
+CUT = SAMPLING.model_copy(update={"top_p": 0.8})
+CHAT = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+LONGER = {"max_new_tokens": 30}
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return policy_with_bos()
+
+
+@pytest.fixture(scope="module")
+def earlier():
+    return policy_with_bos(seed=1)
+
+
+def found_by(policy, engine, sampling=SAMPLING, prompts=PROMPTS, **options):
+    found = diagnose(policy, engine, prompts, sampling, **options)
+    return found, [cause.name for cause in found.causes]
+
+
+def bos_twice(policy):
+    return lambda tokens: [policy.tokenizer.bos_token_id, *tokens]
+
+
+def without_bos(_):
+    return lambda tokens: tokens[1:]
+
+
+def templated(policy):
+    def read(tokens):
+        text = policy.tokenizer.decode(tokens, skip_special_tokens=True)
+        message = [{"role": "user", "content": text}]
+        made = policy.tokenizer.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True
+        )
+        return policy.tokenizer(made, add_special_tokens=False)["input_ids"]
+
+    return read
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, Sampling(max_new_tokens=10)])
+@pytest.mark.parametrize("kind", ["the trainer's own", "another that is right"])
+def test_a_good_engine_is_clean(policy, kind, sampling):
+    engine = FaultyEngine() if kind == "another that is right" else TransformersEngine(policy)
+    found, names = found_by(policy, engine, sampling)
+    assert found.ok and names == [] and found.rest == "noise of the kernels"
+    assert 0 < found.mean <= found.largest < 1e-5 and found.own < 1e-5
+    assert found.left == pytest.approx(found.mean)
+
+
+CAUSES = {  # what is planted, what is found, and words of the advice
+    "raw": (FaultyEngine(raw=True), words.RAW, "processed_logprobs"),
+    "temperature ignored": (FaultyEngine(temperature=1.0), words.TEMPERATURE, "samples at temp"),
+    "another temperature": (FaultyEngine(temperature=0.9), words.TEMPERATURE, "temperature 0.9,"),
+    "reports another": (FaultyEngine(report=0.5), words.TEMPERATURE, "reports log-probabilities"),
+    "kept, named": (FaultyEngine(top_k=7, names_kept=True), words.TRUNCATION, "not asked to"),
+    "kept, not named": (FaultyEngine(top_k=7), words.TRUNCATION, "does not name"),
+    "head in bf16": (FaultyEngine(head=BF16), words.HEAD, "bfloat16"),
+    "head in fp16": (FaultyEngine(head=FP16), words.HEAD, "float16"),
+    "model in bf16": (FaultyEngine(model_dtype=BF16), words.MODEL, "bfloat16"),
+    "padding left": (FaultyEngine(pad="left"), words.PADDING, "on the left"),
+    "padding right": (FaultyEngine(pad="right"), words.PADDING, "on the right"),
+}
+
+
+@pytest.mark.parametrize("planted", CAUSES)
+def test_a_cause_is_named(policy, planted):
+    engine, name, part = CAUSES[planted]
+    found, names = found_by(policy, engine)
+    assert names == [name] and not found.ok
+    (cause,) = found.causes
+    assert part in cause.advice and cause.before == pytest.approx(found.mean)
+    assert cause.after == pytest.approx(found.left)
+    explained = planted not in ("kept, not named", "model in bf16")
+    assert not explained or found.left < 2e-5
+    assert planted != "model in bf16" or found.left < 5e-3 < found.mean
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "prompts"),
+    [
+        (bos_twice, words.TOKENS, PROMPTS),
+        (bos_twice, words.TOKENS, CHAT),
+        (without_bos, words.TOKENS, PROMPTS),
+        (templated, words.TEMPLATE, PROMPTS),
+    ],
+)
+def test_a_prompt_that_is_read_otherwise(policy, read, name, prompts):
+    found, names = found_by(policy, FaultyEngine(read=read(policy)), prompts=prompts)
+    assert names == [name] and found.left < 2e-5 < found.mean
+
+
+def test_a_template_that_is_lost(policy):
+    plain = [policy.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    sent = iter(plain)
+    engine = FaultyEngine(read=lambda _: next(sent))
+    found, names = found_by(policy, engine, prompts=CHAT)
+    assert names == [words.TEMPLATE] and "no chat template" in found.causes[0].advice
+
+
+def test_truncation_that_was_asked_for_is_the_log_of_the_kept_mass(policy):
+    for names_kept, advice in ((False, "hand it the kept tokens,"), (True, "the engine names")):
+        engine = FaultyEngine(names_kept=names_kept)
+        found, names = found_by(policy, engine, CUT)
+        assert names == [words.TRUNCATION] and found.left < 2e-5
+        assert "top_p=0.8" in found.causes[0].advice and advice in found.causes[0].advice
+    top = SAMPLING.model_copy(update={"top_k": 5, "top_p": 0.9})
+    found, names = found_by(policy, FaultyEngine(), top)
+    assert names == [words.TRUNCATION] and found.left < 2e-5
+
+
+def test_a_loss_over_the_kept_tokens_agrees_with_a_sampler_that_names_them(policy):
+    found, names = found_by(policy, FaultyEngine(names_kept=True), CUT, uses_kept=True)
+    assert found.ok and names == [] and found.mean < 1e-5
+    engine = FaultyEngine(names_kept=True, raw=True)
+    found, names = found_by(policy, engine, CUT, uses_kept=True)
+    assert set(names) == {words.RAW} and found.left < 2e-5
+    assert any("over the whole vocabulary" in cause.advice for cause in found.causes)
+    found, names = found_by(policy, FaultyEngine(), CUT, uses_kept=True)
+    assert names == [words.TRUNCATION] and "hand it the kept tokens," in found.causes[0].advice
+
+
+def test_defaults_of_the_model_that_win(policy, monkeypatch):
+    from transformers import GenerationConfig
+
+    shipped = GenerationConfig(top_k=7, temperature=0.6, do_sample=True)
+    monkeypatch.setattr(policy.lm, "generation_config", shipped)
+    found, names = found_by(policy, FaultyEngine(top_k=7, temperature=0.6))
+    assert sorted(names) == [words.TEMPERATURE, words.TRUNCATION] and found.left < 2e-5
+    assert any("top_k=7 top_p=1" in cause.advice for cause in found.causes)
+
+
+def test_a_loss_at_another_temperature_is_the_trainers_fault(policy):
+    found, names = found_by(policy, FaultyEngine(), temperature=1.0)
+    assert names == [words.TEMPERATURE] and "leave loss.temperature out" in found.causes[0].advice
+
+
+def test_weights_of_an_earlier_version(policy, earlier):
+    engine = FaultyEngine(keeps=earlier)
+    found, names = found_by(policy, engine, previous=earlier)
+    assert names == [words.STALE] and found.left < 2e-5
+    # Not given, they are still told from a fault of what is reported: of a start of its own, and
+    # of a step or so before.
+    near = policy.frozen_copy()
+    for parameter in near.lm.parameters():
+        parameter.add_(0.02 * torch.randn(parameter.shape))
+    for other in (engine, FaultyEngine(keeps=near)):
+        found, names = found_by(policy, other)
+        assert names == [words.OTHER] and "previous=FOLDER" in found.causes[0].advice
+        assert "the engine draws from what it reports" in found.rest
+
+
+def test_versions_tell_stale_weights(policy, earlier):
+    found, names = found_by(policy, FaultyEngine(keeps=earlier, answers=3), version=4)
+    assert names == [words.STALE] and "6 of 6 completions" in found.causes[0].advice
+    found, names = found_by(policy, FaultyEngine(answers=3), version=4)
+    assert names == [words.STALE] and not found.ok and found.mean < 1e-5
+    found, names = found_by(policy, FaultyEngine(answers=3), version=3)
+    assert names == [] and found.ok
+
+
+PAIRS = {
+    "raw and BOS": ({"raw": True, "read": "bos"}, {words.RAW, words.TOKENS}),
+    "temperature and padding": ({"temperature": 0.9, "pad": "right"},
+                                {words.TEMPERATURE, words.PADDING}),
+    "stale and head": ({"keeps": "earlier", "head": BF16}, {words.STALE, words.HEAD}),
+    "padding and head": ({"pad": "left", "head": BF16}, {words.PADDING, words.HEAD}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PAIRS)
+def test_two_causes_at_once(policy, earlier, planted):
+    given, expected = PAIRS[planted]
+    objects = {"bos": bos_twice(policy), "earlier": earlier}
+    engine = FaultyEngine(**{k: objects.get(v, v) for k, v in given.items()})
+    found, names = found_by(policy, engine, previous=earlier)
+    assert set(names) == expected and len(names) == 2 and found.left < 2e-5
+    first, second = found.causes
+    assert first.before > first.after == second.before > second.after == found.left
+    assert planted != "padding and head" or names == [words.PADDING, words.HEAD]
+
+
+def test_truncation_beside_another_cause(policy):
+    found, names = found_by(policy, FaultyEngine(pad="left"), CUT)
+    assert set(names) == {words.TRUNCATION, words.PADDING} and found.left < 2e-5
+
+
+def test_what_nobody_knows_is_not_explained_away(policy):
+    """Log-probabilities that are wrong by themselves have no cause, and keep their size."""
+    engine = FaultyEngine(shift=0.5)
+    found, names = found_by(policy, engine)
+    assert names == [] and found.left == found.mean == pytest.approx(0.5, abs=1e-4)
+    assert found.rest == "unexplained: the engine does not draw from what it reports"
+
+
+def test_a_trainer_that_is_wrong_is_told_from_its_engine(policy, monkeypatch):
+    from grpo_fast.doctor import recompute
+
+    plain = recompute.linear_logps
+    monkeypatch.setattr(recompute, "linear_logps", lambda *a, **k: plain(*a, **k) * 1.01)
+    found, names = found_by(policy, FaultyEngine())
+    assert names == [words.FORWARD] and found.own > 1e-3
+
+
+def test_a_threshold_of_ones_own(policy):
+    engine = FaultyEngine(head=BF16)
+    assert found_by(policy, engine, threshold=0.5)[0].ok
+    assert not found_by(policy, FaultyEngine(), threshold=0.0)[0].ok
+
+
+def test_a_policy_in_bf16_has_more_noise():
+    policy = policy_with_bos()
+    policy.lm.to(BF16)
+    found, names = found_by(policy, FaultyEngine())
+    assert found.ok and names == [] and found.noise == 0.02
+    found, names = found_by(policy, FaultyEngine(raw=True), SAMPLING.model_copy(update=LONGER))
+    assert names == [words.RAW]
+
+
+@pytest.mark.parametrize("fault", ["empty", "short", "nan"])
+def test_what_is_no_completion_is_refused(policy, monkeypatch, fault):
+    plain = FaultyEngine.complete
+
+    def broken(self, *arguments):
+        done = plain(self, *arguments)
+        if fault == "empty":
+            return done._replace(ids=[], logps=torch.zeros(0))
+        if fault == "short":
+            return done._replace(logps=done.logps[:-1])
+        return done._replace(logps=done.logps * torch.nan)
+
+    monkeypatch.setattr(FaultyEngine, "complete", broken)
+    with pytest.raises(RuntimeError, match="engine: expected tokens and a finite log-prob"):
+        found_by(policy, FaultyEngine())
+
+
+def test_greedy_sampling_shows_nothing(policy):
+    with pytest.raises(ValueError, match="temperature: expected a number above 0, came 0"):
+        found_by(policy, FaultyEngine(), Sampling(temperature=0))

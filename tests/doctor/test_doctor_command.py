@@ -1,0 +1,126 @@
+"""`grpo-fast doctor`: its words, its tables, its JSON and its status."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from grpo_fast.doctor import causes as names
+from grpo_fast.doctor import command, settings
+from grpo_fast.doctor.selftest import Check
+from grpo_fast.doctor.settings import Words
+from tests.command_line import invoke, refused, write_recipe
+from tests.tiny import tiny_folder
+
+QUICK = ["self_tests=false", "n=3", "tokens=8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+def test_a_model_and_its_own_engine(model):
+    done = invoke("doctor", model, *QUICK)
+    assert done.exit_code == 0, done.output
+    for part in ("engine against trainer", "mean difference of", "ok, allowed 1.0e-04",
+                 "what is left", "noise of the kernels"):  # fmt: skip
+        assert part in done.output, done.output
+    assert "This machine" not in done.output
+
+
+def test_a_cause_and_its_json(model):
+    done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK, "--json")
+    assert done.exit_code == 1
+    told = json.loads(done.stdout)
+    (cause,) = told["diagnosis"]["causes"]
+    assert cause["name"] == names.TRUNCATION and not told["ok"] and not told["diagnosis"]["ok"]
+    assert told["title"].startswith("transformers: ") and told["checks"] == []
+    good = invoke("doctor", model, "rollout.top_p=0.5", "threshold=50", *QUICK)
+    assert good.exit_code == 0 and names.TRUNCATION in good.output
+
+
+def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):
+    recipe = write_recipe(tmp_path)
+    asked = Words([f"recipe={recipe}", "tokens=3", "rollout.temperature=0.5"])
+    assert asked.config.data.task == "sort" and asked.sampling.temperature == 0.5
+    assert asked.sampling.max_new_tokens == 3 and asked.previous_config() is None
+    assert Words([f"recipe={recipe}"]).sampling.max_new_tokens == 4  # the recipe's own is less
+    done = invoke("doctor", f"recipe={recipe}", "self_tests=false", "loss.temperature=2.0")
+    assert done.exit_code == 1 and names.TEMPERATURE in done.output
+
+
+def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path, model):
+    text = (
+        "output_dir: OUT\nmodel: {path: gone, dtype: bfloat16, trust_remote_code: true}\n"
+        "data: {task: lecture}\nrewards: [{name: 'package.module:function'}]\n"
+        "rollout: {temperature: 0.3}\n"
+    )
+    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "model").mkdir()
+    asked = Words([str(tmp_path)])
+    assert asked.config.model.path == str(tmp_path / "model")
+    assert asked.config.model.dtype == "bfloat16" and not asked.config.model.trust_remote_code
+    assert asked.config.data.task == "lecture" and asked.sampling.temperature == 0.3
+    earlier = Words([model, f"previous={tmp_path}", "model.dtype=bfloat16"]).previous_config()
+    assert earlier.path == str(tmp_path / "model") and earlier.dtype == "bfloat16"
+
+
+def test_earlier_weights(model, tmp_path):
+    other = tiny_folder(tmp_path / "other", seed=1)
+    asked = Words([model, f"previous={other}", *QUICK])
+    assert names.STALE not in [c.name for c in command.examine_engine(asked).causes]
+
+
+def test_engines_and_servers_by_their_words(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(settings, "parse_config", seen.append)
+    Words([model, "http://127.0.0.1:8000"])
+    Words([model, "vllm"])
+    Words([model])
+    assert seen[0]["rollout"] == {
+        "temperature": 0.8, "engine": "vllm-server",
+        "vllm": {"urls": ["http://127.0.0.1:8000"], "patience": 10},
+    }  # fmt: skip
+    assert seen[1]["rollout"] == {"temperature": 0.8, "engine": "vllm"}
+    assert seen[2]["rollout"] == {"temperature": 0.8}
+
+
+def test_without_a_model_the_self_tests_decide(monkeypatch):
+    for error, status in ((0.0, 0), (None, 0), (2.0, 1), (float("nan"), 1)):
+        checks = [Check("one", 0.5, 1.0), Check("two", error, 1.0, "because \x1b[1m")]
+        monkeypatch.setattr(command, "self_checks", lambda found=checks: found)
+        done = invoke("doctor")
+        assert done.exit_code == status, done.output
+        assert "This machine" in done.output and "two: because" in done.output
+        assert "\x1b" not in done.output and "against trainer" not in done.output
+        told = json.loads(invoke("doctor", "--json").stdout)
+        assert told["ok"] == (status == 0) and told["diagnosis"] is None
+        assert [c["ok"] for c in told["checks"]] == [True, status == 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["n=0"], ["n:", "greater than or equal to 1"]),
+        (["threshold=-1"], ["threshold:"]),
+        (["rollout.temperature=1"], ["model: expected a folder, a hub id or recipe=NAME"]),
+        (["a", "b"], ["model: expected one at most, came a, b"]),
+        (["a", "vllm", "transformers"], ["engine: expected one at most"]),
+        (["recipe=sortt"], ["recipe: expected one of", "sort"]),
+        (["recipe=sort", "rollout.temprature=1"], ["temprature", "nearest: temperature"]),
+        (["recipe=sort", "rollout.temperature=0"], ["rollout.temperature"]),
+        (["/nowhere/at/all"], ["model.path"]),
+    ],
+)
+def test_words_that_do_not_fit_are_refused(words, parts):
+    assert refused(invoke("doctor", *words), *parts)
+
+
+def test_an_engine_that_fails_is_a_sentence(model, monkeypatch):
+    def dead(*_):
+        raise RuntimeError("the server is gone")
+
+    monkeypatch.setattr(command, "build_engine", dead)
+    assert refused(invoke("doctor", model, *QUICK), "the server is gone", code=1)

@@ -1,0 +1,212 @@
+"""The engine `vllm` around a stand-in of vLLM's class LLM: when it sleeps, what it is told."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_fast import rollout as rollouts
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling, awake
+from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.vllm import VLLMEngine, build
+from grpo_fast.rollout.vllm_options import VLLMOptions
+from grpo_fast.rollout.vllm_sampling import BadAnswer
+from grpo_fast.train.policy import Policy
+from tests.tiny import tiny_model
+
+PROMPTS = ["3 1 2 =", "5 ="]
+
+
+@pytest.fixture
+def policy():
+    tokenizer = build_symbol_tokenizer([*map(str, range(10)), "="])
+    return Policy(tiny_model("qwen2", vocab_size=len(tokenizer)), tokenizer)
+
+
+class Options(Sampling):
+    vllm: VLLMOptions = VLLMOptions()
+
+
+class StandIn:
+    """A `vllm.LLM` whose model is a copy of a policy."""
+
+    policy: Policy  # set by the test
+
+    def __init__(self, model: str = "", **given) -> None:
+        self.model, self.given = model, given
+        self.calls: list[str] = []
+        self.version, self.logp = "default", None
+        self.own = StandIn.policy.frozen_copy()
+        end = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
+        self.llm_engine = SimpleNamespace(engine_core=end)
+
+    def collective_rpc(self, method, kwargs):
+        self.calls.append(method)
+        state = self.own.lm.state_dict()
+        for name, tensor in kwargs["weights_iterator"]:
+            state[name].copy_(tensor)
+
+    def update_weight_version(self, version):
+        self.version = version
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake {' '.join(tags)}")
+
+    def generate(self, prompts, parameters, use_tqdm):
+        engine = TransformersEngine(self.own)
+        assert all(wanted.n == 1 or wanted.temperature > 0 for wanted in parameters)
+        for prompt, wanted in zip(prompts, parameters, strict=True):
+            sampling = Sampling(max_new_tokens=wanted.max_tokens, temperature=wanted.temperature)
+            found = engine.generate(
+                [prompt["prompt_token_ids"]], sampling, group_size=wanted.n, seed=wanted.seed
+            )
+            yield SimpleNamespace(outputs=[self.output(one) for one in found])
+
+    def output(self, one):
+        pairs = zip(one.ids, one.logps.tolist(), strict=True)
+        logps = [{t: SimpleNamespace(logprob=self.logp or x)} for t, x in pairs]
+        return SimpleNamespace(
+            token_ids=tuple(one.ids), logprobs=logps, sampling_mask=None,
+            finish_reason="stop" if one.finish_reason == "eos" else "length",
+            weight_versions=[SimpleNamespace(version=self.version)],
+        )  # fmt: skip
+
+
+@pytest.fixture
+def vllm(policy, monkeypatch):
+    """A module of this name, as far as it is used."""
+    StandIn.policy = policy
+    found, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
+    found.LLM, found.SamplingParams = StandIn, SimpleNamespace
+    distributed.cleanup_dist_env_and_memory = lambda: None
+    monkeypatch.setitem(sys.modules, "vllm", found)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return found
+
+
+def generate(policy, engine, **options):
+    sampling = Sampling(**{"max_new_tokens": 6, **options})
+    return rollouts.generate(policy, PROMPTS, sampling, group_size=3, seed=1, engine=engine)
+
+
+def spoil(policy):
+    with torch.no_grad():
+        policy.lm.get_input_embeddings().weight.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("level", "moved"),
+    [
+        (0, ["reload_weights", "reset", "sleep 0", "wake scheduling", "sleep 0",
+             "wake scheduling", "reload_weights", "reset", "sleep 0"]),
+        (2, ["reload_weights", "reset", "sleep 2", "wake weights",
+             "reload_weights", "wake kv_cache", "reset", "sleep 2", "wake weights",
+             "reload_weights", "wake kv_cache", "reset", "sleep 2"]),
+    ],
+)  # fmt: skip
+def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
+    """Twice with the same weights, then with others: level 2 has lost them each time."""
+    engine = VLLMEngine(policy, llm := StandIn(), level)
+    for version in (4, 4, 5):
+        with awake(engine, policy, version):
+            rollout = generate(policy, engine)
+            assert rollout.weight_versions == [version] * 6
+            assert engine.policy is policy
+        engine.sleep()  # it does already
+    assert llm.calls == moved
+
+
+def test_it_keeps_the_weights_it_was_given(policy, vllm):
+    engine = VLLMEngine(policy, llm := StandIn(), 0)
+    spoil(policy)
+    with awake(engine, policy, 1):
+        given = [p.clone() for p in policy.lm.parameters()]
+        spoil(policy)
+        engine.update(policy, 1)
+        assert all(map(torch.equal, given, llm.own.lm.parameters()))
+        engine.update(policy, 2)
+        assert all(map(torch.equal, policy.lm.parameters(), llm.own.lm.parameters()))
+
+
+def test_greedy_completions(policy, vllm):
+    with awake(VLLMEngine(policy, StandIn(), 0), policy, 1) as engine:
+        ours = generate(policy, None, temperature=0.0).completion_ids
+        assert generate(policy, engine, temperature=0.0).completion_ids == ours
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_sleeping_engine_is_not_waited_for(policy, vllm, level):
+    engine = VLLMEngine(policy, StandIn(), level)
+    with pytest.raises(EngineError, match="expected wake and update"):
+        generate(policy, engine)
+    with awake(engine, policy, 0):
+        pass
+    with pytest.raises(EngineError, match="expected wake and update"):
+        generate(policy, engine)
+    engine.wake()
+    if level:  # its weights are gone
+        with pytest.raises(EngineError, match="expected wake and update"):
+            generate(policy, engine)
+
+
+def test_completions_by_other_weights_are_refused(policy, vllm):
+    engine = VLLMEngine(policy, llm := StandIn(), 0)
+    with awake(engine, policy, 3):
+        llm.version = "2"
+        with pytest.raises(BadAnswer, match="expected weights 3, got those of 2"):
+            generate(policy, engine)
+
+
+def test_log_probabilities_that_are_no_numbers(policy, vllm):
+    engine = VLLMEngine(policy, llm := StandIn(), 0)
+    with awake(engine, policy, 3):
+        llm.logp = float("nan")
+        with pytest.raises(NonFiniteLogits):
+            generate(policy, engine)
+
+
+def test_how_it_is_built(policy, vllm, monkeypatch):
+    options = Options(vllm=VLLMOptions(options={"max_model_len": 64, "seed": 5}))
+    with build(policy, options) as engine:
+        given = engine.llm.given
+        assert given["load_format"] == "dummy" and given["logprobs_mode"] == "processed_logprobs"
+        assert given["dtype"] == "float32" and not given["enable_sleep_mode"]
+        assert given["max_model_len"] == 64 and given["seed"] == 5
+    assert engine.llm.calls == ["shutdown"]
+
+
+def test_vllm_that_does_not_take_the_model(policy, vllm):
+    def refuse(**given):
+        raise ValueError("head_dim=8")
+
+    vllm.LLM = refuse
+    with pytest.raises(ValueError, match="rollout.engine: vllm does not take qwen2 .*head_dim=8"):
+        build(policy, Options())
+
+
+def test_without_vllm(policy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with pytest.raises(ValueError, match=r"vllm expects pip install 'grpo_fast\[vllm\]'"):
+        build(policy, Options())
+
+
+def test_one_of_several_processes(policy, vllm, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="expected vllm-server where several processes train"):
+        build(policy, Options())

@@ -1,0 +1,257 @@
+"""Both engines against vLLM itself, on a CPU: `make test-vllm`, in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast import rollout as rollouts
+from grpo_fast.data import load_examples
+from grpo_fast.rollout import EngineError, awake, build_engine
+from grpo_fast.rollout.vllm_http import ServerError
+from grpo_fast.train import loop
+from grpo_fast.train.batch import MicroBatch
+from grpo_fast.train.loading import build_tokenizer, load_policy
+from grpo_fast.train.settings import load_recipe
+from tests.train.resuming import result
+
+pytestmark = pytest.mark.skipif(
+    "GRPO_FAST_VLLM" not in os.environ, reason="vLLM: make test-vllm runs this against it"
+)
+START_S = 400.0  # for a server on a busy machine
+EXACT = 1e-4  # nats, between the logps of vLLM and ours
+SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
+         "max_position_embeddings": 512}  # fmt: skip
+SORT = ["data.digits=2", "data.symbols=5", "optim.lr=5e-3", "optim.schedule=constant",
+        *(f"model.config.{key}={value}" for key, value in SIZES.items())]  # fmt: skip
+LONG = " ".join("31402"[i % 5] for i in range(299)) + " ="  # some blocks of the prefix cache
+PROMPTS = [LONG, "3 1 =", LONG.replace("1 =", "2 ="), "2 ="]
+
+
+def policy_of(family: str = "llama") -> Any:
+    config = load_recipe("sort", [*SORT, f"model.config.model_type={family}"])
+    tokenizer = build_tokenizer(config, load_examples(config.data, split="train", seed=0))
+    torch.manual_seed(0)
+    policy = load_policy(config.model, tokenizer)
+    spoil(policy)
+    return policy
+
+
+def spoil(policy: Any) -> None:
+    """Other weights, far from where a model begins."""
+    with torch.no_grad():
+        for parameter in policy.lm.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.1)
+
+
+class Process:
+    """A vLLM server of this machine in a process group of its own, as the README starts it."""
+
+    def __init__(self, model: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            self.port = found.getsockname()[1]
+        self.model, self.url = model, f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        words = [
+            "--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port),
+            "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
+            "--weight-transfer-config", '{"backend": "gloo"}',
+            "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32",
+        ]  # fmt: skip
+        with (self.model.parent / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    policy_of().save(folder)
+    process = Process(folder)
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def options(server: Process) -> Any:
+    return load_recipe("sort", [
+        "rollout.engine=vllm-server", f"rollout.vllm.urls=[{server.url}]",
+        "rollout.vllm.timeout=120", f"rollout.vllm.patience={START_S}",
+    ]).rollout  # fmt: skip
+
+
+def generate(policy: Any, engine: Any, options: Any, *, seed: int = 1, **changes: Any) -> Any:
+    sampling = options.model_copy(update={"max_new_tokens": 6, **changes})
+    return rollouts.generate(policy, PROMPTS, sampling, group_size=3, seed=seed, engine=engine)
+
+
+def difference(policy: Any, rollout: Any, temperature: float = 1.0) -> float:
+    """The largest, between the sampler's log-probabilities and the policy's."""
+    count = len(rollout.texts)
+    groups = [range(first, first + 3) for first in range(0, count, 3)]
+    batch = MicroBatch.pack(rollout, torch.zeros(count), groups, "cpu")
+    with torch.no_grad():
+        return float((policy.logps(batch.packed, temperature) - batch.sampling_logps).abs().max())
+
+
+def check_engine(policy: Any, engine: Any, options: Any) -> None:
+    """Log-probabilities, ends, seeds; weights that are old, and then not."""
+    with awake(engine, policy, 0):
+        rollout = generate(policy, engine, options)
+        assert difference(policy, rollout) < EXACT
+        assert difference(policy, generate(policy, engine, options, temperature=0.7), 0.7) < EXACT
+        assert generate(policy, engine, options).completion_ids == rollout.completion_ids
+        assert generate(policy, engine, options, seed=2).completion_ids != rollout.completion_ids
+        eos = policy.tokenizer.eos_token_id
+        assert rollout.truncated == [eos not in ids for ids in rollout.completion_ids]
+        assert 0 < sum(rollout.truncated) < 12
+        greedy = generate(policy, engine, options, temperature=0.0)
+        ours = rollouts.generate(
+            policy, PROMPTS, options.model_copy(update={"max_new_tokens": 6, "temperature": 0.0}),
+            group_size=3, seed=1,
+        )  # fmt: skip
+        assert greedy.completion_ids == ours.completion_ids
+        spoil(policy)
+        assert difference(policy, generate(policy, engine, options)) > 0.1
+    with awake(engine, policy, 1):  # what is cached of the long prompts is of the old weights
+        rollout = generate(policy, engine, options)
+        assert difference(policy, rollout) < EXACT
+        assert rollout.weight_versions == [1] * 12
+        assert generate(policy, engine, options, top_k=3, top_p=0.9).kept == [None] * 12
+
+
+def test_servers_sample_with_the_weights_they_are_sent(server, options):
+    policy = policy_of()
+    with build_engine(policy, options) as engine:
+        check_engine(policy, engine, options)
+
+
+def test_stale_weights_of_a_server_are_refused(server, options, caplog):
+    """Somebody gives it others, under another name."""
+    policy = policy_of()
+    with build_engine(policy, options) as engine:
+        engine.update(policy, 7)
+        other = {"new_version": "somebody-else's"}
+        engine.links[0].server.call("POST", "/update_weight_version", 10, other)
+        rollout = generate(policy, engine, options)
+        assert rollout.weight_versions == [7] * 12 and difference(policy, rollout) < EXACT
+    assert "expected completions by the weights" in caplog.text
+
+
+def in_the_middle(engine: Any, action: Any) -> None:
+    """Before the last of the prompts is sent, while the others are under way."""
+    server, lock, sent = engine.links[0].server, threading.Lock(), []
+    ask = server.generate
+
+    def generate(prompt: Any, wanted: Any, seconds: float) -> Any:
+        with lock:
+            sent.append(prompt)
+            if len(sent) == len(PROMPTS):
+                action()
+        return ask(prompt, wanted, seconds)
+
+    server.generate = generate
+
+
+def test_a_server_that_hangs_is_an_error_within_the_timeout(server, options):
+    policy = policy_of()
+    with build_engine(policy, options) as engine:
+        engine.update(policy, 0)
+        engine.options.timeout, engine.options.patience = 3.0, 3.0
+        in_the_middle(engine, lambda: server.signal(signal.SIGSTOP))
+        start = time.monotonic()
+        try:
+            with pytest.raises(ServerError, match="no answer within"):
+                generate(policy, engine, options, max_new_tokens=200)
+            assert time.monotonic() - start < 60
+        finally:
+            server.signal(signal.SIGCONT)
+
+
+def test_a_server_killed_in_the_middle_is_an_error_then_restarted_it_is_asked_again(
+    server, options
+):
+    policy = policy_of()
+    with build_engine(policy, options) as engine:
+        engine.update(policy, 3)
+        engine.options.patience = 1.0
+        in_the_middle(engine, server.kill)
+        start = time.monotonic()
+        with pytest.raises(ServerError, match=f"no vLLM server has the weights.*{server.url}"):
+            generate(policy, engine, options, max_new_tokens=200)
+        assert time.monotonic() - start < 60
+        server.start()
+        engine.options.patience = START_S
+        engine.update(policy, 3)
+        in_the_middle(engine, lambda: (server.kill(), server.start()))
+        rollout = generate(policy, engine, options, max_new_tokens=200)
+        assert len(rollout.texts) == 12 and rollout.weight_versions == [3] * 12
+        assert difference(policy, rollout) < EXACT
+
+
+def run_of(folder: Path, *words: str) -> dict[str, Any]:
+    loop.train(load_recipe("sort", [*words, f"output_dir={folder}", "log.completions_every=0"]))
+    return result(folder)
+
+
+def rewards(found: dict[str, Any]) -> list[float]:
+    rows = [row for row in found["metrics"] if "loss" in row]
+    for row in rows:
+        assert row["sampling/sampling_logp_difference/max"] < EXACT
+    return [row["reward"] for row in rows]
+
+
+def test_a_run_through_a_server_learns(server, tmp_path):
+    found = run_of(
+        tmp_path / "run", *SORT, "steps=20", "rollout.engine=vllm-server",
+        f"rollout.vllm.urls=[{server.url}]", "log.progress=false", "data.n_test=8",
+    )  # fmt: skip
+    values = rewards(found)
+    assert len(values) == 20 and sum(values[-5:]) > sum(values[:5]) + 2.5
+
+
+# In process last: what vLLM does to a process is not undone.
+def test_in_process_it_samples_with_the_weights_it_is_given():
+    policy = policy_of("qwen2")
+    options = load_recipe("sort", [
+        "rollout.engine=vllm", "rollout.vllm.options={enforce_eager: true, max_num_seqs: 32}",
+    ]).rollout  # fmt: skip
+    with build_engine(policy, options) as engine:
+        with pytest.raises(EngineError, match="expected wake and update before generate"):
+            generate(policy, engine, options)
+        check_engine(policy, engine, options)
+        with pytest.raises(EngineError, match="expected wake and update before generate"):
+            generate(policy, engine, options)
+
+
+def test_a_run_in_process_learns(tmp_path):
+    found = run_of(
+        tmp_path / "run", *SORT, "steps=10", "rollout.engine=vllm", "log.progress=false",
+        "rollout.vllm.options={enforce_eager: true}", "data.n_test=8",
+    )  # fmt: skip
+    values = rewards(found)
+    assert len(values) == 10 and sum(values[-3:]) > sum(values[:3]) + 1.5

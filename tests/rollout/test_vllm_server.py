@@ -1,0 +1,527 @@
+"""The engine `vllm-server` against a stand-in: weights, versions, servers that fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grpo_fast import rollout as rollouts
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import NonFiniteLogits, Sampling, vllm_sampling, vllm_server, vllm_weights
+from grpo_fast.rollout.vllm_http import ServerError
+from grpo_fast.rollout.vllm_options import VLLMOptions
+from grpo_fast.rollout.vllm_sampling import BadAnswer
+from grpo_fast.rollout.vllm_server import StaleWeights, VLLMServers, build
+from grpo_fast.train.batch import MicroBatch
+from grpo_fast.train.policy import Policy
+from tests.rollout.vllm_stand_in import StandIn
+from tests.tiny import tiny_model
+
+SYMBOLS = [*map(str, range(10)), "="]
+PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 =", "1 1 ="]
+GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
+SECONDS = 20.0  # more than any of this takes on a busy machine
+
+
+def new_policy(family: str = "llama") -> Policy:
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    return Policy(tiny_model(family, vocab_size=len(tokenizer)), tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    monkeypatch.setattr(vllm_server, "PAUSE_S", 0.05)
+
+
+@pytest.fixture(scope="module")
+def made() -> Policy:
+    return new_policy()
+
+
+@pytest.fixture
+def policy(made: Policy) -> Policy:
+    """One that may be changed."""
+    return made.frozen_copy()
+
+
+@pytest.fixture
+def servers(policy: Policy) -> Iterator[list[StandIn]]:
+    made = [StandIn(policy), StandIn(policy)]
+    yield made
+    for server in made:
+        server.stop()
+
+
+@pytest.fixture
+def server(servers: list[StandIn]) -> StandIn:
+    return servers[0]
+
+
+def engine_of(policy: Policy, *servers: StandIn, **options: float) -> VLLMServers:
+    given = {"timeout": SECONDS, "patience": SECONDS, **options}
+    return VLLMServers(policy, VLLMOptions(urls=[x.url for x in servers], **given))
+
+
+def generate(policy, engine, prompts=PROMPTS, *, seed=1, group_size=3, places=None, **options):
+    sampling = Sampling(**{"max_new_tokens": 6, **options})
+    return rollouts.generate(
+        policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine, places=places
+    )
+
+
+def difference(policy: Policy, rollout: rollouts.Rollout, temperature: float = 1.0) -> float:
+    """The largest, between the sampler's log-probabilities and the policy's."""
+    count = len(rollout.texts)
+    groups = [range(first, first + 3) for first in range(0, count, 3)]
+    batch = MicroBatch.pack(rollout, torch.zeros(count), groups, "cpu")
+    with torch.no_grad():
+        return float((policy.logps(batch.packed, temperature) - batch.sampling_logps).abs().max())
+
+
+def spoil(policy: Policy) -> None:
+    with torch.no_grad():
+        policy.lm.get_output_embeddings().weight.mul_(0.5)
+
+
+# ------------------------------------------------------------------------------------- weights
+def test_weights_arrive_and_old_ones_are_seen(policy, server):
+    spoil(policy)  # the server starts with others
+    engine = engine_of(policy, server)
+    engine.update(policy, 3)
+    rollout = generate(policy, engine, temperature=0.7)
+    assert difference(policy, rollout, 0.7) < 1e-5
+    assert set(rollout.weight_versions) == {3}
+    spoil(policy)
+    assert difference(policy, generate(policy, engine)) > 0.01
+    engine.update(policy, 4)
+    assert difference(policy, generate(policy, engine)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 20_000, 1 << 28])
+def test_a_tied_model_in_buckets_of_any_size(monkeypatch, size):
+    monkeypatch.setattr(vllm_weights, "BUCKET", size)
+    policy = new_policy("qwen2")
+    sent = [pair for bucket in vllm_weights.buckets(policy) for pair in bucket]
+    stored = {name: tensor for name, tensor in policy.lm.state_dict().items()}
+    del stored["lm_head.weight"]  # the embedding's
+    assert dict(sent).keys() == stored.keys() and len(sent) == len(stored)
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in sent)
+    count = len(list(vllm_weights.buckets(policy)))
+    assert count == (len(sent) if size == 1 else 1 if size > 1 << 20 else count)
+    assert count > 1 or size > 1 << 20
+
+
+def test_adapters_are_sent_merged():
+    import peft
+
+    model = tiny_model("llama", vocab_size=14)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    sent = {name: tensor for bucket in vllm_weights.buckets(policy) for name, tensor in bucket}
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    merged = model.merge_and_unload().state_dict()
+    assert sent.keys() == merged.keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in sent.items())
+
+
+def test_weights_of_the_same_version_are_sent_once(policy, server):
+    engine = engine_of(policy, server)
+    for version in (0, 0, 1, 1):
+        engine.update(policy, version)
+        generate(policy, engine)
+    assert server.calls[UPDATE] == 2
+    assert server.calls["/init_weight_transfer_engine"] == 1
+
+
+def test_weights_of_another_run_are_not_taken_for_these(policy, server):
+    engine_of(policy, server).update(policy, 1)
+    spoil(policy)
+    engine = engine_of(policy, server)
+    engine.update(policy, 1)
+    assert difference(policy, generate(policy, engine)) < 1e-5
+
+
+def test_sampling_is_stopped_while_weights_are_exchanged(policy, server):
+    order = []
+    server.answer = lambda path, body: order.append(path) or StandIn.answer(server, path, body)
+    engine_of(policy, server).update(policy, 0)
+    names = ["/pause?mode=keep", "/start_weight_update", UPDATE, "/finish_weight_update", "/resume"]
+    assert order[-5:] == names
+
+
+def test_of_several_ranks_the_first_one_sends(policy, server):
+    first, second = engine_of(policy, server), engine_of(policy, server)
+    second.run, second.rank = first.run, 1  # as the ranks of a run agree on it
+    spoil(policy)
+    late = threading.Timer(0.2, first.update, (policy, 0))
+    late.start()
+    second.update(policy, 0)  # waits for the first one
+    late.join()
+    assert difference(policy, generate(policy, second)) < 1e-5
+    first.update(policy, 1)
+    with pytest.raises(ServerError, match="no vLLM server has the weights"):
+        second.options.patience = 0.1
+        second.update(policy, 2)
+    assert server.calls["/init_weight_transfer_engine"] == 1 and server.calls[UPDATE] == 2
+
+
+# --------------------------------------------------------------------------------- completions
+def test_a_seed_gives_the_same_samples_on_any_servers(policy, servers):
+    one, two = engine_of(policy, servers[0]), engine_of(policy, *servers)
+    for engine in (one, two):
+        engine.update(policy, 0)
+    whole = generate(policy, one, seed=(7, 1))
+    assert whole.completion_ids == generate(policy, two, seed=(7, 1)).completion_ids
+    assert whole.completion_ids != generate(policy, one, seed=(7, 2)).completion_ids
+    part = generate(policy, one, PROMPTS[1:3], seed=(7, 1), places=[1, 2])
+    assert part.completion_ids == whole.completion_ids[3:9]
+    same = generate(policy, one, ["5 =", "5 ="], seed=(7, 1)).completion_ids
+    assert same[:3] != same[3:]
+
+
+def test_prompts_are_dealt_to_all_servers(policy, servers):
+    engine = engine_of(policy, *servers)
+    engine.update(policy, 0)
+    rollout = generate(policy, engine)
+    assert [len(x.prompts) for x in servers] == [2, 2]
+    assert rollout.prompts == [prompt for prompt in PROMPTS for _ in range(3)]
+    assert sorted(servers[0].prompts + servers[1].prompts) == sorted(rollout.prompt_ids[::3])
+
+
+def test_ends_of_completions(policy, server):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    rollout = generate(policy, engine, seed=2)
+    eos = policy.tokenizer.eos_token_id
+    assert any(rollout.truncated) and not all(rollout.truncated)
+    assert rollout.truncated == [eos not in ids for ids in rollout.completion_ids]
+
+
+def test_greedy_completions(policy, server):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    ours = generate(policy, None, temperature=0.0).completion_ids
+    assert generate(policy, engine, temperature=0.0).completion_ids == ours
+
+
+def with_kept(answer):
+    for choice in answer["choices"]:
+        choice["sampling_mask"] = [sorted({token, 1}) for token in choice["token_ids"]]
+
+
+def test_kept_tokens_where_the_server_names_them(policy, server):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [with_kept]
+    kept = generate(policy, engine, PROMPTS[:1], top_k=2).kept[0]
+    (ids,) = generate(policy, engine, PROMPTS[:1], top_k=2).completion_ids[:1]
+    rows = [sorted({token, 1}) for token in ids]
+    assert kept.ids.tolist() == [token for row in rows for token in row]
+    assert kept.offsets.diff().tolist() == [len(row) for row in rows]
+    server.faults[GENERATE] = [with_kept]
+    assert generate(policy, engine, PROMPTS[:1]).kept == [None] * 3  # nothing was truncated
+
+
+def test_it_is_said_once_that_kept_tokens_are_unknown(policy, server, caplog):
+    vllm_sampling.say_that_kept_is_unknown.cache_clear()
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    generate(policy, engine)
+    assert "top_p" not in caplog.text
+    for _ in range(2):
+        generate(policy, engine, top_p=0.9)
+    assert caplog.text.count("top_p and top_k kept") == 1
+
+
+# ------------------------------------------------------------------------ servers that fail
+def test_a_server_that_dies_is_replaced_by_the_others(policy, servers, caplog):
+    engine = engine_of(policy, *servers)
+    engine.update(policy, 0)
+    expected = generate(policy, engine).completion_ids
+    servers[1].faults[GENERATE] = ["die"]
+    assert generate(policy, engine).completion_ids == expected
+    assert caplog.text.count("is left out") == 1
+    assert generate(policy, engine).completion_ids == expected  # without it from the beginning
+    servers[1].start()
+    engine.update(policy, 1)
+    assert "takes part again" in caplog.text
+    asked = len(servers[1].prompts)
+    assert generate(policy, engine).completion_ids == expected
+    assert len(servers[1].prompts) == asked + 2
+
+
+def test_a_server_killed_in_the_middle_and_restarted(policy, server):
+    """It comes back with its old weights: they are sent again before it is asked again."""
+    spoil(policy)
+    engine = engine_of(policy, server)
+    engine.update(policy, 5)
+    expected = generate(policy, engine)
+    server.faults[GENERATE] = [None, None, "die", "hang"]
+
+    def restart():
+        assert server.ended.wait(SECONDS)
+        time.sleep(0.3)
+        server.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    again = generate(policy, engine)
+    thread.join()
+    assert again.completion_ids == expected.completion_ids
+    assert again.weight_versions == [5] * 12 and difference(policy, again) < 1e-5
+
+
+def test_a_server_that_stays_away(policy, server):
+    engine = engine_of(policy, server, patience=0.2)
+    engine.update(policy, 0)
+    server.stop()
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="no vLLM server has the weights after 0.2 s"):
+        generate(policy, engine)
+    assert time.monotonic() - start < 10
+    server.start()
+    assert len(generate(policy, engine).texts) == 12
+
+
+def test_a_server_that_hangs(policy, server):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    engine.options.timeout = 0.3
+    server.faults[GENERATE] = ["hang"] * 12
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"of 4 prompts have no completions.*no answer within"):
+        generate(policy, engine)
+    assert time.monotonic() - start < 15
+    server.ended.set()
+
+
+def test_weights_that_do_not_arrive(policy, server):
+    """The server waits for weights that do not come, or the trainer for a server: not for ever."""
+    engine = engine_of(policy, server, timeout=0.5, patience=0.5)
+    server.faults[UPDATE] = ["hang"] * 3
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="no vLLM server has the weights.*no answer within"):
+        engine.update(policy, 0)
+    assert time.monotonic() - start < 15
+    server.ended.set()
+
+
+@pytest.mark.parametrize("path", [GENERATE, UPDATE, "/finish_weight_update", "/weight_info"])
+def test_an_error_is_tried_again(policy, server, path):
+    engine = engine_of(policy, server)
+    server.faults[path] = [500]
+    engine.update(policy, 0)
+    engine.update(policy, 1)
+    assert difference(policy, generate(policy, engine)) < 1e-5
+    assert not server.faults[path]
+
+
+def test_an_error_that_stays_is_quoted(policy, server):
+    engine = engine_of(policy, server)
+    server.faults[UPDATE] = [500] * 9
+    with pytest.raises(ServerError, match="and 3 tries: .*500 told to say 500"):
+        engine.update(policy, 0)
+    assert server.calls[UPDATE] == 3
+
+
+def of_another_version(answer):
+    answer["choices"][0]["weight_versions"][0]["version"] = "default"
+
+
+def of_an_older_version(answer):
+    versions = answer["choices"][-1]["weight_versions"][0]
+    run, _, version = versions["version"].rpartition("-")
+    versions["version"] = f"{run}-{int(version) - 1}"
+
+
+@pytest.mark.parametrize("change", [of_another_version, of_an_older_version])
+def test_completions_by_other_weights_are_refused(policy, server, change, caplog):
+    engine = engine_of(policy, server)
+    engine.update(policy, 2)
+    expected = generate(policy, engine)
+    server.faults[GENERATE] = [change]
+    again = generate(policy, engine)
+    assert again.completion_ids == expected.completion_ids and again.weight_versions == [2] * 12
+    assert "expected completions by the weights" in caplog.text
+    assert server.calls[UPDATE] == 2  # they were sent again
+    server.faults[GENERATE] = [change] * 99
+    with pytest.raises(ServerError, match=r"prompts have no completions after 3 tries"):
+        generate(policy, engine)
+    assert isinstance(engine.links[0].error, StaleWeights)
+
+
+def short(answer):
+    answer["choices"].pop()
+
+
+def one_logprob_less(answer):
+    answer["choices"][1]["logprobs"]["content"].pop()
+
+
+def other_tokens(answer):
+    answer["choices"][1]["logprobs"]["content"][0]["token_id"] += 1
+
+
+def no_versions(answer):
+    answer["choices"][1]["weight_versions"] = None
+
+
+def no_tokens(answer):
+    answer["choices"][1] |= {"token_ids": [], "logprobs": {"content": []}}
+
+
+def beyond_the_eos(answer):
+    ids, content = answer["choices"][1]["token_ids"], answer["choices"][1]["logprobs"]["content"]
+    ids.insert(0, 1)
+    content.insert(0, {"token_id": 1, "logprob": -1.0})
+
+
+def unfinished(answer):
+    for choice in answer["choices"]:
+        choice["finish_reason"] = "length" if choice["finish_reason"] == "stop" else "stop"
+
+
+def kept_without_the_token(answer):
+    with_kept(answer)
+    choice = answer["choices"][1]
+    choice["sampling_mask"][0] = [choice["token_ids"][0] + 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        short, one_logprob_less, other_tokens, no_versions, no_tokens, beyond_the_eos, unfinished,
+        kept_without_the_token, lambda answer: {}, lambda answer: {"choices": [None]},
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_none(policy, server, change):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [change]
+    with pytest.raises(BadAnswer):
+        generate(policy, engine, PROMPTS[:1], top_k=5)
+
+
+@pytest.mark.parametrize("value", [-9999.0, float("nan"), float("-inf")])
+def test_log_probabilities_that_are_no_numbers(policy, server, value):
+    def change(answer):
+        answer["choices"][1]["logprobs"]["content"][-1]["logprob"] = value
+
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [change]
+    with pytest.raises(NonFiniteLogits, match="says vLLM"):
+        generate(policy, engine)
+
+
+def test_a_completion_that_the_server_has_no_room_for(policy, server):
+    def cut(answer):
+        for choice in answer["choices"]:
+            choice["token_ids"] = [5, 5]
+            choice["logprobs"]["content"] = [{"token_id": 5, "logprob": -1.0}] * 2
+            choice["finish_reason"] = "length"
+
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [cut]
+    with pytest.raises(ValueError, match="max_model_len of vLLM: .*cut off after 2"):
+        generate(policy, engine)
+
+
+@pytest.mark.parametrize("text", [b"<html>", b"[1]", b"{"])
+def test_an_answer_that_is_no_json_object(policy, server, text):
+    engine = engine_of(policy, server)
+    server.faults["/weight_info"] = [lambda answer: text]
+    with pytest.raises(ServerError, match="expected (JSON|an object), got"):
+        engine.links[0].server.weight_version()
+
+
+def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server):
+    def aborted(answer):
+        answer["choices"][0] |= {"finish_reason": "abort", "token_ids": [], "logprobs": None}
+
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [aborted]
+    assert len(generate(policy, engine).texts) == 12
+
+
+# --------------------------------------------------------------------------------- refusals
+class Options:
+    def __init__(self, **given):
+        self.vllm = VLLMOptions(**given)
+
+
+@pytest.mark.parametrize("path", ["/weight_info", "/server_info"])
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_server_without_the_paths_is_told_how_to_start(policy, server, path, status):
+    server.faults[path] = [status]
+    with pytest.raises(ValueError, match=f"{status} told to say.*VLLM_SERVER_DEV_MODE=1"):
+        build(policy, Options(urls=[server.url]))
+
+
+def test_what_the_server_refuses_is_quoted(policy, server):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [400]
+    with pytest.raises(ValueError, match="400 told to say 400"):
+        generate(policy, engine)
+
+
+def test_raw_log_probabilities_are_refused(policy, server):
+    server.mode = "raw_logprobs"
+    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* has raw_logprobs"):
+        build(policy, Options(urls=[server.url]))
+
+
+def test_a_server_that_is_not_there(policy, server):
+    server.stop()
+    with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
+        build(policy, Options(urls=[server.url], patience=0.1))
+    server.start()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"urls": ["127.0.0.1:8000"]}, "expected http://host:port"),
+        ({"urls": ["ftp://127.0.0.1:8000"]}, "expected http://host:port"),
+        ({"urls": ["http://127.0.0.1"]}, "expected http://host:port"),
+        ({"urls": ["http://127.0.0.1:x"]}, "expected http://host:port"),
+        ({"urls": ["http://127.0.0.1:8000/v1"]}, "expected http://host:port"),
+        ({"urls": ["http://me:word@127.0.0.1:8000"]}, "expected http://host:port"),
+        ({"urls": ["http://localhost:1", "http://localhost:1"]}, "every server once"),
+        ({"urls": ["http://10.0.0.7:8000"]}, "address: expected .* that 10.0.0.7 can reach"),
+        ({"timeout": 0}, "greater than 0"),
+        ({"url": "http://localhost:1"}, "Extra inputs"),
+    ],
+)
+def test_options_that_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        VLLMOptions(**given)
+
+
+def test_another_machine_is_said(policy, server, monkeypatch, caplog):
+    monkeypatch.setattr(VLLMServers, "check", lambda self: None)
+    build(policy, Options(urls=[server.url]))
+    assert not caplog.text
+    build(policy, Options(urls=["http://10.0.0.7:8000"], address="10.0.0.1"))
+    assert "http://10.0.0.7:8000 is not on this machine" in caplog.text
+
+
+def test_the_key_is_sent(policy, server, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "word")
+    heard = []
+    monkeypatch.setattr(server.http.RequestHandlerClass, "respond", lambda self: (
+        heard.append(self.headers["Authorization"]), self.say(200, {"weight_version": "1"})
+    ))  # fmt: skip
+    assert engine_of(policy, server).links[0].server.weight_version() == "1"
+    assert heard == ["Bearer word"]

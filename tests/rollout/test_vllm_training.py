@@ -1,0 +1,111 @@
+"""A training run through (stand-ins of) vLLM servers: weights, versions, servers that fail."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.data import load_examples
+from grpo_fast.rollout import EngineError, vllm_server
+from grpo_fast.train import loop
+from grpo_fast.train.loading import build_tokenizer, load_policy
+from tests.command_line import invoke, refused, write_recipe
+from tests.rollout.vllm_stand_in import StandIn
+from tests.train.resuming import config_of, run
+
+GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
+
+
+def words_of(*servers: StandIn, **options: float) -> list[str]:
+    urls = ", ".join(server.url for server in servers)
+    given = {"timeout": 60.0, "patience": 60.0, **options}
+    return ["rollout.engine=vllm-server", f"rollout.vllm.urls=[{urls}]", "optim.lr=0.05",
+            *(f"rollout.vllm.{name}={value}" for name, value in given.items())]  # fmt: skip
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(vllm_server, "PAUSE_S", 0.05)
+    config = config_of(tmp_path)
+    tokenizer = build_tokenizer(config, load_examples(config.data, split="train", seed=0))
+    policy = load_policy(config.model, tokenizer)  # other random weights than the run's
+    made = [StandIn(policy), StandIn(policy)]
+    yield made
+    for server in made:
+        server.stop()
+
+
+def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):
+    """Each step's completions are of the weights of that step, and count once."""
+    one, two = servers
+    calm = run(tmp_path / "calm", *words_of(one, two))
+    for row in (row for row in calm["metrics"] if row["step"] and "loss" in row):
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
+    # An evaluation and the step behind it have the same weights.
+    assert [server.calls[UPDATE] for server in servers] == [4, 4]
+    one.stop(), two.stop()
+    one.start(), two.start()
+    two.faults = {GENERATE: [None, None, "die"]}
+    one.faults = {GENERATE: [None, 500, None, "die"], UPDATE: [None, None, 500]}
+
+    def restart() -> None:
+        assert one.ended.wait(60)
+        one.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    rough = run(tmp_path / "rough", *words_of(one, two))
+    thread.join()
+    assert two.ended.is_set() and not one.ended.is_set()
+    for found in (calm, rough):  # where the servers are is the only other thing
+        assert found.pop("page")
+    assert calm == rough
+
+
+def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_path):
+    """One that comes back in the middle waits for the next version."""
+    ahead = ["rollout.ahead=1", "rollout.correct_sampling=true",
+             "loss.sampling_correction=token_truncate"]  # fmt: skip
+    calm = run(tmp_path / "calm", *words_of(*servers), *ahead)
+    assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4  # a step older
+    servers[0].faults = {GENERATE: [None] * 12 + [500]}
+    rough = run(tmp_path / "rough", *words_of(*servers), *ahead)
+    assert calm.pop("page") and rough.pop("page")
+    assert calm == rough
+
+
+def test_a_run_whose_servers_stay_away_ends_with_a_sentence(servers, tmp_path):
+    recipe = write_recipe(tmp_path)
+    servers[0].faults = {GENERATE: ["die"] * 9}
+    one_left = words_of(servers[0], patience=0.1)
+    said = invoke("train", recipe, *one_left, "log.progress=false")
+    assert refused(said, "no vLLM server has the weights", servers[0].url, code=1)
+
+
+def test_a_run_that_its_servers_left_goes_on_with_others(servers, tmp_path):
+    calm = run(tmp_path / "calm", *words_of(servers[0]))
+    servers[0].faults = {GENERATE: [None] * 10 + ["die"]}
+    left = config_of(tmp_path / "left", *words_of(servers[0], patience=0.1))
+    with pytest.raises(
+        EngineError, match="no vLLM server has the weights.*; saved in .*step_000001"
+    ):
+        loop.train(left)
+    again = run(tmp_path / "left", *words_of(servers[1]), "resume=auto")
+    assert calm.pop("page") and again.pop("page")
+    assert calm == again
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout.engine=vllm-server"], "expected at least one server for engine: vllm-server"),
+        (["rollout.vllm.urls=[http://localhost:1]"], "expected none for engine: transformers"),
+        (["rollout.engine=vllm", "rollout.vllm.urls=[http://localhost:1]"], "expected none"),
+        (["rollout.engine=vllm-server", "rollout.vllm.urls=[localhost]"], "http://host:port"),
+        (["rollout.engine=vllm-server", "rollout.vllm.url=x"], "nearest: urls"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(tmp_path, words, message):
+    assert refused(invoke("train", write_recipe(tmp_path), *words), message)

@@ -1,0 +1,183 @@
+"""A stand-in for a vLLM server: the same paths and fields, a tiny transformers model behind them.
+
+It receives weights by gloo like the real one, and can be told to fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.vllm_weights import GlooGroup
+
+Change = Callable[[dict[str, Any]], Any]  # of an answer, in place
+
+
+class StandIn:
+    """A server on loopback that samples with a copy of `policy`.
+
+    Attributes:
+        faults: path → what happens to its next calls, one each: a status, "hang", or a `Change`.
+        calls: path → how often it was called.
+        prompts: all that were answered, in order.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self.initial, self.port = policy.frozen_copy(), 0
+        self.faults: dict[str, list[Any]] = {}
+        self.calls: Counter[str] = Counter()
+        self.prompts: list[list[int]] = []
+        self.mode = "processed_logprobs"
+        self.start()
+
+    def start(self) -> None:
+        """Anew, at the same port, with the weights it was made with."""
+        self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
+        self.group: GlooGroup | None = None
+        self.ended, self.lock = threading.Event(), threading.Lock()
+        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
+        self.port = self.http.server_port
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Dead: calls under way are never answered."""
+        self.ended.set()
+        self.http.shutdown()
+        self.http.server_close()
+        self.group = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    # ------------------------------------------------------------------------------- answers
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        name = path.strip("/").split("?")[0].replace("/", "_")
+        return getattr(self, f"on_{name}")(**body)
+
+    def on_health(self) -> dict[str, Any]:
+        return {}
+
+    def on_weight_info(self) -> dict[str, Any]:
+        return {"weight_version": self.version}
+
+    def on_get_world_size(self) -> dict[str, Any]:
+        return {"world_size": 1}
+
+    def on_server_info(self) -> dict[str, Any]:
+        return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+
+    def on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
+        self.group = GlooGroup(
+            init_info["master_address"], init_info["master_port"], init_info["rank_offset"],
+            init_info["world_size"], init_info["seconds"],
+        )  # fmt: skip
+        return {}
+
+    def on_pause(self) -> dict[str, Any]:
+        return {}
+
+    def on_resume(self) -> dict[str, Any]:
+        return {}
+
+    def on_start_weight_update(self) -> dict[str, Any]:
+        self.is_updating = True
+        return {}
+
+    def on_update_weights(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        assert self.is_updating
+        if self.group is None:
+            raise RuntimeError("not initialized")
+        own = dict(self.policy.lm.state_dict())
+        for name, dtype, shape in zip(*update_info.values(), strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast(tensor)
+            own[name].copy_(tensor)
+        return {}
+
+    def on_finish_weight_update(self, weight_version: str) -> dict[str, Any]:
+        self.version, self.is_updating = weight_version, False
+        return {}
+
+    def on_inference_v1_generate(
+        self, token_ids: list[int], sampling_params: dict[str, Any]
+    ) -> dict[str, Any]:
+        given = sampling_params
+        assert given["n"] == 1 or given["temperature"] > 0
+        assert given["ignore_eos"] and set(given["stop_token_ids"]) == self.policy.eos_ids
+        sampling = Sampling(
+            max_new_tokens=given["max_tokens"], temperature=given["temperature"],
+            top_p=given["top_p"], top_k=given["top_k"],
+        )  # fmt: skip
+        with self.lock:
+            self.prompts.append(token_ids)
+            engine = TransformersEngine(self.policy)
+            found = engine.generate(
+                [token_ids], sampling, group_size=given["n"], seed=given["seed"]
+            )
+        return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
+
+    def _choice(self, index: int, one: Any) -> dict[str, Any]:
+        pairs = zip(one.ids, one.logps.tolist(), strict=True)
+        return {
+            "index": index, "token_ids": one.ids, "sampling_mask": None,
+            "finish_reason": "stop" if one.finish_reason == "eos" else "length",
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(one.ids)}],
+            "logprobs": {"content": [{"token_id": t, "logprob": x, "rank": 1} for t, x in pairs]},
+        }  # fmt: skip
+
+    # ---------------------------------------------------------------------------------- HTTP
+    def _handler(stand_in) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        ended = stand_in.ended  # of this start
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.respond()
+
+            do_POST = do_GET
+
+            def respond(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(length) or "{}")
+                path = self.path.split("?")[0]
+                stand_in.calls[path] += 1
+                faults = stand_in.faults.get(path)
+                fault = faults.pop(0) if faults else None
+                if fault == "die":
+                    threading.Thread(target=stand_in.stop, daemon=True).start()
+                if fault in ("hang", "die"):
+                    ended.wait(30)
+                if ended.is_set():
+                    self.close_connection = True
+                    return
+                if isinstance(fault, int):
+                    self.say(fault, {"error": {"message": f"told to say {fault}"}})
+                    return
+                try:
+                    answer = stand_in.answer(self.path, body)
+                except Exception as error:
+                    self.say(500, {"error": {"message": repr(error)}})
+                    return
+                changed = fault(answer) if callable(fault) else None
+                self.say(200, answer if changed is None else changed)
+
+            def say(self, status: int, answer: Any) -> None:
+                text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing."""
+
+        return Handler

@@ -12,9 +12,50 @@ import torch
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
-from grpo_fast.rollout import Engine, Kept, Rollout, Sampling
+from grpo_fast.rollout import Completion, Engine, Rollout, Sampling
 from grpo_fast.rollout.engine import Seed
-from grpo_fast.train import distributed
+from grpo_fast.train import distributed, stored
+
+OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
+# Engines that every rank has: they sample with the trainer's own model, or know the ranks.
+OF_EVERY_RANK = ("transformers", "continuous", "vllm-server")
+
+
+class MainEngine(Engine):
+    """An engine beside the processes of the trainer: rank 0 alone has it, and asks it for all."""
+
+    def __init__(self, own: Engine | None) -> None:
+        self.own = own
+
+    def generate(self, *prompts: Any, **options: Any) -> list[Completion]:
+        assert self.own is not None
+        return self.own.generate(*prompts, **options)
+
+    def update(self, policy: Any, version: int) -> None:
+        self._do("update", policy.gathered(), version)
+
+    def sleep(self) -> None:
+        self._do("sleep")
+
+    def wake(self) -> None:
+        self._do("wake")
+
+    def close(self) -> None:
+        if self.own is not None:
+            self.own.close()
+
+    def _do(self, what: str, *arguments: Any) -> None:
+        with distributed.together():
+            if self.own is not None:
+                getattr(self.own, what)(*arguments)
+
+
+def build_engine(policy: Any, options: Any) -> Engine:
+    """`rollout.build_engine`: every rank's, or rank 0's alone."""
+    if distributed.size() == 1 or options.engine in OF_EVERY_RANK:
+        return rollout.build_engine(policy, options)
+    with distributed.together():
+        return MainEngine(rollout.build_engine(policy, options) if distributed.is_main() else None)
 
 
 def generate(
@@ -27,10 +68,12 @@ def generate(
     engine: Engine | None = None,
 ) -> Rollout:
     """`rollout.generate` by all ranks: the same completions on any number of them."""
-    with policy.whole(), distributed.together():
-        own = generate_share(
-            policy, prompts, options, group_size=group_size, seed=seed, engine=engine
-        )
+    given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
+    if distributed.size() == 1:
+        return rollout.generate(policy, prompts, options, **given)
+    is_beside = isinstance(engine, MainEngine) or (engine is not None and engine.is_apart)
+    with policy.apart() if is_beside else policy.whole(), distributed.together():
+        own = generate_share(policy, prompts, options, **given)
     return joined(own, group_size)
 
 
@@ -44,13 +87,16 @@ def generate_share(
     engine: Engine | None = None,
 ) -> Rollout:
     """This rank's part of it, without a word to the others."""
-    count, ranks = len(prompts), distributed.size()
-    first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
-    if first == end:
+    count, ranks, rank = len(prompts), distributed.size(), distributed.rank()
+    ends = [count * r // ranks for r in range(ranks + 1)]
+    if isinstance(engine, MainEngine):
+        ends = [0, *[count] * ranks]
+    places = range(ends[rank], ends[rank + 1])
+    if not places:
         return Rollout()
     return rollout.generate(
-        policy, prompts[first:end], options, group_size=group_size, seed=seed, engine=engine,
-        places=None if ranks == 1 else range(first, end),
+        policy, prompts[places.start : places.stop], options, group_size=group_size, seed=seed,
+        engine=engine, places=places,
     )  # fmt: skip
 
 
@@ -81,24 +127,18 @@ def joined(own: Rollout, group_size: int) -> Rollout:
     """The rollouts of all ranks as one, in the order of their prompts."""
     if distributed.size() == 1:
         return own
-    lists: dict[str, Any] = {f.name: getattr(own, f.name) for f in dataclasses.fields(Rollout)}
-    lists["sampling_logps"] = [logps.tolist() for logps in own.sampling_logps]
-    lists["kept"] = [one and [None if x is None else x.tolist() for x in one] for one in own.kept]
-    for name in ("prompts", "prompt_ids"):  # the same for a whole group
+    from safetensors.torch import load, save
+
+    lists, tensors = stored.store(own)
+    for name in OF_A_GROUP:
         lists[name] = lists[name][::group_size]
-    found: dict[str, Any] = {name: [] for name in lists}
-    for said in distributed.gather(lists):
-        for name, values in said.items():
-            found[name] += values
-    for name in ("prompts", "prompt_ids"):
-        found[name] = [one for one in found[name] for _ in range(group_size)]
-    found["sampling_logps"] = [torch.tensor(logps) for logps in found["sampling_logps"]]
-    found["kept"] = [one and _kept(*one) for one in found["kept"]]
-    return Rollout(**found)
-
-
-def _kept(ids: list[int], offsets: list[int], mass: list[float] | None) -> Kept:
-    return Kept(
-        torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets),
-        None if mass is None else torch.tensor(mass),
-    )  # fmt: skip
+    packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    every = Rollout()
+    said = zip(distributed.gather(lists), distributed.gather_tensors(packed), strict=True)
+    for theirs, data in said:
+        for name in OF_A_GROUP:
+            theirs[name] = [one for one in theirs[name] for _ in range(group_size)]
+        part = stored.restore(theirs, load(data.numpy().tobytes()))
+        for field in dataclasses.fields(Rollout):
+            getattr(every, field.name).extend(getattr(part, field.name))
+    return every

@@ -31,14 +31,20 @@ def test_a_model_and_its_own_engine(model):
 
 
 def test_a_cause_and_its_json(model):
-    done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK, "--json")
+    over_all = ["rollout.top_p=0.5", "rollout.replay_support=off", *QUICK]
+    done = invoke("doctor", model, *over_all, "--json")
     assert done.exit_code == 1
     told = json.loads(done.stdout)
     (cause,) = told["diagnosis"]["causes"]
     assert cause["name"] == names.TRUNCATION and not told["ok"] and not told["diagnosis"]["ok"]
     assert told["title"].startswith("transformers: ") and told["checks"] == []
-    good = invoke("doctor", model, "rollout.top_p=0.5", "threshold=50", *QUICK)
+    good = invoke("doctor", model, *over_all, "threshold=50")
     assert good.exit_code == 0 and names.TRUNCATION in good.output
+
+
+def test_a_loss_over_what_the_sampler_kept_agrees_with_it(model):
+    done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK)
+    assert done.exit_code == 0 and names.TRUNCATION not in done.output, done.output
 
 
 def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):

@@ -65,8 +65,11 @@ SUITES: dict[str, list[str]] = {
     "ranks_local": ["tests/train/test_ranks.py", "-k", "does and local"],
     "ranks_ppo": ["tests/train/test_ranks.py", "-k", "does and ppo and not shared and not 4"],
     "ranks_exact": ["tests/train/test_ranks.py", "-k", "does and exact"],
-    "ranks_warm": ["tests/train/test_ranks.py", "-k", "does and warm"],
-    "ranks_left": ["tests/train/test_ranks.py", "-k", "goes_on and (mu-fsdp2 or mu-ddp)"],
+    "ranks_left": [
+        "tests/train/test_ranks.py",
+        "-k",
+        "goes_on and (mu-fsdp2 or mu-ddp) or shards_again",
+    ],
     "ranks_memory": ["tests/train/test_ranks.py", "-k", "halves"],
     "ranks_ended": ["tests/train/test_ranks.py", "-k", "killed"],
     "ranks_refused": ["tests/train/test_ranks.py", "-k", "refused or do_not_fit"],

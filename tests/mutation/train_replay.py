@@ -19,7 +19,7 @@ SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/kept.py"
 
 MUTANTS = [
     Mutant("replay-loss-over-all", ACCUMULATE,
-           "support=batch.support,", "support=None,",
+           '"support": batch.support}', '"support": None}',
            "the loss is over the whole vocabulary", "replay"),
     Mutant("replay-old-over-all", FIXED,
            "policy.logps(micro.packed, temperature, hidden, micro.support)",

@@ -279,6 +279,17 @@ def test_a_server_killed_in_the_middle_and_restarted(policy, server):
     assert again.weight_versions == [5] * 12 and difference(policy, again) < 1e-5
 
 
+def test_a_server_that_started_anew_between_two_steps(policy, server, caplog):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.stop()
+    server.start()
+    spoil(policy)
+    engine.update(policy, 1)
+    assert difference(policy, generate(policy, engine)) < 1e-5
+    assert server.calls["/init_weight_transfer_engine"] == 2 and not caplog.text
+
+
 def test_a_server_that_stays_away(policy, server):
     engine = engine_of(policy, server, patience=0.2)
     engine.update(policy, 0)
@@ -456,6 +467,8 @@ def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server
 
 # --------------------------------------------------------------------------------- refusals
 class Options:
+    ahead = 0
+
     def __init__(self, **given):
         self.vllm = VLLMOptions(**given)
 

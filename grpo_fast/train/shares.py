@@ -17,7 +17,8 @@ from grpo_fast.rollout.engine import Seed
 from grpo_fast.train import distributed, stored
 
 OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
-EMBEDDED = ("transformers", "continuous")  # engines that sample with the trainer's own model
+# Engines of which every rank has one: the trainer's own model, or a client that knows of ranks.
+OF_EVERY_RANK = ("transformers", "continuous", "vllm-server")
 
 
 class MainEngine(Engine):
@@ -50,8 +51,8 @@ class MainEngine(Engine):
 
 
 def build_engine(policy: Any, options: Any) -> Engine:
-    """`rollout.build_engine`: of every rank where the policy samples itself, of rank 0 else."""
-    if distributed.size() == 1 or options.engine in EMBEDDED:
+    """`rollout.build_engine`: of every rank, or of rank 0, which then samples for all."""
+    if distributed.size() == 1 or options.engine in OF_EVERY_RANK:
         return rollout.build_engine(policy, options)
     with distributed.together():
         return MainEngine(rollout.build_engine(policy, options) if distributed.is_main() else None)

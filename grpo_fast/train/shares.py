@@ -17,7 +17,7 @@ from grpo_fast.rollout.engine import Seed
 from grpo_fast.train import distributed, stored
 
 OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
-# Engines that every rank has: they sample with the trainer's own model, or know the ranks.
+# Engines of which every rank has one: the trainer's own model, or a client that knows of ranks.
 OF_EVERY_RANK = ("transformers", "continuous", "vllm-server")
 
 
@@ -51,7 +51,7 @@ class MainEngine(Engine):
 
 
 def build_engine(policy: Any, options: Any) -> Engine:
-    """`rollout.build_engine`: every rank's, or rank 0's alone."""
+    """`rollout.build_engine`: of every rank, or of rank 0, which then samples for all."""
     if distributed.size() == 1 or options.engine in OF_EVERY_RANK:
         return rollout.build_engine(policy, options)
     with distributed.together():

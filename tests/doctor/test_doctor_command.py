@@ -10,7 +10,10 @@ from grpo_fast.doctor import causes as names
 from grpo_fast.doctor import command, settings
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.doctor.settings import Words
+from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.loading import load_policy
 from tests.command_line import invoke, refused, write_recipe
+from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_folder
 
 QUICK = ["self_tests=false", "n=3", "tokens=8"]
@@ -91,6 +94,18 @@ def test_engines_and_servers_by_their_words(model, monkeypatch):
     }  # fmt: skip
     assert seen[1]["rollout"] == {"temperature": 0.8, "engine": "vllm"}
     assert seen[2]["rollout"] == {"temperature": 0.8}
+
+
+def test_a_server_is_sent_the_weights_and_asked(model, tmp_path):
+    other = load_policy(ModelConfig(path=tiny_folder(tmp_path / "other", seed=1)))
+    server = StandIn(other)
+    try:
+        done = invoke("doctor", model, server.url, *QUICK)
+    finally:
+        server.stop()
+    assert done.exit_code == 0 and "vllm-server: " in done.output, done.output
+    gone = invoke("doctor", model, server.url, *QUICK, "rollout.vllm.patience=0")
+    assert refused(gone, "expected a vLLM server, found none", code=1)
 
 
 def test_without_a_model_the_self_tests_decide(monkeypatch):

@@ -205,6 +205,20 @@ def test_ends_of_completions(policy, server):
     assert rollout.truncated == [eos not in ids for ids in rollout.completion_ids]
 
 
+def test_completions_of_a_group_are_in_the_order_of_their_seeds(policy, server):
+    given = []
+
+    def shuffled(answer):
+        given.extend(choice["token_ids"] for choice in answer["choices"])
+        answer["choices"] = answer["choices"][1:] + answer["choices"][:1]
+
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [shuffled]
+    assert generate(policy, engine, PROMPTS[:1]).completion_ids == given
+    assert given[0] != given[2]
+
+
 def test_greedy_completions(policy, server):
     engine = engine_of(policy, server)
     engine.update(policy, 0)

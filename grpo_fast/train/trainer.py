@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
-from grpo_fast.rollout import Engine, awake, build_engine
+from grpo_fast.rollout import Engine, awake
 from grpo_fast.train import distributed, sharding
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.agreement import SamplerWatch
@@ -33,6 +33,7 @@ from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import Reference
 from grpo_fast.train.samples import rows_of
+from grpo_fast.train.shares import build_engine
 from grpo_fast.train.underway import Underway
 from grpo_fast.train.updates import Updates
 from grpo_fast.train.variance import gradient_variance
@@ -66,7 +67,8 @@ class Trainer:
         self.updates = config.inner_iterations * config.minibatches  # per batch, at most
         total = config.steps * self.updates
         if config.distributed in SHARDED:
-            self._shard()
+            models = (policy, self.reference.copy, critic)
+            sharding.shard_all(models, policy.device, config.distributed_replicas)
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
         self.optimizers = [self.optimizer]
         if critic is not None:
@@ -78,13 +80,6 @@ class Trainer:
         self.steps = self.num_tokens = self.peak_memory = 0
         self.underway: Underway | None = None  # the step that has its completions
         self.at_rest: Callable[[], Any] = lambda: None  # called where the run can be left
-
-    def _shard(self) -> None:
-        """Every model of the run: each rank keeps a part."""
-        mesh = sharding.mesh_of(self.policy.device, self.config.distributed_replicas)
-        for model in (self.policy, self.reference.copy, self.critic):
-            if model is not None:
-                model.shard(mesh)
 
     def step(self, step: int, queue: PromptQueue) -> tuple[dict[str, float], Collected]:
         """A batch of completions and the updates it is good for: metrics, and the completions.
@@ -98,10 +93,8 @@ class Trainer:
             now = self.underway = self.begin(step, queue)
             self.ahead.done()
             self.at_rest()
-        if self.ahead.is_due(step):
-            self.ahead.begin(step, queue)
-            now.clock.lap("ahead")
-            self.at_rest()
+        self.ahead.begin(step, queue, now.clock)
+        self.at_rest()
         if now.metrics is None:
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
@@ -142,9 +135,7 @@ class Trainer:
         collected, batch, done, clock = now.collected, now.batch, now.done, now.clock
         self.reference.after_step(now.step)
         clock.lap("train")
-        if self.config.rollout.ahead:
-            self.ahead.settle()
-            clock.lap("ahead")
+        self.ahead.settle(clock)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()

@@ -53,7 +53,6 @@ SUITES: dict[str, list[str]] = {
     "replay": ["tests/train/test_replay.py"],
     "ahead": ["tests/train/test_ahead.py"],
     "ahead_bits": ["tests/train/test_ahead.py", "-k", "stand_still"],
-    "checkpoint_ahead": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and ahead"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",
@@ -65,8 +64,11 @@ SUITES: dict[str, list[str]] = {
     "ranks_local": ["tests/train/test_ranks.py", "-k", "does and local"],
     "ranks_ppo": ["tests/train/test_ranks.py", "-k", "does and ppo and not shared and not 4"],
     "ranks_exact": ["tests/train/test_ranks.py", "-k", "does and exact"],
-    "ranks_warm": ["tests/train/test_ranks.py", "-k", "does and warm"],
-    "ranks_left": ["tests/train/test_ranks.py", "-k", "goes_on and (mu-fsdp2 or mu-ddp)"],
+    "ranks_left": [
+        "tests/train/test_ranks.py",
+        "-k",
+        "goes_on and (mu-fsdp2 or mu-ddp) or shards_again",
+    ],
     "ranks_memory": ["tests/train/test_ranks.py", "-k", "halves"],
     "ranks_ended": ["tests/train/test_ranks.py", "-k", "killed"],
     "ranks_refused": ["tests/train/test_ranks.py", "-k", "refused or do_not_fit"],

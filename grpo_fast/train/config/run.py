@@ -144,6 +144,9 @@ class RunConfig(Section):
         if self.log.grad_variance:
             expected = "expected false beside sharded weights"
             raise ValueError(f"log.grad_variance: {expected}, came true")
+        if self.rollout.engine == "continuous":
+            expected = "expected transformers, or an engine of its own, beside sharded weights"
+            raise ValueError(f"rollout.engine: {expected}, came continuous")
         if self.optim.states != "full":
             expected = "expected full beside sharded weights, which share the moments, too"
             raise ValueError(f"optim.states: {expected}, came {self.optim.states}")

@@ -70,6 +70,7 @@ SUITES: dict[str, list[str]] = {
     "support": ["tests/loss/test_support.py", "-k", "not every_loss and not aggregations"],
     "support_refusals": ["tests/loss/test_support.py", "-k", "refus"],
     "support_doors": ["tests/kernels/test_support_doors.py"],
+    "csrc_support": ["tests/kernels/test_support_doors.py"],
     "csrc_shards": ["tests/loss/test_vocabulary_shards.py", "-k", "2- and cpu"],
     "training": ["tests/train/test_train_loop.py", "tests/train/test_train_metrics.py"],
     "optimizer": ["tests/train/test_train_loop.py", "-k", "schedules or bad_gradient or in_a_row"],

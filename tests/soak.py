@@ -1,9 +1,10 @@
 """`make soak`: a tiny run that is killed again and again ends in the bits of one that is not.
 
-    python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0
+    python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0 --ranks 1
 
 Each kill is SIGKILL in a process of its own: in the middle of a save (at a random file that it
-writes), in the middle of a rollout (at a random token), and at a random moment.
+writes), in the middle of a rollout (at a random token), and at a random moment. Of several ranks
+one is killed, and the others end because of it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.train import checkpoint, report
+import torch
+
+from grpo_fast.train import checkpoint, loop, report
 from grpo_fast.train.checkpoint import problem_of
+from grpo_fast.train.distributed import RankError
 from grpo_fast.train.stopping import Stopping
-from tests.train.resuming import result, run
+from tests.train.ranks import free_port
+from tests.train.resuming import config_of, result, run
 
 OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "checkpoint.keep=2",
            "inner_iterations=2", "minibatches=2", "shuffle=completions", "reference.kind=synced",
            "reference.sync_every=7", "loss.beta=0.05", "rollout.dynamic={rounds: 1}",
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
+LEFT_ALONE = 3  # exit status of a rank that misses another
 EVERY, FILES, PASSES = 5, 20, 5  # steps between saves; what one flushes; passes of a rollout
 
 
@@ -72,23 +78,34 @@ def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
     timer.start()
 
 
-def attempt(folder: Path, options: list[str], arm: Callable[[], None]) -> bool:
-    """The run from its newest checkpoint in a process of its own; whether it was killed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            arm()
-            run(folder, *options, "resume=auto")
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return True
-    if os.waitstatus_to_exitcode(status) != 0:
-        sys.exit(f"soak: an attempt failed with status {status}")
-    return False
+def attempt(
+    folder: Path, options: list[str], arm: Callable[[], None], ranks: int = 1, victim: int = 0
+) -> bool:
+    """The run from its newest checkpoint in processes of its own; whether one was killed."""
+    port, children = free_port(), []
+    for rank in range(ranks):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                if ranks > 1:
+                    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks),
+                                   "MASTER_ADDR": "localhost", "MASTER_PORT": port}  # fmt: skip
+                if rank == victim:
+                    arm()
+                loop.train(config_of(folder, *options, "resume=auto"))
+                os._exit(0)
+            except RankError as error:
+                print(error, file=sys.stderr)
+                os._exit(LEFT_ALONE)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    was_killed = ends[victim] == -signal.SIGKILL
+    expected = {-signal.SIGKILL, LEFT_ALONE} if was_killed else {0}
+    if not set(ends) <= expected:
+        sys.exit(f"soak: an attempt failed with statuses {ends}")
+    return was_killed
 
 
 def main() -> int:
@@ -96,32 +113,38 @@ def main() -> int:
     for name, count in (("steps", 1000), ("saves", 11), ("rollouts", 6), ("moments", 10)):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     asked = parser.parse_args()
     report.plot_runs = lambda *_: None  # type: ignore[assignment]
     rng, began = random.Random(asked.seed), time.monotonic()
-    options = [*OPTIONS, f"steps={asked.steps}"]
+    options, ranks = [*OPTIONS, f"steps={asked.steps}"], asked.ranks
+    options += ["distributed=ddp", "distributed_timeout=60"] if ranks > 1 else []
     kinds = [(arm_save, asked.saves), (arm_rollout, asked.rollouts), (arm_moment, asked.moments)]
     kills = [arm for arm, count in kinds for _ in range(count)]
     rng.shuffle(kills)
     with tempfile.TemporaryDirectory() as root:
         whole, killed = Path(root) / "whole", Path(root) / "killed"
-        attempt(whole, options, lambda: None)
+        torch.set_num_threads(1)
+        run(Path(root) / "imports", *OPTIONS, "steps=1")  # no child need make them
+        attempt(whole, options, lambda: None, ranks)
         seconds = (time.monotonic() - began) / asked.steps
         print(f"uninterrupted: {time.monotonic() - began:.0f} s", flush=True)
         most = 1.5 * asked.steps / (len(kills) + 2)  # steps until the next kill
         unfinished = 0
         for number, arm in enumerate(kills, 1):
             key = rng.random()
+            victim = 0 if arm is arm_save else rng.randrange(ranks)  # rank 0 saves
             if not attempt(
-                killed, options, lambda a=arm, k=key: a(random.Random(k), most, seconds)
-            ):
+                killed, options, lambda a=arm, k=key: a(random.Random(k), most, seconds), ranks,
+                victim,
+            ):  # fmt: skip
                 sys.exit(f"soak: the run ended before kill {number} of {len(kills)}: more --steps")
             unfinished += arm is arm_save and any(killed.glob("checkpoints/*.unfinished"))
             saved = checkpoint.checkpoints_in(killed)
             assert all(problem_of(path) is None for path in saved), "a damaged checkpoint"
             at = saved[0].name if saved else "no checkpoint"
             print(f"kill {number}: {arm.__name__[4:]}, {at}", flush=True)
-        if attempt(killed, options, lambda: None):
+        if attempt(killed, options, lambda: None, ranks):
             sys.exit("soak: killed by somebody else")
         expected, found = result(whole), result(killed)
         different = [name for name in expected if found.get(name) != expected[name]]

@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.products import matmul_wide
 from grpo_fast.kernels.reference import final_logits
+from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.types import LogitRule, Wanted, pad_rows, padded
 from grpo_fast.kernels.workspace import unset, workspace_bytes
 from grpo_fast.loss import checks
@@ -28,25 +29,39 @@ BUFFERS = 10  # of a chunk's size in fp32 that are alive together, at most
 
 
 class Side(NamedTuple):
-    """One model's rows and head."""
+    """One model's rows and head, and the sets that both models' distributions are over."""
 
     hidden: Tensor  # (R, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
     rule: LogitRule  # temperature: a float
+    support: Support | None  # of the R rows
 
     def padded(self, chunk: slice) -> Tensor:
         """(padded C, H): the hidden rows of a chunk."""
         return pad_rows(self.hidden[chunk]).contiguous()
 
-    def log_probs(self, h: Tensor, count: int) -> tuple[Tensor, Tensor | float]:
-        """(C, V) log-probabilities of the first C = `count` rows of h in fp32, and dz/draw."""
+    def log_probs(self, chunk: slice, h: Tensor) -> tuple[Tensor, Tensor | float]:
+        """(C, V) log-probabilities of the chunk, whose padded rows are h, in fp32, and dz/draw."""
+        count = chunk.stop - chunk.start
         dtype = torch.promote_types(h.dtype, torch.float32)
         raw = unset(h.new_empty, (h.shape[0], self.weight.shape[0]), dtype=dtype)
         matmul_wide(h, self.weight, out=raw)
         raw = raw[:count] if self.bias is None else raw[:count].add_(self.bias)
         z, slope = final_logits(raw, self.rule)
+        if self.support is not None:
+            z = z.masked_fill(~_kept(self.support, chunk, z.shape[1]), float("-inf"))
         return z.log_softmax(-1), slope
+
+
+def _kept(support: Support, chunk: slice, vocab_size: int) -> Tensor:
+    """(C, V) bool: what the rows of a chunk are over; an empty set is the whole vocabulary."""
+    bounds = support.offsets[chunk.start : chunk.stop + 1]
+    counts = bounds.diff()
+    kept = (counts == 0)[:, None].repeat(1, vocab_size)
+    rows = torch.arange(len(counts), device=kept.device).repeat_interleave(counts)
+    kept[rows, support.ids[int(bounds[0]) : int(bounds[-1])].long()] = True
+    return kept
 
 
 def linear_exact_kl(
@@ -59,6 +74,7 @@ def linear_exact_kl(
     ref_bias: Tensor | None = None,  # (V,)
     rule: LogitRule | None = None,
     ref_rule: LogitRule | None = None,
+    support: Support | None = None,
 ) -> Tensor:  # (R,)
     """KL(policy ‖ reference) of every row, with a gradient to hidden, lm_head_weight and bias.
 
@@ -72,6 +88,7 @@ def linear_exact_kl(
         hidden, ref_hidden: the rows that predict the same R tokens, of either model.
         rule, ref_rule: logit scale, softcap and temperature (a float) of either head; None: the
             plain softmax for the policy, the policy's rule for the reference.
+        support: of the R rows, as in `linear_logps`: both distributions are over the same sets.
 
     Returns:
         (R,) fp32. A token that the policy never gives (probability 0 in fp32) adds 0; one that only
@@ -81,8 +98,8 @@ def linear_exact_kl(
         ValueError: shapes, dtypes, devices or vocabularies that do not fit, naming the argument.
     """
     rule = LogitRule() if rule is None else rule
-    policy = Side(hidden, lm_head_weight, bias, rule)
-    reference = Side(ref_hidden, ref_lm_head_weight, ref_bias, ref_rule or rule)
+    policy = Side(hidden, lm_head_weight, bias, rule, support)
+    reference = Side(ref_hidden, ref_lm_head_weight, ref_bias, ref_rule or rule, support)
     _check(policy, reference)
     return _ExactKL.apply(hidden, lm_head_weight, bias, policy.rule, reference)
 
@@ -107,6 +124,9 @@ def _check(policy: Side, reference: Side) -> None:
     if reference.hidden.device != policy.hidden.device:
         expected = f"the device of hidden, {policy.hidden.device}"
         raise checks.wrong("ref_hidden", expected, reference.hidden.device)
+    support, rows = policy.support, policy.hidden.shape[0]
+    if support is not None and len(support.offsets) != rows + 1:
+        raise checks.wrong("support.offsets", f"{rows + 1} of {rows} rows", len(support.offsets))
 
 
 def _chunks(policy: Side) -> Iterator[slice]:
@@ -119,17 +139,17 @@ def _chunks(policy: Side) -> Iterator[slice]:
 
 def _gap(lp: Tensor, p: Tensor, reference: Side, chunk: slice) -> Tensor:
     """(C, V) log p − log q, 0 where p is."""
-    ref_lp, _ = reference.log_probs(reference.padded(chunk), lp.shape[0])
+    ref_lp, _ = reference.log_probs(chunk, reference.padded(chunk))
     return (lp - ref_lp.to(lp.dtype)).masked_fill_(p == 0, 0.0)
 
 
 class _ExactKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, rule, reference):
-        policy = Side(hidden, weight, bias, rule)
+        policy = Side(hidden, weight, bias, rule, reference.support)
         kl = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         for chunk in _chunks(policy):
-            lp, _ = policy.log_probs(policy.padded(chunk), chunk.stop - chunk.start)
+            lp, _ = policy.log_probs(chunk, policy.padded(chunk))
             p = lp.exp()
             kl[chunk] = _gap(lp, p, reference, chunk).mul_(p).sum(-1, dtype=torch.float64)
         ctx.save_for_backward(hidden, weight, bias, kl)
@@ -141,12 +161,13 @@ class _ExactKL(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         hidden, weight, bias, kl = ctx.saved_tensors
-        policy, wanted = Side(hidden, weight, bias, ctx.rule), Wanted(*ctx.needs_input_grad[:3])
+        policy = Side(hidden, weight, bias, ctx.rule, ctx.reference.support)
+        wanted = Wanted(*ctx.needs_input_grad[:3])
         chunks = list(_chunks(policy))
         sums = GradientSums(hidden, weight, bias, wanted, is_only=len(chunks) == 1)
         for chunk in chunks:
             h, count = policy.padded(chunk), chunk.stop - chunk.start
-            lp, slope = policy.log_probs(h, count)
+            lp, slope = policy.log_probs(chunk, h)
             p = lp.exp()
             d = _gap(lp, p, ctx.reference, chunk).sub_(kl[chunk, None]).mul_(p).mul_(slope)
             g = grad[chunk, None].to(d.dtype)

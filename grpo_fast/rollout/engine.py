@@ -45,6 +45,7 @@ class Kept(NamedTuple):
 
     ids: Tensor  # (nnz,) int32
     offsets: Tensor  # (n + 1,) int64
+    mass: Tensor | None = None  # (n,) fp32: their probability before the others went; None: unknown
 
 
 class Completion(NamedTuple):
@@ -54,7 +55,7 @@ class Completion(NamedTuple):
     logps: Tensor  # (n,) fp32 on the CPU, of the distribution that was sampled from
     finish_reason: str  # EOS, LENGTH, or an engine's own word for a completion that was cut off
     weight_version: int  # of the weights that its first token was sampled with
-    kept: Kept | None = None  # None: nothing was truncated, or the engine cannot say
+    kept: Kept | None = None  # None: nothing truncated or asked for, or the engine cannot say
 
 
 class Engine(ABC):
@@ -62,6 +63,10 @@ class Engine(ABC):
 
     No call waits for ever: what an engine waits for has a timeout, and its error says for what.
     """
+
+    # It samples on a device and with weights of its own, also in a thread while the policy is
+    # trained, and needs no sleep meanwhile.
+    is_apart = False
 
     @abstractmethod
     def generate(

@@ -16,16 +16,17 @@ class KeptIds:
 
     def __init__(self, rows: int, length: int) -> None:
         self.counts = torch.zeros(rows, length, dtype=torch.int64)
+        self.masses = torch.zeros(rows, length)
         self.ids: list[Tensor] = []
         self.rows: list[Tensor] = []  # of each of `ids`
 
     def add(self, rows: Tensor, t: int, drawn: Drawn) -> None:
         """Token t of these rows. Waits for the device where something was truncated."""
-        if drawn.candidates is None or drawn.kept is None:
+        if drawn.candidates is None or drawn.kept is None or drawn.mass is None:
             return
         kept, rows = drawn.kept.cpu(), rows.cpu()
         counts = kept.sum(1)
-        self.counts[rows, t] = counts
+        self.counts[rows, t], self.masses[rows, t] = counts, drawn.mass.cpu()
         self.ids.append(drawn.candidates.to("cpu", torch.int32)[kept])
         self.rows.append(rows.repeat_interleave(counts))
 
@@ -36,8 +37,8 @@ class KeptIds:
         order = torch.cat(self.rows).argsort(stable=True)
         ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
         found: list[Kept | None] = []
-        for own, counts, length in zip(ids, self.counts, lengths, strict=True):
+        for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
             offsets = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum(counts[:length], 0, out=offsets[1:])
-            found.append(Kept(own[: int(offsets[-1])].clone(), offsets))
+            found.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
         return found

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 COLDEST = 1e-6
-MOST_KEPT = 512  # tokens, with top_p alone
 
 
 class Sampling(BaseModel):
@@ -28,6 +27,16 @@ class Sampling(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: off
     batch_size: int | None = Field(None, ge=1)  # completions at a time; None: all at once
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def wants_kept(self) -> bool:
+        """Whether engines hand on what each token was drawn from."""
+        return self.truncates
 
     @field_validator("temperature")
     @classmethod
@@ -52,8 +61,10 @@ class Drawn(NamedTuple):
 
     tokens: Tensor  # (B,) int64
     logps: Tensor  # (B,) fp32, of the distribution that was drawn from
-    candidates: Tensor | None = None  # (B, K) int64, rising token ids; None: the whole vocabulary
+    # (B, K) int64, rising token ids; None: the whole vocabulary, or not asked for
+    candidates: Tensor | None = None
     kept: Tensor | None = None  # (B, K) bool: those that could be drawn
+    mass: Tensor | None = None  # (B,) fp32: their probability before the others went
 
 
 def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, V) fp32, (B,)
@@ -61,24 +72,27 @@ def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, 
 
     Greedy (temperature 0) takes the most likely token, its log-probability at temperature 1. Else
     top_k comes first, then top_p over what is left; log-probabilities are those of the *processed*
-    distribution: renormalised over the kept tokens, and so larger than the policy's own. With top_p
-    alone at most the `MOST_KEPT` likeliest tokens are kept. Scores that are NaN or +inf make the
-    log-probability NaN: a look at the end costs no sync per token.
+    distribution: renormalised over the kept tokens, and so larger than the policy's own. Scores
+    that are NaN or +inf make the log-probability NaN: a look at the end costs no sync per token.
     """
     if options.temperature == 0:
         tokens = scores.argmax(-1)
         return Drawn(tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1))
     z = scores if options.temperature == 1 else scores / options.temperature
-    top_k = options.top_k or (MOST_KEPT if options.top_p < 1 else 0)
-    if not top_k or (top_k >= z.shape[-1] and options.top_p == 1):
+    top_k = min(options.top_k or z.shape[-1], z.shape[-1])
+    if top_k == z.shape[-1] and options.top_p == 1:
         p = z.softmax(-1)
         tokens = pick(p, uniform)
         return Drawn(tokens, p.gather(-1, tokens[:, None])[:, 0].log())
-    values, candidates = truncate(z, min(top_k, z.shape[-1]), options)
+    values, candidates = truncate(z, top_k, options)
     p = values.softmax(-1)
     place = pick(p, uniform)[:, None]
     logps = p.gather(-1, place)[:, 0].log()
-    return Drawn(candidates.gather(-1, place)[:, 0], logps, candidates, values > -torch.inf)
+    tokens = candidates.gather(-1, place)[:, 0]
+    if not options.wants_kept:
+        return Drawn(tokens, logps)
+    mass = (values.logsumexp(-1) - z.logsumexp(-1)).exp()
+    return Drawn(tokens, logps, candidates, values > -torch.inf, mass)
 
 
 def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:

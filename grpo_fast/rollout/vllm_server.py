@@ -38,10 +38,15 @@ class StaleWeights(ServerError):
 
 
 class VLLMServers(Engine):
-    """Servers that are sent the policy's weights; see `build`."""
+    """Servers that are sent the policy's weights; see `build`.
 
-    def __init__(self, policy: Any, options: VLLMOptions) -> None:
-        self.policy, self.options, self.rank = policy, options, 0
+    ahead: the policy is trained while `generate` runs: only `update` sends weights.
+    """
+
+    is_apart = True
+
+    def __init__(self, policy: Any, options: VLLMOptions, *, ahead: bool = False) -> None:
+        self.policy, self.options, self.rank, self.ahead = policy, options, 0, ahead
         self.links = [Link(url, options, policy.device) for url in options.urls]
         self.run, self.version = secrets.token_hex(4), 0
         if dist.is_available() and dist.is_initialized():
@@ -78,7 +83,7 @@ class VLLMServers(Engine):
         """Send the weights to all servers that have others.
 
         Of several ranks the first one sends; all of them call this. A server that comes back later
-        is sent them as they are then: they must not change while `generate` runs.
+        is sent them as they are then: they must not change while `generate` runs, unless `ahead`.
 
         Raises:
             ServerError: no server has them within `patience`.
@@ -96,7 +101,7 @@ class VLLMServers(Engine):
                 each(reached, lambda link: link.look(self.label))
             else:
                 self._send(reached, buckets(self.policy) if whole is None else whole)
-            ready = [link for link in self.links if link.label == self.label]
+            ready = self._ready()
             if ready:
                 return ready
             failures += bool(reached) and not self.rank
@@ -104,6 +109,9 @@ class VLLMServers(Engine):
                 tried = f"after {self.options.patience:.3g} s and {failures} tries"
                 raise ServerError(f"no vLLM server has the weights {tried}: {self._why()}")
             time.sleep(PAUSE_S)
+
+    def _ready(self) -> list[Link]:
+        return [link for link in self.links if link.label == self.label]
 
     def _send(self, links: list[Link], weights: Iterable[Named]) -> None:
         links = each(links, Link.begin)
@@ -147,7 +155,9 @@ class VLLMServers(Engine):
         done: dict[int, list[Completion]],
     ) -> None:
         """Ask all at once; `done` gets the completions that come."""
-        links = self._bring_up()
+        links = self._ready() if self.ahead else self._bring_up()
+        if not links:
+            raise ServerError(f"no vLLM server has the weights: {self._why()}")
         deadline = time.monotonic() + self.options.timeout
         pool = ThreadPoolExecutor(min(len(questions), CONNECTIONS * len(links)))
         asked = {}
@@ -187,7 +197,7 @@ def build(policy: Any, options: Any) -> VLLMServers:
         ServerError: a server is not there within `rollout.vllm.patience`.
         ValueError: a server that was started otherwise than it has to be.
     """
-    engine = VLLMServers(policy, options.vllm)
+    engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
     for url in options.vllm.urls:
         if not is_loopback(host_of(url)):
             log.warning("%s is not on this machine: its HTTP and weights are not encrypted", url)

@@ -51,7 +51,9 @@ def accumulate(
             sampling_logps=batch.sampling_logps if correct_sampling else None,
             num_completions_in_batch=completions,
         )  # fmt: skip
-        loss, hidden, output = policy_loss(policy, packed, advantages, alone, validate, per_token)
+        loss, hidden, output = policy_loss(
+            policy, packed, advantages, alone, validate, {**per_token, "support": batch.support}
+        )
         metrics = dict(output.metrics)
         weights = token_weights(batch, config, items, completions)
         if batch.ref_hidden is not None and ref_head is not None:

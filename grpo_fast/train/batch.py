@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast import Support
 from grpo_fast.attention import PackedGroups, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import distributed
@@ -29,6 +30,7 @@ class MicroBatch:
     completion_mask: Tensor  # (R,) bool: the token counts
     advantages: Tensor  # (B,) fp32
     sampling_logps: Tensor  # (R,) fp32
+    support: Support | None = None  # of the R tokens: what the sampler drew each from
     old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
     ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
@@ -67,6 +69,7 @@ class MicroBatch:
             completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
             advantages=own.nan_to_num(nan=0.0).to(device),
             sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
+            support=support_of(rollout, chosen, device),
         )
 
     def idle(self) -> MicroBatch:
@@ -102,6 +105,29 @@ class Totals(NamedTuple):
         completions = sum(len(batch) for batch in minibatch)
         trunk = sum(batch.trunk_tokens for batch in minibatch)
         return cls(items, completions, len(minibatch), trunk)
+
+
+def support_of(
+    rollout: Rollout, chosen: Sequence[int], device: torch.device | str
+) -> Support | None:
+    """The sets that the tokens of these completions were drawn from, one after another.
+
+    Those of a completion that was not truncated are empty: the whole vocabulary. None: no
+    completion of the rollout was.
+    """
+    if all(kept is None for kept in rollout.kept):
+        return None
+    ids, counts = [], []
+    for i in chosen:
+        kept = rollout.kept[i]
+        if kept is None:
+            counts.append(torch.zeros(len(rollout.completion_ids[i]), dtype=torch.int64))
+        else:
+            ids.append(kept.ids)
+            counts.append(kept.offsets.diff())
+    offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
+    joined = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
+    return Support(joined.to(device), offsets.to(device))
 
 
 class StepBatch:

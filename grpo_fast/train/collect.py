@@ -15,7 +15,7 @@ from grpo_fast.train.baseline import RunningBaseline, split_options
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import GAE
 from grpo_fast.train.groups import Drawn, difficulties, uses_of
-from grpo_fast.train.metrics import Clock, completion_metrics, reward_metrics
+from grpo_fast.train.metrics import Clock, completion_metrics, kept_metrics, reward_metrics
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.shares import generate, score
@@ -42,17 +42,19 @@ def collect(
     clock: Clock,
     baseline: RunningBaseline | None = None,
     engine: Engine | None = None,
+    ahead: Rollout | None = None,
 ) -> Collected:
     """G completions of each of the next prompts, and what they are worth.
 
     With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following prompt is
     asked in its place, for some rounds; what is then still missing is filled with dropped groups.
     A running baseline takes in the rewards of all that was sampled, after the advantages are made.
-    The engine samples with the weights it has; None: the policy does it itself.
+    The engine samples with the weights it has; None: the policy does it itself. `ahead` is what the
+    step's first prompts were answered with before.
     """
     dynamic, size = config.rollout.dynamic, config.rollout.group_size
     wanted = config.rollout.prompts_per_step
-    drawn = _draw(policy, queue, wanted, rewards, config, (config.seed, step), clock, engine)
+    drawn = _draw(policy, queue, wanted, rewards, config, (config.seed, step), clock, engine, ahead)
     uses, metrics = ["kept"] * wanted, {}
     judged_by = None if dynamic is None else dynamic.judged_by
     if dynamic is not None:
@@ -75,12 +77,19 @@ def collect(
     advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
     if baseline is not None:
         baseline.update(drawn.scores.total)
+    if engine is not None:
+        metrics |= staleness(drawn.rollout, step, most=config.rollout.ahead)
     return Collected(
         chosen.rollout,
         [one.example for one in chosen.asked for _ in range(size)],
         chosen.scores,
         advantages,
-        {**reward_metrics(drawn.scores, size), **completion_metrics(drawn.rollout), **metrics},
+        {
+            **reward_metrics(drawn.scores, size),
+            **completion_metrics(drawn.rollout),
+            **kept_metrics(drawn.rollout),
+            **metrics,
+        },
         sum(drawn.rollout.lengths),
         difficulties(drawn.asked, drawn.judged(judged_by), uses, step),
     )
@@ -95,11 +104,15 @@ def _draw(
     seed: tuple[int, ...],
     clock: Clock,
     engine: Engine | None,
+    ahead: Rollout | None = None,
 ) -> Drawn:
     """Groups of the next `count` prompts."""
     size, asked = config.rollout.group_size, queue.take(count)
-    prompts = [one.example.prompt for one in asked]
-    rollout = generate(policy, prompts, config.rollout, group_size=size, seed=seed, engine=engine)
+    prompts, rollout = [one.example.prompt for one in asked], ahead
+    if rollout is None:
+        rollout = generate(
+            policy, prompts, config.rollout, group_size=size, seed=seed, engine=engine
+        )
     clock.lap("rollout")
     repeated = [one.example for one in asked for _ in range(size)]
     scores = score(rewards, repeated, rollout.texts, rollout.completion_ids)
@@ -123,3 +136,23 @@ def advantages_of(
         options["lengths"] = torch.tensor(rollout.lengths)
     size = config.rollout.group_size
     return group_advantages(rewards, config.advantages, group_size=size, **options)
+
+
+def staleness(rollout: Rollout, step: int, most: int) -> dict[str, float]:
+    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's.
+
+    Nothing where there is nothing to see, with most = 0.
+
+    Raises:
+        RuntimeError: some are older than `most`.
+    """
+    ages = [step - 1 - version for version in rollout.weight_versions]
+    if max(ages) > most:
+        expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
+        raise RuntimeError(f"rollout: {expected} in step {step}, got some of {max(ages)}")
+    if most == 0:
+        return {}
+    return {
+        "sampling/staleness/mean": sum(ages) / len(ages),
+        "sampling/staleness/max": float(max(ages)),
+    }

@@ -32,6 +32,8 @@ COLUMNS = {
     "strict accuracy": "eval_accuracy_strict",
     "loss": "loss",
     "gradient variance": "grad_variance",
+    "KL": "kl",
+    "trainer / sampler": "sampling/importance_sampling_ratio/mean",
 }
 
 
@@ -201,10 +203,8 @@ def last_tenth(points: list[tuple[float, float]]) -> float | None:
 
 def table(found: Comparison) -> str:
     """A line for each setting: mean ± standard error over the seeds."""
-    shown = [
-        name for name, metric in COLUMNS.items()
-        if any(found.cell(arm, metric) for arm in found.arms)
-    ]  # fmt: skip
+    runs = [run for arm in found.arms for run in found.rows[arm.name]]
+    shown = [name for name, metric in COLUMNS.items() if compare_plot.is_telling(runs, metric)]
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
     for arm in found.arms:
         cells = [_cell(found.cell(arm, COLUMNS[name])) for name in shown]

@@ -22,13 +22,18 @@ PANELS = {
     "Loss": "loss",
     "Accuracy on held-out prompts": "eval_accuracy_strict",
     "Variance of the gradient": "grad_variance",
+    "KL to the reference": "kl",
+    "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
 }
+# What a metric is where there is nothing to say about it.
+NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
+TELLING = 0.01  # how far from there a value is that does
 MOST_LINES = 8  # in one panel
 SMALLEST = 1e-4  # of a panel's largest value, on a logarithmic scale: a run that stands still has 0
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> Path:
-    """Draw it; panels without a value are left out.
+    """Draw it; panels without a value that tells anything are left out.
 
     Args:
         rows: name of a setting → metrics of each of its runs.
@@ -38,7 +43,7 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
 
     groups = grouped(rows, settings)
     everything = [run for runs in rows.values() for run in runs]
-    titles = [t for t, name in PANELS.items() if any(series(run, name) for run in everything)]
+    titles = [t for t, name in PANELS.items() if is_telling(everything, name)]
     size = (4.2 * max(1, len(titles)), 3.1 * len(groups))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(groups), max(1, len(titles)), squeeze=False)
@@ -50,6 +55,12 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
             line[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
     return path
+
+
+def is_telling(runs: list[Rows], metric: str) -> bool:
+    """Whether any run has a value, one that is not what it is in every other comparison, too."""
+    neutral = NEUTRAL.get(metric, math.inf)
+    return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
 
 
 def grouped(

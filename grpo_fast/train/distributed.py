@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -84,12 +84,14 @@ def _missing() -> list[int]:
     if not _store:
         return []
     others = set(range(size())) - {rank()}
-    with suppress(RuntimeError):
+    try:
         _store[0].set(f"here/{rank()}", "1")
         until = time.monotonic() + HERE_S
         while others and time.monotonic() < until:
             others -= {r for r in others if _store[0].check([f"here/{r}"])}
             time.sleep(0.05)
+    except RuntimeError:  # the store is gone with the rank or the launcher that had it
+        return []
     return sorted(others)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast import LossConfig
+from grpo_fast import LossConfig, Support
 from grpo_fast.attention import Head
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.loss.exact_kl import linear_exact_kl
@@ -54,6 +54,14 @@ def exact_kl(
             hidden.index_select(0, batch.packed.predicting[mask]), head.weight,
             batch.ref_hidden[mask], ref_head.weight,
             bias=head.bias, ref_bias=ref_head.bias, rule=rule, ref_rule=ref_rule,
+            support=None if batch.support is None else selected(batch.support, mask),
         )  # fmt: skip
     mean = kl.detach().sum(dtype=torch.float64).float() / max(len(kl), 1)
     return ExactKL((weights[mask] * kl).sum(), mean)
+
+
+def selected(support: Support, mask: Tensor) -> Support:  # (R,) bool
+    """The sets of some of its tokens."""
+    counts = support.offsets.diff()
+    ids = support.ids[mask.repeat_interleave(counts)]
+    return Support(ids, torch.nn.functional.pad(counts[mask].cumsum(0), (1, 0)))

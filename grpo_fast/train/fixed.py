@@ -54,11 +54,11 @@ def add_fixed(
             if reference is not None and exact:
                 micro.ref_hidden = reference.hidden(micro.packed)
             elif reference is not None:
-                micro.ref_logps = reference.logps(micro.packed, temperature)
+                micro.ref_logps = reference.logps(micro.packed, temperature, micro.support)
             wanted = keep_old or (critic is not None and critic.is_shared)
             hidden = policy.hidden(micro.packed) if wanted else None
             if keep_old:
-                micro.old_logps = policy.logps(micro.packed, temperature, hidden)
+                micro.old_logps = policy.logps(micro.packed, temperature, hidden, micro.support)
             if critic is not None:
                 micro.old_values = critic.values(micro.packed, hidden)
         if critic is not None and critic.config.bootstrap:

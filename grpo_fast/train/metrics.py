@@ -138,7 +138,7 @@ def completion_metrics(rollout: Rollout) -> dict[str, float]:
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`.
 
-    With top_p or top_k the sampler's distribution is truncated, and the difference includes that.
+    Where a sampler with top_p or top_k does not hand on what it kept, the difference includes that.
     """
     trainers, samplers = map(torch.cat, zip(*logps, strict=True))
     if not trainers.numel():
@@ -150,6 +150,20 @@ def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]
         "sampling/importance_sampling_ratio/min": float(ratio.min()),
         "sampling/importance_sampling_ratio/mean": float(ratio.mean()),
         "sampling/importance_sampling_ratio/max": float(ratio.max()),
+    }
+
+
+def kept_metrics(rollout: Rollout) -> dict[str, float]:
+    """`sampling/…` of what tokens were drawn from: how many candidates, and their probability."""
+    known = [kept for kept in rollout.kept if kept is not None]
+    if not known:
+        return {}
+    sizes = torch.cat([kept.offsets.diff() for kept in known]).double()
+    masses = [kept.mass for kept in known if kept.mass is not None]
+    return {
+        "sampling/support_size/mean": float(sizes.mean()),
+        "sampling/support_size/max": float(sizes.max()),
+        **({"sampling/kept_mass/mean": _mean(torch.cat(masses))} if masses else {}),
     }
 
 

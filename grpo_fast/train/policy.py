@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from grpo_fast import linear_logps
+from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
     NAME,
     Head,
@@ -65,7 +65,7 @@ class Policy:
             expected = "expected auto or an attention that transformers has here"
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
-        self.is_sharded = self._is_whole = self._is_inside = False
+        self.is_sharded = self._is_apart = self._is_inside = False
         self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
         self.positions = positions(self.lm.config.get_text_config())
 
@@ -107,18 +107,23 @@ class Policy:
         return states if self.autocast is None else states.to(self.autocast)
 
     def logps(
-        self, packed: PackedGroups, temperature: float = 1.0, hidden: Tensor | None = None
+        self,
+        packed: PackedGroups,
+        temperature: float = 1.0,
+        hidden: Tensor | None = None,
+        support: Support | None = None,
     ) -> Tensor:
         """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
 
         hidden: what `hidden(packed)` gave, where that is known already.
+        support: of the completion tokens, as in `linear_logps`.
         """
 
         def logps() -> Tensor:
             head, states = self.head, self.hidden(packed) if hidden is None else hidden
             return linear_logps(
                 states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
-                bias=head.bias, temperature=temperature, **head.rule,
+                bias=head.bias, temperature=temperature, support=support, **head.rule,
             )  # fmt: skip
 
         return self.inside(logps)
@@ -132,7 +137,7 @@ class Policy:
     @property
     def in_step(self) -> bool:
         """Whether the ranks wait for each other in every forward pass."""
-        return self.is_sharded and not self._is_whole
+        return self.is_sharded and not self._is_apart
 
     def gathered(self) -> Policy:
         """Itself, or with all of its weights in rank 0's main memory (all ranks call it)."""
@@ -146,18 +151,18 @@ class Policy:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """A sharded model has all of its weights on every rank: for rollouts, whose lengths differ
-        from rank to rank.
-        """
-        if not self.is_sharded:
+        """`apart`, and a sharded model has all of its weights on every rank."""
+        with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
             yield
-            return
-        with sharding.unsharded(self.lm):
-            self._is_whole = True
-            try:
-                yield
-            finally:
-                self._is_whole = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The ranks do different things, as in rollouts, whose lengths differ."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
 
     @contextmanager
     def generation(self) -> Iterator[None]:

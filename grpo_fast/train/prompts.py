@@ -21,9 +21,14 @@ class PromptQueue:
     def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
         self.examples, self.consumed = examples, consumed
 
-    def take(self, count: int) -> list[Asked]:
-        """The next `count` prompts."""
+    def next(self, count: int) -> list[Asked]:
+        """The `count` prompts that `take` would give."""
         places = range(self.consumed, self.consumed + count)
-        self.consumed += count
         numbers = [place % len(self.examples) for place in places]
         return [Asked(number, self.examples[number]) for number in numbers]
+
+    def take(self, count: int) -> list[Asked]:
+        """The next `count` prompts; they are consumed."""
+        asked = self.next(count)
+        self.consumed += count
+        return asked

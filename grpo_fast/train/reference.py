@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast import Support
 from grpo_fast.attention import Head, PackedGroups
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.loading import load_policy, load_tokenizer
@@ -50,10 +51,12 @@ class Reference:
             return (self.copy or self.policy).hidden(packed).index_select(0, packed.predicting)
 
     @torch.no_grad()
-    def logps(self, packed: PackedGroups, temperature: float) -> Tensor:
+    def logps(
+        self, packed: PackedGroups, temperature: float, support: Support | None = None
+    ) -> Tensor:
         """(R,) fp32 logps of the completion tokens, in the layout the policy is trained in."""
         with self._switched():
-            return (self.copy or self.policy).logps(packed, temperature)
+            return (self.copy or self.policy).logps(packed, temperature, support=support)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.curves import plot_runs
 from grpo_fast.train.lines import JsonLines, written
 from grpo_fast.train.page import CompletionsPage
@@ -221,6 +221,12 @@ def kernels_line(summary: Mapping[str, Any]) -> str:
     """`kernels: cpu`, or `kernels: torch (slower; cpu: no C++ compiler …)`."""
     reason = summary["backend_fallback"]
     return f"kernels: {summary['backend']}" + (f" (slower; {reason})" if reason else "")
+
+
+def support_line(rollout: RolloutConfig) -> str:
+    """Of a run whose engine is asked for what its sampler kept."""
+    kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
+    return f"loss over the tokens that the sampler kept, where it says which ({kept})"
 
 
 def _start_bar(stream: TextIO, total: int) -> Progress | None:

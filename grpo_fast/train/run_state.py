@@ -6,6 +6,7 @@ critic/           its value head, and a trunk of its own
 *_optimizer.safetensors, random.safetensors
 state.json        counters, the place in the data, β, windows of rewards, the configuration
 step.safetensors  of a step that is under way: its completions' numbers
+ahead.safetensors the same of the next step, where they are sampled ahead
 """
 
 from __future__ import annotations
@@ -142,11 +143,14 @@ class RunState:
         numbers, tensors = underway
         if numbers is not None:
             save_file(tensors, folder / "step.safetensors")
+        ahead, tensors = trainer.ahead.state()
+        if ahead is not None:
+            save_file(tensors, folder / "ahead.safetensors")
         state = {
             "step": self.step, "before": self.before, "after": self.after, "metrics": self.metrics,
             "training_set": len(self.queue.examples), **self.marked,
             "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
-            "trainer": trainer.counters(), "underway": numbers,
+            "trainer": trainer.counters(), "underway": numbers, "ahead": ahead,
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -186,6 +190,8 @@ class RunState:
                 state["underway"], tensors, self.queue.examples, trainer.config.minibatches,
                 **trainer.batch_options(),
             )  # fmt: skip
+        if state["ahead"] is not None:
+            trainer.ahead.load(state["ahead"], load_file(folder / "ahead.safetensors"))
         self.mark()
         _set_random_state(load_file(folder / "random.safetensors"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,6 +20,14 @@ from torch import Tensor, nn
 from grpo_fast.train import distributed
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
+    """Every model of a run, those that are None apart."""
+    mesh = mesh_of(device, replicas)
+    for model in models:
+        if model is not None:
+            model.shard(mesh)
 
 
 def mesh_of(device: torch.device, replicas: int | None) -> Any:

@@ -12,9 +12,50 @@ import torch
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
-from grpo_fast.rollout import Engine, Kept, Rollout, Sampling
+from grpo_fast.rollout import Completion, Engine, Rollout, Sampling
 from grpo_fast.rollout.engine import Seed
-from grpo_fast.train import distributed
+from grpo_fast.train import distributed, stored
+
+OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
+# Engines of which every rank has one: the trainer's own model, or a client that knows of ranks.
+OF_EVERY_RANK = ("transformers", "continuous", "vllm-server")
+
+
+class MainEngine(Engine):
+    """An engine beside the processes of the trainer: rank 0 alone has it, and asks it for all."""
+
+    def __init__(self, own: Engine | None) -> None:
+        self.own = own
+
+    def generate(self, *prompts: Any, **options: Any) -> list[Completion]:
+        assert self.own is not None
+        return self.own.generate(*prompts, **options)
+
+    def update(self, policy: Any, version: int) -> None:
+        self._do("update", policy.gathered(), version)
+
+    def sleep(self) -> None:
+        self._do("sleep")
+
+    def wake(self) -> None:
+        self._do("wake")
+
+    def close(self) -> None:
+        if self.own is not None:
+            self.own.close()
+
+    def _do(self, what: str, *arguments: Any) -> None:
+        with distributed.together():
+            if self.own is not None:
+                getattr(self.own, what)(*arguments)
+
+
+def build_engine(policy: Any, options: Any) -> Engine:
+    """`rollout.build_engine`: of every rank, or of rank 0, which then samples for all."""
+    if distributed.size() == 1 or options.engine in OF_EVERY_RANK:
+        return rollout.build_engine(policy, options)
+    with distributed.together():
+        return MainEngine(rollout.build_engine(policy, options) if distributed.is_main() else None)
 
 
 def generate(
@@ -31,8 +72,10 @@ def generate(
     given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
     if ranks == 1:
         return rollout.generate(policy, prompts, options, **given)
-    first, end = (count * r // ranks for r in (distributed.rank(), distributed.rank() + 1))
-    with policy.whole(), distributed.together():
+    is_one = isinstance(engine, MainEngine)
+    ends = [0, *([count] * ranks if is_one else [count * (r + 1) // ranks for r in range(ranks)])]
+    first, end = ends[distributed.rank()], ends[distributed.rank() + 1]
+    with policy.apart() if is_one else policy.whole(), distributed.together():
         own, places = prompts[first:end], range(first, end)
         found = rollout.generate(policy, own, options, **given, places=places) if own else Rollout()
     return _joined(found, group_size)
@@ -63,21 +106,18 @@ def score(
 
 def _joined(own: Rollout, group_size: int) -> Rollout:
     """The rollouts of all ranks as one, in the order of their prompts."""
-    lists: dict[str, Any] = {f.name: getattr(own, f.name) for f in dataclasses.fields(Rollout)}
-    lists["sampling_logps"] = [logps.tolist() for logps in own.sampling_logps]
-    lists["kept"] = [None if one is None else [x.tolist() for x in one] for one in own.kept]
-    for name in ("prompts", "prompt_ids"):  # the same for a whole group
+    from safetensors.torch import load, save
+
+    lists, tensors = stored.store(own)
+    for name in OF_A_GROUP:
         lists[name] = lists[name][::group_size]
-    found: dict[str, Any] = {name: [] for name in lists}
-    for said in distributed.gather(lists):
-        for name, values in said.items():
-            found[name] += values
-    for name in ("prompts", "prompt_ids"):
-        found[name] = [one for one in found[name] for _ in range(group_size)]
-    found["sampling_logps"] = [torch.tensor(logps) for logps in found["sampling_logps"]]
-    found["kept"] = [one and _kept(*one) for one in found["kept"]]
-    return Rollout(**found)
-
-
-def _kept(ids: list[int], offsets: list[int]) -> Kept:
-    return Kept(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int64))
+    packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    every = Rollout()
+    said = zip(distributed.gather(lists), distributed.gather_tensors(packed), strict=True)
+    for theirs, data in said:
+        for name in OF_A_GROUP:
+            theirs[name] = [one for one in theirs[name] for _ in range(group_size)]
+        part = stored.restore(theirs, load(data.numpy().tobytes()))
+        for field in dataclasses.fields(Rollout):
+            getattr(every, field.name).extend(getattr(part, field.name))
+    return every

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
-from grpo_fast.rollout import Engine, awake, build_engine
+from grpo_fast.rollout import Engine, awake
 from grpo_fast.train import distributed, sharding
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.agreement import SamplerWatch
+from grpo_fast.train.ahead import Ahead
 from grpo_fast.train.baseline import running_baseline
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Collected, collect
@@ -31,6 +33,7 @@ from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import Reference
 from grpo_fast.train.samples import rows_of
+from grpo_fast.train.shares import build_engine
 from grpo_fast.train.underway import Underway
 from grpo_fast.train.updates import Updates
 from grpo_fast.train.variance import gradient_variance
@@ -53,6 +56,7 @@ class Trainer:
     ) -> None:
         self.config, self.policy, self.rewards, self.critic = config, policy, rewards, critic
         self.engine = engine or build_engine(policy, config.rollout)
+        self.ahead = Ahead(config, policy, self.engine)
         self.watch = SamplerWatch(config.rollout)
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
@@ -63,7 +67,8 @@ class Trainer:
         self.updates = config.inner_iterations * config.minibatches  # per batch, at most
         total = config.steps * self.updates
         if config.distributed in SHARDED:
-            self._shard()
+            models = (policy, self.reference.copy, critic)
+            sharding.shard_all(models, policy.device, config.distributed_replicas)
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
         self.optimizers = [self.optimizer]
         if critic is not None:
@@ -76,13 +81,6 @@ class Trainer:
         self.underway: Underway | None = None  # the step that has its completions
         self.at_rest: Callable[[], Any] = lambda: None  # called where the run can be left
 
-    def _shard(self) -> None:
-        """Every model of the run: each rank keeps a part."""
-        mesh = sharding.mesh_of(self.policy.device, self.config.distributed_replicas)
-        for model in (self.policy, self.reference.copy, self.critic):
-            if model is not None:
-                model.shard(mesh)
-
     def step(self, step: int, queue: PromptQueue) -> tuple[dict[str, float], Collected]:
         """A batch of completions and the updates it is good for: metrics, and the completions.
 
@@ -93,7 +91,10 @@ class Trainer:
         now = self.underway
         if now is None:
             now = self.underway = self.begin(step, queue)
+            self.ahead.done()
             self.at_rest()
+        self.ahead.begin(step, queue, now.clock)
+        self.at_rest()
         if now.metrics is None:
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
@@ -105,10 +106,13 @@ class Trainer:
     def begin(self, step: int, queue: PromptQueue) -> Underway:
         """The completions of a step, packed."""
         clock = Clock()
-        with awake(self.engine, self.policy, version=step - 1) as engine:
+        ahead = self.ahead.rollout(clock)
+        is_idle = ahead is not None and self.config.rollout.dynamic is None
+        with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
             collected = collect(
-                self.policy, queue, self.rewards, self.config, step, clock, self.baseline, engine
-            )
+                self.policy, queue, self.rewards, self.config, step, clock, self.baseline,
+                self.engine, ahead,
+            )  # fmt: skip
         batch = StepBatch(
             collected.rollout, collected.advantages, budget=self.budget.tokens,
             **self.batch_options(),
@@ -131,6 +135,7 @@ class Trainer:
         collected, batch, done, clock = now.collected, now.batch, now.done, now.clock
         self.reference.after_step(now.step)
         clock.lap("train")
+        self.ahead.settle(clock)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()

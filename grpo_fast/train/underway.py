@@ -9,19 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult
-from grpo_fast.rollout import Kept, Rollout
+from grpo_fast.train import stored
 from grpo_fast.train.batch import FIXED, StepBatch
 from grpo_fast.train.collect import Collected
 from grpo_fast.train.metrics import Clock, LossMetrics
+from grpo_fast.train.stored import Tensors
 from grpo_fast.train.updates import Updates
-
-Tensors = dict[str, Tensor]
-# Of a rollout, what is no tensor.
-LISTS = ("prompts", "prompt_ids", "completion_ids", "texts", "truncated", "weight_versions")
 
 
 @dataclass
@@ -56,20 +52,17 @@ class Underway:
         rollout, scores = collected.rollout, collected.scores
         tensors = {"total": scores.total, "advantages": collected.advantages}
         tensors |= {f"reward/{name}": values for name, values in scores.per_fn.items()}
-        tensors |= _numbered("sampling_logps", rollout.sampling_logps)
-        for i, kept in enumerate(rollout.kept):
-            if kept is not None:
-                tensors |= {f"kept/{i}/{name}": x for name, x in kept._asdict().items()}
+        lists, of_rollout = stored.store(rollout)
         fixed = [name for name in FIXED if batch.has_fixed and batch.has(name)]
         for name in fixed:
-            tensors |= _numbered(name, batch.of_each(name))
+            tensors |= stored.numbered(name, batch.of_each(name))
         for u, losses in enumerate(done.losses):
             for m, (ours, samplers) in enumerate(losses.logps):
                 tensors |= {f"update/{u}/{m}/ours": ours, f"update/{u}/{m}/samplers": samplers}
         numbers = {
             "step": self.step, "epoch": self.epoch, "minibatch": self.minibatch,
             "noise": self.noise, "metrics": self.metrics, "update_rows": self.update_rows,
-            "rollout": {name: getattr(rollout, name) for name in LISTS},
+            "rollout": lists,
             "rewards": list(scores.per_fn), "collected_metrics": collected.metrics,
             "generated": collected.generated, "prompts": collected.prompts,
             "batch": {"parts": batch.parts, "budget": batch.budget, "fixed": fixed},
@@ -79,8 +72,7 @@ class Underway:
             },
             "seconds": self.clock.seconds, "peaks": self.clock.peaks,
         }  # fmt: skip
-        # Views of one storage are written as tensors of their own.
-        return numbers, {name: value.detach().cpu().clone() for name, value in tensors.items()}
+        return numbers, of_rollout | stored.plain(tensors)
 
 
 def restore(
@@ -91,16 +83,8 @@ def restore(
     **options: Any,  # of StepBatch: group_size, minibatches, device, shared, mask_truncated
 ) -> Underway:
     """What `Underway.state` was made from; the prompts' texts are looked up in the training set."""
-    lists, device = state["rollout"], options["device"]
-    count = len(lists["texts"])
-    logps = [tensors[f"sampling_logps/{i}"] for i in range(count)]
-    kept = [
-        Kept(*(tensors[f"kept/{i}/{name}"] for name in Kept._fields))
-        if f"kept/{i}/ids" in tensors
-        else None
-        for i in range(count)
-    ]
-    rollout = Rollout(**lists, sampling_logps=logps, kept=kept)
+    rollout, device = stored.restore(state["rollout"], tensors), options["device"]
+    count = len(rollout.texts)
     names = state["rewards"]
     scores = RewardResult(
         tensors["total"], {n: tensors[f"reward/{n}"] for n in names}, {n: Counter() for n in names}
@@ -125,10 +109,6 @@ def restore(
     own = {f.name for f in dataclasses.fields(Underway)} - {"collected", "batch", "done", "clock"}
     rest: dict[str, Any] = {name: state[name] for name in own}
     return Underway(collected=collected, batch=batch, done=done, clock=clock, **rest)
-
-
-def _numbered(name: str, values: Sequence[Tensor]) -> Tensors:
-    return {f"{name}/{i}": value for i, value in enumerate(values)}
 
 
 def _losses_state(losses: LossMetrics) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast import LossConfig, grpo_loss
+from grpo_fast import LossConfig, Support, grpo_loss
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.loss import exact_kl
 from grpo_fast.loss.exact_kl import linear_exact_kl
@@ -87,6 +87,32 @@ def test_value_and_gradients_against_fp64(name, bias, mib, monkeypatch):
         assert (grad is None) == (wanted is None)
         assert grad is None or error(grad, wanted) < 2e-6
     assert (grads[0][5] == 0).all()
+
+
+@pytest.mark.parametrize("mib", ["0", "256"])
+def test_over_a_samplers_sets_against_fp64(mib, monkeypatch):
+    """Sets of every size from one token to the whole vocabulary, which an empty one stands for."""
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
+    sides, upstream = sides_of(), torch.linspace(-1, 2, 37)
+    sizes = [0, 1, 2, 53, *range(3, 36)]
+    sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
+    support = Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)]))
+    leaves = [x.clone().requires_grad_() for x in sides[:3]]
+    kl = linear_exact_kl(*leaves[:2], *sides[3:5], bias=leaves[2], ref_bias=sides[5],
+                         support=support)  # fmt: skip
+    (kl * upstream).sum().backward()
+    wide = [x.double().requires_grad_(i < 3) for i, x in enumerate(sides)]
+    expected = []
+    for t, ids in enumerate(sets):
+        ids = ids if len(ids) else torch.arange(53)
+        p, q = ((x[t] @ w[ids].T + bias[ids]).softmax(-1) for x, w, bias in (wide[:3], wide[3:]))
+        expected.append((p * (p / q).log()).sum())
+    (torch.stack(expected) * upstream).sum().backward()
+    assert kl[1] == 0 and error(kl.detach(), torch.stack(expected).detach()) < 1e-6
+    for leaf, true in zip(leaves, wide[:3], strict=True):
+        assert error(leaf.grad, true.grad) < 2e-6
+    with pytest.raises(ValueError, match=r"support.offsets: expected 38 of 37 rows, got 3"):
+        linear_exact_kl(*sides[:2], *sides[3:5], support=Support(sets[1], torch.arange(3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

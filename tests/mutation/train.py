@@ -13,7 +13,7 @@ PACKING, GENERATED = "grpo_fast/attention/packing.py", "grpo_fast/data/generated
 
 MUTANTS = [
     Mutant("train-rollout-seed", COLLECT,
-           "(config.seed, step), clock, engine)", "(config.seed, 0), clock, engine)",
+           "(config.seed, step), clock, engine, ahead)", "(config.seed, 0), clock, engine, ahead)",
            "every step draws the first one's random numbers", "train"),
     Mutant("train-skips-forgotten", OPTIMIZER,
            "self.adam.step()\n            self._skipped_in_a_row = 0\n", "self.adam.step()\n",

@@ -11,9 +11,7 @@ DISTRIBUTED, SHARES, SHARDING, BATCH, ACCUMULATE, FIXED, METRICS, BUDGET, POLICY
     for x in ("distributed", "shares", "sharding", "batch", "accumulate", "fixed", "metrics",
               "planning/budget", "policy", "weights", "loop")
 )  # fmt: skip
-RESUME, WARM, VARIANCE, CONFIG = (
-    f"grpo_fast/train/{x}.py" for x in ("resume", "warm_start", "variance", "config/run")
-)
+VARIANCE = "grpo_fast/train/variance.py"
 
 MUTANTS = [
     Mutant("ranks-gradients-stay", DISTRIBUTED,
@@ -45,7 +43,7 @@ MUTANTS = [
            "**given, places=places)", "**given)",
            "every rank samples with the random numbers of the first prompts", "ranks_mu"),
     Mutant("ranks-order-of-prompts", SHARES,
-           "for said in distributed.gather(lists):", "for said in distributed.gather(lists)[::-1]:",
+           "    for theirs, data in said:\n", "    for theirs, data in [*said][::-1]:\n",
            "completions are scored as answers to another rank's prompts", "ranks_mu"),
     Mutant("ranks-values-of-its-own", BATCH,
            "        if self.ranks > 1:\n            like", "        if self.ranks > 9:\n            like",
@@ -60,9 +58,6 @@ MUTANTS = [
     Mutant("ranks-variance", VARIANCE,
            "    for group in range(rank(), count, size())", "    for group in range(rank(), count)",
            "groups of the gradient's variance are counted by several ranks", "ranks_exact"),
-    Mutant("ranks-warm-start", WARM,
-           "(loss / size()).backward()", "loss.backward()",
-           "a warm start learns at as many times its rate", "ranks_warm"),
     Mutant("ranks-signal-alone", DISTRIBUTED,
            "        mine = error\n", "        raise\n",
            "a rank that gets a signal leaves, and the others wait for it", "ranks_left"),

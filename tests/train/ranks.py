@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from grpo_fast.rollout import engine, hf
+from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import accumulate, distributed, loop, optimizer, report, trackers
 from grpo_fast.train.metrics import is_timing
 from grpo_fast.train.settings import load_recipe
@@ -85,6 +87,15 @@ def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *word
         Stopping.raise_if_asked = ask  # type: ignore[method-assign]
 
 
+def leave_generate(folder: str) -> Any:
+    """The same inside transformers' `generate`, in the middle of a sharded model's forward pass."""
+    own, hf.why_unsuited = hf.why_unsuited, lambda _: "another attention"
+    try:
+        return train_until("mu", "fsdp2", folder, 1, 45)
+    finally:
+        hf.why_unsuited = own
+
+
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
     """The same, with a fault in the second update: of the last rank, if there are several."""
     calls, own = 0, accumulate.policy_loss
@@ -128,6 +139,27 @@ def say(*values: Any) -> Any:
     tensors = distributed.gather_tensors(torch.arange(float(distributed.rank())))
     return [distributed.gather(value), [x.tolist() for x in tensors],
             distributed.from_main(lambda: value)]  # fmt: skip
+
+
+class Beside(TransformersEngine):
+    """An engine that is no part of the trainer, as far as the ranks are concerned."""
+
+    built = 0
+
+    def __init__(self, policy: Any, options: Any) -> None:
+        super().__init__(policy, options)
+        Beside.built += 1
+
+    def update(self, policy: Any, version: int) -> None:
+        assert not policy.is_sharded
+        super().update(policy, version)
+
+
+def train_beside(case: str, kind: str, folder: str) -> Any:
+    """A run whose completions come from rank 0's engine."""
+    engine.BUILDERS["vllm"] = f"{__name__}:Beside"
+    sys.modules.setdefault("tests.train.ranks", sys.modules[__name__])
+    return {**train(case, kind, folder, "rollout.engine=vllm"), "built": Beside.built}
 
 
 def track() -> Any:

@@ -32,10 +32,14 @@ KINDS = {
         "advantages=gae", "critic={kind: model}", "kl.into=reward", *KL, *PASSES,
     ],
     "shared critic": ["advantages=gae", "critic={}", "shuffle=groups", "minibatches=2"],
-    "exact KL": [*KL, "loss.kl_estimator=exact", *PASSES],
+    "exact KL of what was kept": [*KL, "loss.kl_estimator=exact", *PASSES, "rollout.top_p=0.8"],
     "dynamic sampling and a running baseline": [
         "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",
         "log.grad_variance=true", "data.digits=2",
+    ],
+    "ahead": [
+        "rollout.ahead=1", "rollout.correct_sampling=true", "rollout.dynamic={rounds: 2}",
+        "rollout.top_k=6", "rollout.group_size=2", "data.digits=2", *PASSES,
     ],
 }  # fmt: skip
 
@@ -352,12 +356,15 @@ def test_the_result_of_two_whole_runs_is_compared_in_full(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_bit_for_bit():
-    """`make soak` in small: SIGKILL in two saves, in a rollout and at a random moment."""
-    words = "--steps 60 --saves 2 --rollouts 1 --moments 1".split()
+@pytest.mark.parametrize("ranks, steps, kills", [(1, 60, (2, 1, 1)), (2, 16, (1, 1, 0))])
+def test_a_run_that_is_killed_goes_on_bit_for_bit(ranks, steps, kills):
+    """`make soak` in small: SIGKILL in saves, in a rollout and at a random moment."""
+    words = ["--ranks", str(ranks), "--steps", str(steps)]
+    for name, count in zip(("saves", "rollouts", "moments"), kills, strict=True):
+        words += [f"--{name}", str(count)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.soak", *words], capture_output=True, cwd=ROOT, text=True,
         timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "60 steps, 4 kills" in done.stdout and "identical" in done.stdout
+    assert f"{steps} steps, {sum(kills)} kills" in done.stdout and "identical" in done.stdout

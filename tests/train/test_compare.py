@@ -13,7 +13,7 @@ from grpo_fast.cli import app
 from grpo_fast.train import compare as module
 from grpo_fast.train import loop
 from grpo_fast.train.compare import compare, parse_word, plan_arms, table
-from grpo_fast.train.compare_plot import band, grouped
+from grpo_fast.train.compare_plot import band, grouped, is_telling
 from grpo_fast.train.settings import load_recipe, save_config
 from tests.train.test_train_loop import TINY_SORT
 
@@ -211,3 +211,11 @@ def test_the_command_trains_and_says_what_failed(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "1 runs failed" in result.output and "no memory" in result.output
     assert module.MOST_RUNS == 1000
+
+
+@pytest.mark.parametrize(("ratio", "shown"), [(1.0, False), (0.995, False), (0.9, True)])
+def test_a_ratio_that_is_1_as_ever_gets_no_panel(ratio, shown):
+    name = "sampling/importance_sampling_ratio/mean"
+    runs = [[{"step": 1, name: 1.0, "kl": 0.0}], [{"step": 1, name: ratio}]]
+    assert is_telling(runs, name) == shown
+    assert is_telling(runs, "kl") and not is_telling(runs, "reward")

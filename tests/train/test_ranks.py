@@ -93,6 +93,12 @@ def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
         assert differences(tmp_path / name, plain(case)) == [], name
 
 
+def test_shards_are_shards_again_where_a_forward_pass_was_left(ranks, tmp_path):
+    found = ranks(2, ["leave_generate", str(tmp_path / "left")])
+    assert [x and x[0]["code"] for x in found] == [SAVED, SAVED], found
+    assert [path.name for path in checkpoints_in(tmp_path / "left")] == ["step_000002"]
+
+
 def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
     ranks(1, ["train_until", "mu", None, str(tmp_path / "left"), 0, 70])
     [saved] = checkpoints_in(tmp_path / "left")
@@ -143,6 +149,13 @@ def test_ranks_tell_each_other_numbers_and_texts(ranks):
         assert found == [[values, [[], [0.0], [0.0, 1.0]], values[0]]]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_engine_beside_the_trainer_is_asked_by_rank_0_alone(ranks, plain, tmp_path, kind):
+    found = ranks(2, ["train_beside", "mu", kind, str(tmp_path / "run")])
+    assert [x[0].get("built") for x in found] == [1, 0], found
+    assert differences(tmp_path / "run", plain("mu")) == []
+
+
 def test_trackers_are_rank_0s(ranks):
     for [seen] in ranks(2, ["track"]):
         assert seen == ["config", [1, {"reward": 0.5}], "finished"]
@@ -167,6 +180,7 @@ def test_groups_are_dealt_by_their_tokens():
         (["distributed=hsdp"], "distributed_replicas: expected a number beside"),
         (["distributed=ddp", "distributed_replicas=2"], "distributed_replicas: expected a number"),
         (["distributed=fsdp2", "log.grad_variance=true"], "log.grad_variance: expected false"),
+        (["distributed=fsdp2", "rollout.engine=continuous"], "rollout.engine: expected transf"),
         (["distributed=fsdp2", "optim.states=8bit"], "optim.states: expected full"),
         (["distributed=fsdp2", "loss.kl_estimator=exact"], "loss.kl_estimator: expected an"),
         (["distributed=both"], "distributed"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def home_path(path: str) -> str:
@@ -20,6 +20,8 @@ UserPath = Annotated[str, AfterValidator(home_path)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of what is made in memory before a run begins
+# For a choice of words: YAML takes this one for false.
+Off = BeforeValidator(lambda value: "off" if value is False else value)
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.continuous import ContinuousOptions
 from grpo_fast.rollout.vllm_options import VLLMOptions
-from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
+from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath
+
+KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
 
 class DataConfig(Section):
@@ -83,8 +85,19 @@ class RolloutConfig(Section, Sampling):
     prompts_per_step: Positive = 8
     mask_truncated: bool = False  # a completion without an EOS does not count in the loss
     correct_sampling: bool = False  # give the sampler's logps to the loss (train/inference ratio)
+    # 1: a step's completions are sampled during the step before, with the weights it began with
+    ahead: int = Field(0, ge=0, le=1)
     dynamic: DynamicSamplingConfig | None = None  # drop groups without spread and refill
+    # auto: beside top_p or top_k the loss is over the tokens that the sampler kept; off: over all
+    replay_support: Annotated[Literal["auto", "off"], Off] = "auto"
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)  # of the engines vllm and vllm-server
+
+    @model_validator(mode="after")
+    def _bound_the_kept(self) -> RolloutConfig:
+        """With top_p alone a flat distribution keeps nearly the whole vocabulary."""
+        if self.wants_kept and "top_k" not in self.model_fields_set:
+            self.__dict__["top_k"] = KEPT_AT_MOST
+        return self
 
     @model_validator(mode="after")
     def _servers_are_named(self) -> RolloutConfig:
@@ -94,6 +107,10 @@ class RolloutConfig(Section, Sampling):
             raise ValueError(f"vllm.urls: expected {one} for engine: {self.engine}, came {came}")
         return self
 
+    @property
+    def wants_kept(self) -> bool:
+        return self.replay_support == "auto" and self.truncates
+
 
 class HeldOut(Section, Sampling):
     """How held-out prompts are asked."""
@@ -101,6 +118,11 @@ class HeldOut(Section, Sampling):
     n: Positive | None = None  # prompts; None: all
     samples: Positive = 1  # per prompt
     max_new_tokens: Size | None = None  # None: the rollout's
+
+    @property
+    def wants_kept(self) -> bool:
+        """Nothing is computed from it."""
+        return False
 
 
 class EvalConfig(HeldOut):

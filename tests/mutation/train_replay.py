@@ -1,0 +1,111 @@
+"""Bugs planted where the sampler's kept tokens travel into the losses, and where a step's
+completions are sampled ahead of it.
+"""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
+    f"grpo_fast/train/{x}.py"
+    for x in ("fixed", "accumulate", "batch", "reference", "exact_kl", "stored", "metrics")
+)
+DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
+AHEAD, TRAINER, RUN_STATE, COLLECT, RUN, PLOT = (
+    f"grpo_fast/train/{x}.py"
+    for x in ("ahead", "trainer", "run_state", "collect", "config/run", "compare_plot")
+)
+SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/kept.py"
+
+MUTANTS = [
+    Mutant("replay-loss-over-all", ACCUMULATE,
+           '"support": batch.support}', '"support": None}',
+           "the loss is over the whole vocabulary", "replay"),
+    Mutant("replay-old-over-all", FIXED,
+           "policy.logps(micro.packed, temperature, hidden, micro.support)",
+           "policy.logps(micro.packed, temperature, hidden)",
+           "old logps are over the whole vocabulary", "replay"),
+    Mutant("replay-reference-over-all", REFERENCE,
+           "temperature, support=support)", "temperature)",
+           "the reference's logps are over the whole vocabulary", "replay"),
+    Mutant("replay-exact-kl-over-all", EXACT,
+           "support=None if batch.support is None else selected(batch.support, mask),",
+           "support=None,",
+           "the exact KL is over the whole vocabulary", "replay"),
+    Mutant("replay-exact-kl-empty-set", DOOR,
+           "kept = (counts == 0)[:, None].repeat(1, vocab_size)",
+           "kept = (counts < 0)[:, None].repeat(1, vocab_size)",
+           "a token that was not truncated has no distribution", "exact_kl"),
+    Mutant("replay-order", BATCH,
+           "    for i in chosen:\n        kept = rollout.kept[i]",
+           "    for i in sorted(chosen):\n        kept = rollout.kept[i]",
+           "sets stand beside another completion's tokens", "replay"),
+    Mutant("replay-mixed-batch", BATCH,
+           "if all(kept is None for kept in rollout.kept):",
+           "if any(kept is None for kept in rollout.kept):",
+           "one completion that was not truncated, and none has its sets", "replay"),
+    Mutant("replay-unbounded", DATA,
+           'if self.wants_kept and "top_k" not in self.model_fields_set:', "if False:",
+           "top_p alone keeps nearly the whole vocabulary", "replay"),
+    Mutant("replay-off-bounds", DATA,
+           'return self.replay_support == "auto" and self.truncates', "return self.truncates",
+           "off keeps the sets", "replay"),
+    Mutant("replay-forgotten-in-a-checkpoint", STORED,
+           'if f"kept/{i}/ids" in tensors', 'if f"kept/{i}" in tensors',
+           "a step that is resumed goes on over the whole vocabulary", "checkpoint_kept"),
+    Mutant("replay-mass", METRICS,
+           '"sampling/support_size/max": float(sizes.max())',
+           '"sampling/support_size/max": float(sizes.mean())',
+           "the largest set is reported as an average one", "replay"),
+    Mutant("replay-mass-of-all", SAMPLER,
+           "mass = (values.logsumexp(-1) - z.logsumexp(-1)).exp()",
+           "mass = (z.logsumexp(-1) - values.logsumexp(-1)).exp()",
+           "the kept mass is its inverse", "replay"),
+    Mutant("replay-evaluation-keeps", SAMPLER,
+           "if not options.wants_kept:", "if not options.truncates:",
+           "an evaluation keeps the sets of all its tokens", "replay"),
+    Mutant("replay-panel-of-ones", PLOT,
+           "abs(value - neutral) > TELLING", "abs(value - neutral) >= 0",
+           "every comparison shows a ratio that is 1", "compare"),
+    Mutant("ahead-later-weights", TRAINER,
+           """        self.ahead.begin(step, queue, now.clock)
+        self.at_rest()
+        if now.metrics is None:
+            if now.noise is None:
+                now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
+            self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
+""",
+           """        if now.metrics is None:
+            if now.noise is None:
+                now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
+            self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
+            self.ahead.begin(step, queue, now.clock)
+""",
+           "what is sampled ahead comes from the weights after the updates", "ahead"),
+    Mutant("ahead-same-numbers", AHEAD,
+           "seed=(self.config.seed, step + 1)", "seed=(self.config.seed, step)",
+           "a step's random numbers are those of the step before", "ahead_bits"),
+    Mutant("ahead-not-saved", RUN_STATE,
+           'if state["ahead"] is not None:', "if False:",
+           "what was sampled ahead is sampled again with newer weights", "ahead"),
+    Mutant("ahead-dropped-early", AHEAD,
+           "        return self.found.rollout\n",
+           "        found, self.found = self.found, None\n        return found.rollout\n",
+           "a step that is left while it refills has lost what it began with", "ahead"),
+    Mutant("ahead-consumes", AHEAD,
+           "queue.next(self.config.rollout.prompts_per_step)",
+           "queue.take(self.config.rollout.prompts_per_step)",
+           "every other batch of prompts is skipped", "ahead"),
+    Mutant("ahead-never-waits", AHEAD,
+           "        coming, self.coming = self.coming, None\n", "        coming = None\n",
+           "what a thread samples is forgotten", "ahead"),
+    Mutant("ahead-beyond-the-end", AHEAD,
+           "step < self.config.steps", "True",
+           "the last step samples for one that never comes", "ahead"),
+    Mutant("ahead-any-age", COLLECT,
+           "if max(ages) > most:", "if max(ages) > most + 1:",
+           "weights of two steps ago are taken", "ahead"),
+    Mutant("ahead-uncorrected", RUN,
+           "if self.rollout.ahead and not given:", "if False:",
+           "older samples are taken for the policy's own", "ahead"),
+]  # fmt: skip

@@ -1,0 +1,218 @@
+"""`rollout.ahead`: a step's completions come from the weights that the step before began with."""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+import threading
+
+import pytest
+
+from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.train import collect as collecting
+from grpo_fast.train import loop
+from grpo_fast.train.ahead import Ahead
+from grpo_fast.train.checkpoint import checkpoints_in
+from grpo_fast.train.optimizer import Optimizer
+from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.stopping import Stopped
+from tests.train.resuming import Leave, config_of, run
+
+AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
+PROMPT_S = 60  # what no test waits for
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+
+
+class Apart(TransformersEngine):
+    """Samples with a copy of the weights; in a thread, not before the policy has been updated."""
+
+    is_apart = True
+
+    def __init__(self, policy, options):
+        super().__init__(policy, options)
+        self.moved, self.busy, self.overlapped = threading.Event(), threading.Lock(), 0
+
+    def update(self, policy, version):
+        assert not self.busy.locked()
+        self.policy, self.version = copy.deepcopy(policy), version
+        self.moved.clear()
+
+    def generate(self, *args, **options):
+        assert self.busy.acquire(blocking=False)
+        try:
+            if threading.current_thread() is not threading.main_thread():
+                assert self.moved.wait(PROMPT_S)
+                self.overlapped += 1
+            return super().generate(*args, **options)
+        finally:
+            self.busy.release()
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """The engines that runs build from here on: `Apart`, told of every update."""
+    built = []
+
+    def build(policy, options):
+        built.append(Apart(policy, options))
+        return built[-1]
+
+    apply = Optimizer.apply
+
+    def applied(self):
+        norm = apply(self)
+        built[-1].moved.set()
+        return norm
+
+    monkeypatch.setattr(Optimizer, "apply", applied)
+    monkeypatch.setattr(loop, "build_engine", build)
+    return built
+
+
+def training_rows(found):
+    return [row for row in found["metrics"] if "loss" in row]
+
+
+def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path):
+    found, plain = run(tmp_path / "ahead", *AHEAD), run(tmp_path / "plain", "rollout.top_p=0.9")
+    rows = training_rows(found)
+    assert [row["sampling/staleness/max"] for row in rows] == [0, 1, 1]
+    assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
+    largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
+    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # what the loss corrects
+    asked = [
+        [json.loads(line)["prompt"] for line in x["prompts"].splitlines()] for x in (found, plain)
+    ]
+    assert asked[0] == asked[1] and len(asked[0]) == 6
+    # Step 1 is sampled as ever, step 2 from the same random numbers with other weights.
+    others = training_rows(plain)
+    assert rows[0]["reward"] == others[0]["reward"] and "sampling/staleness/max" not in others[0]
+    assert rows[1] != others[1]
+
+
+def test_weights_that_stand_still_are_sampled_with_the_same_random_numbers(tmp_path):
+    words = ["rollout.correct_sampling=true", "optim.lr=1e-30", "log.completions_every=0"]
+    found, plain = (
+        run(tmp_path / name, *words, f"rollout.ahead={ahead}", "rollout.dynamic={rounds: 1}")
+        for ahead, name in ((1, "ahead"), (0, "plain"))
+    )
+    assert found["prompts"] == plain["prompts"]
+    for row, other in zip(training_rows(found), training_rows(plain), strict=True):
+        assert {**row, **other} == row and row["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_path, monkeypatch):
+    words = [*AHEAD, "rollout.dynamic={rounds: 1}", "rollout.group_size=2", "data.digits=2"]
+    calls, generate = [], collecting.generate
+
+    def counted(*args, **options):
+        calls.append(None)
+        if len(calls) == last:
+            raise Stopped(signal.SIGTERM)
+        return generate(*args, **options)
+
+    last = 0
+    monkeypatch.setattr(collecting, "generate", counted)
+    whole = run(tmp_path / "whole", *words)
+    last, _ = len(calls), calls.clear()  # prompts that are asked in place of some that were dropped
+    with pytest.raises(Stopped):
+        run(tmp_path / "left", *words)
+    [saved] = checkpoints_in(tmp_path / "left")
+    assert (saved / "ahead.safetensors").exists() and not (saved / "step.safetensors").exists()
+    last = 0
+    found = run(tmp_path / "left", *words, "resume=auto")
+    assert found == {**whole, "page": found["page"]}
+
+
+def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
+    """And with the weights from before: the run is that of an engine that does not overlap."""
+    options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]
+    found = run(tmp_path / "apart", *options)
+    assert [engine.overlapped for engine in apart] == [2]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Apart, "is_apart", False)
+        assert run(tmp_path / "inside", *options) == found
+    assert apart[1].overlapped == 0
+
+
+def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
+    """As after kill -9: nothing but the checkpoints of whole steps is left."""
+    options = [*AHEAD, "steps=4", "checkpoint.every=1", "checkpoint.keep=9", "minibatches=2"]
+    whole = run(tmp_path / "whole", *options)
+    saved = checkpoints_in(tmp_path / "whole")
+    assert [(path / "ahead.safetensors").exists() for path in saved] == [False, True, True, True]
+    for index, path in enumerate(saved[1:]):
+        (folder := tmp_path / f"again-{index}").mkdir()
+        found = run(folder, *options, f"resume={path}")
+        assert [key for key in whole if found[key] != whole[key] and key != "page"] == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_while_the_engine_samples(tmp_path, monkeypatch, apart, fails, caplog):
+    """It is waited for, and lies in the checkpoint; where it fails, its prompts are asked again."""
+    whole = run(tmp_path / "whole", *AHEAD)
+    begin, settle, asked = Ahead.begin, Ahead.settle, []
+
+    def begun(self, step, queue, clock):
+        begin(self, step, queue, clock)
+        if step == 2:
+            asked.append(Leave(monkeypatch, 1))  # the next forward pass, of the update
+
+    def settled(self, clock):
+        apart[-1].moved.set()
+        settle(self, clock)
+        if fails and asked:
+            self.found = None
+            raise RuntimeError("the server is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ahead, "begin", begun)
+        patched.setattr(Ahead, "settle", settled)
+        with pytest.raises(Stopped):
+            loop.train(config_of(tmp_path / "left", *AHEAD))
+    Leave(monkeypatch, None)
+    [saved] = checkpoints_in(tmp_path / "left")
+    assert (saved / "ahead.safetensors").exists() != fails
+    assert ("RuntimeError: the server is gone" in caplog.text) == fails
+    found = run(tmp_path / "left", *AHEAD, "resume=auto")
+    assert found["prompts"] == whole["prompts"]
+    # No update was made yet, so that even what is sampled again is the same.
+    assert found == {**whole, "page": found["page"]}
+
+
+def test_completions_of_weights_that_are_older_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TransformersEngine, "update", lambda *_, **__: None)  # it never hears
+    with pytest.raises(RuntimeError, match=r"weights at most 1 steps old .* step 3, got some of 2"):
+        run(tmp_path / "run", *AHEAD)
+    with pytest.raises(RuntimeError, match="at most 0 steps old"):
+        run(tmp_path / "other")
+
+
+def test_the_loss_must_correct():
+    expected = "rollout.correct_sampling: expected true beside rollout.ahead"
+    with pytest.raises(ValueError, match=expected):
+        load_recipe("sort", ["rollout.ahead=1"])
+    with pytest.raises(ValueError, match=r"rollout\.ahead"):
+        load_recipe("sort", ["rollout.ahead=2", "rollout.correct_sampling=true"])
+    with pytest.raises(ValueError, match=r"rollout\.ahead: expected 0 beside distributed"):
+        load_recipe("sort", [*AHEAD, "distributed=ddp"])
+    config = load_recipe("sort", ["rollout.ahead=1", "rollout.correct_sampling=true"])
+    assert config.loss_config().sampling_correction is not None
+
+
+def test_a_failure_in_the_thread_ends_the_step(tmp_path, apart, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no answer within 5 s")
+
+    generate = Apart.generate
+    monkeypatch.setattr(
+        Apart, "generate",
+        lambda self, *a, **k: (broken if self.version == 1 else generate)(self, *a, **k),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="no answer within 5 s"):
+        run(tmp_path / "run", *AHEAD)

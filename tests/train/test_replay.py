@@ -1,0 +1,216 @@
+"""`rollout.replay_support`: the loss over what a truncating sampler drew from, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from grpo_fast import grpo_loss
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.rollout import Kept, Rollout, generate
+from grpo_fast.train import loop
+from grpo_fast.train.accumulate import accumulate
+from grpo_fast.train.batch import MicroBatch, StepBatch, support_of
+from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
+from grpo_fast.train.exact_kl import policy_term
+from grpo_fast.train.fixed import add_fixed
+from grpo_fast.train.metrics import kept_metrics
+from grpo_fast.train.policy import Policy
+from grpo_fast.train.reference import Reference
+from grpo_fast.train.settings import load_recipe
+from tests.tiny import tiny_model
+from tests.train.resuming import TINY
+
+SYMBOLS = [*map(str, range(10)), "="]
+PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
+TRUNCATING = [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.7, "temperature": 0.6}]
+
+
+def build_policy(family="llama"):
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    return Policy(tiny_model(family, vocab_size=len(tokenizer)), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return build_policy()
+
+
+def sampled(policy, **options):
+    options = RolloutConfig(max_new_tokens=9, **options)
+    return generate(policy, PROMPTS, options, group_size=4, seed=1), options
+
+
+@pytest.mark.parametrize("options", TRUNCATING, ids=str)
+def test_with_unchanged_weights_trainer_and_sampler_agree(policy, options):
+    """Without the sets they are the log of the kept mass apart."""
+    rollout, asked = sampled(policy, **options, batch_size=5)
+    assert all(kept.mass.min() < 0.999 for kept in rollout.kept)
+    order = [[7, 4], [0, 1, 3], [11]]  # completions of a micro-batch come in any order
+    micro = MicroBatch.pack(rollout, torch.zeros(12), order, "cpu")
+    logps = policy.logps(micro.packed, asked.temperature, support=micro.support)
+    assert (logps - micro.sampling_logps).abs().max() <= 1e-5
+    dense = policy.logps(micro.packed, asked.temperature)
+    mass = torch.cat([rollout.kept[i].mass for group in order for i in group])
+    torch.testing.assert_close(dense - micro.sampling_logps, mass.log(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", TRUNCATING, ids=str)
+def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
+    rollout, asked = sampled(policy, **options)
+    top_k = min(asked.top_k or 99, len(SYMBOLS) + 2)
+    for prompt, ids, kept in zip(
+        rollout.prompt_ids, rollout.completion_ids, rollout.kept, strict=True
+    ):
+        with policy.generation():
+            logits = policy.lm(torch.tensor([prompt + ids]), use_cache=False).logits[0]
+        assert len(kept.offsets) == len(ids) + 1 and kept.ids.dtype == torch.int32
+        for t, token in enumerate(ids):
+            z = logits[len(prompt) - 1 + t].double() / asked.temperature
+            best = z.topk(top_k)
+            p = best.values.softmax(-1)
+            wanted = best.indices[p.cumsum(-1) - p < asked.top_p].tolist()
+            own = kept.ids[kept.offsets[t] : kept.offsets[t + 1]].tolist()
+            assert sorted(own) == sorted(wanted) and token in own
+            assert kept.mass[t] == pytest.approx(float(z.softmax(-1)[wanted].sum()), abs=1e-5)
+
+
+def test_who_is_not_asked_hands_on_nothing(policy):
+    """An evaluation, too: it draws the same and keeps no sets."""
+    rollout, _ = sampled(policy, top_p=0.6)
+    off, _ = sampled(policy, top_p=0.6, replay_support="off")
+    asked = EvalConfig(max_new_tokens=9, top_p=0.6, temperature=1.0)
+    plain = generate(policy, PROMPTS, asked, group_size=4, seed=1)
+    assert plain.completion_ids == off.completion_ids == rollout.completion_ids
+    assert plain.kept == off.kept == [None] * 12
+    assert MicroBatch.pack(off, torch.zeros(12), [[0]], "cpu").support is None
+    assert sampled(policy)[0].kept == [None] * 12  # nothing is truncated
+
+
+def masked_logps(policy, micro, temperature):
+    """(R, V) log-probabilities over the sets, by plain torch."""
+    hidden, head = policy.hidden(micro.packed)[micro.packed.predicting], policy.head
+    z = hidden @ head.weight.T / temperature
+    kept = torch.zeros_like(z, dtype=torch.bool)
+    for t, (a, b) in enumerate(itertools.pairwise(micro.support.offsets.tolist())):
+        kept[t, micro.support.ids[a:b].long()] = True
+    return z.masked_fill(~kept, -torch.inf).log_softmax(-1)
+
+
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_loss_kl_and_entropy_are_over_the_sets(estimator):
+    """A step's gradients against plain torch on masked logits, the sets of unequal sizes."""
+    policy = build_policy()
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
+    rollout, asked = sampled(policy, top_p=0.7, temperature=0.8)
+    with torch.no_grad():
+        for p in policy.trainable():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(7)))
+    config = load_recipe("sort", [
+        f"loss.kl_estimator={estimator}", "loss.beta=0.3", "loss.entropy_coef=0.2",
+        "reference.kind=frozen", "rollout.temperature=0.8",
+    ]).loss_config()  # fmt: skip
+    batch = StepBatch(
+        rollout, torch.linspace(-1, 1, 12), group_size=4, minibatches=1, budget=60, device="cpu"
+    )
+    assert len(batch.micro_batches) > 1
+    add_fixed(
+        batch, policy, temperature=0.8, keep_old=True, reference=reference,
+        exact=estimator == "exact",
+    )  # fmt: skip
+    groups = [range(i, i + 4) for i in range(0, 12, 4)]
+    whole = MicroBatch.pack(rollout, batch.advantages, groups, "cpu")
+    target = whole.packed.target_ids[:, None]
+    with torch.no_grad():
+        old = masked_logps(policy, whole, 0.8).gather(1, target)[:, 0]
+        policy.head.weight.mul_(1.02)  # away from the old policy, too
+    seen = accumulate(
+        policy, batch.minibatches[0], config, correct_sampling=False, validate="full",
+        ref_head=reference.head,
+    )  # fmt: skip
+    found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+    policy.model.zero_grad()
+    lp = masked_logps(policy, whole, 0.8)
+    p, finite = lp.exp(), lp.masked_fill(lp == -torch.inf, 0.0)
+    with torch.no_grad():
+        ref = masked_logps(reference.copy, whole, 0.8)
+    logps, ref_logps = lp.gather(1, target)[:, 0], ref.gather(1, target)[:, 0]
+    is_exact = estimator == "exact"
+    output = grpo_loss(
+        logps, whole.advantages, policy_term(config),
+        cu_seqlens=whole.packed.cu_seqlens, old_logps=old, entropy=-(p * finite).sum(-1),
+        ref_logps=None if is_exact else ref_logps,
+    )  # fmt: skip
+    loss, lengths = output.loss, torch.tensor(whole.packed.lengths)
+    kl = (p * (finite - ref.masked_fill(ref == -torch.inf, 0.0))).sum(-1)
+    if is_exact:
+        loss = loss + 0.3 * (kl / (12 * lengths.repeat_interleave(lengths))).sum()
+    loss.backward()
+    estimated = KL_ESTIMATORS["k3"](ref_logps - logps)[0].mean()
+    assert seen.mean("kl") == pytest.approx(
+        float((kl.mean() if is_exact else estimated).detach()), rel=1e-4
+    )
+    for name, parameter in policy.model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=2e-4, atol=2e-6)
+
+
+def test_completions_with_and_without_sets_in_one_batch():
+    rollout = Rollout(
+        prompt_ids=[[3]] * 3, completion_ids=[[4, 5], [6], [7, 8]],
+        sampling_logps=[torch.zeros(2), torch.zeros(1), torch.zeros(2)],
+        kept=[
+            Kept(torch.tensor([4, 9, 5], dtype=torch.int32), torch.tensor([0, 2, 3])), None,
+            Kept(torch.tensor([7, 8, 2], dtype=torch.int32), torch.tensor([0, 1, 3])),
+        ],
+    )  # fmt: skip
+    ids, offsets = support_of(rollout, [2, 1, 0], "cpu")
+    assert ids.tolist() == [7, 8, 2, 4, 9, 5]
+    assert offsets.tolist() == [0, 1, 3, 3, 5, 6]
+    assert support_of(rollout, [1], "cpu").offsets.tolist() == [0, 0]
+    assert kept_metrics(rollout) == {
+        "sampling/support_size/mean": 1.5, "sampling/support_size/max": 2.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "top_k"),
+    [
+        (["top_p=0.9"], 512), (["top_p=0.9", "top_k=7"], 7), (["top_p=0.9", "top_k=0"], 0),
+        (["top_p=0.9", "replay_support=off"], 0), ([], 0),
+    ],
+)  # fmt: skip
+def test_top_p_alone_is_bounded_where_its_sets_are_kept(words, top_k):
+    config = load_recipe("sort", [f"rollout.{word}" for word in words])
+    assert config.rollout.top_k == top_k
+    assert RolloutConfig(**config.rollout.model_dump()).top_k == top_k  # saved, and read again
+    assert config.rollout.wants_kept == (words != [] and "replay_support=off" not in words)
+
+
+def test_yaml_takes_the_word_off_for_false():
+    config = load_recipe("sort", ["shuffle=off", "rollout.replay_support=off"])
+    assert config.shuffle == config.rollout.replay_support == "off"
+    with pytest.raises(ValueError, match="rollout.replay_support: .*'auto' or 'off', came True"):
+        load_recipe("sort", ["rollout.replay_support=on"])
+
+
+@pytest.mark.parametrize("replay", ["auto", "off"])
+def test_a_run_says_how_much_the_sampler_kept(tmp_path, monkeypatch, capsys, replay):
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    words = ["rollout.top_p=0.5", f"rollout.replay_support={replay}", "steps=1"]
+    loop.train(load_recipe("sort", [*TINY, *words, f"output_dir={tmp_path / 'run'}"]))
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    row = next(row for row in map(json.loads, rows) if "loss" in row)
+    line = "tokens that the sampler kept, where it says which (top_k 512, top_p 0.5)"
+    assert (line in capsys.readouterr().out.replace("\n", " ")) == (replay == "auto")
+    if replay == "auto":
+        assert row["sampling/sampling_logp_difference/max"] <= 1e-5
+        assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-5)
+        assert 1 <= row["sampling/support_size/mean"] <= row["sampling/support_size/max"] < 13
+        assert 0.5 <= row["sampling/kept_mass/mean"] < 0.8
+    else:
+        assert row["sampling/importance_sampling_ratio/mean"] < 0.8
+        assert "sampling/support_size/mean" not in row

@@ -172,8 +172,9 @@ SUPPORT_COLUMNS = 8192
 def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
     """Blocks of the kernel that reads the rows of W in a support, by the columns of W.
 
-    More columns than a program holds are read 2048 at a time. A thread reads 128 bytes of W at a time: two programs of 4096 columns then have 64 KiB under way
-    on a multiprocessor. A quarter of that where each number needs an address of its own.
+    A thread reads 128 bytes of W at a time: two programs of 4096 columns then have 64 KiB under way
+    on a multiprocessor. A quarter of that where each number needs an address of its own. More
+    columns than a program holds are read 2048 at a time.
     """
     most = SUPPORT_COLUMNS if width <= SUPPORT_COLUMNS else SUPPORT_COLUMNS // 4
     block_h = 128

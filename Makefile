@@ -48,12 +48,13 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm trainers format bench bench-gate gpu-trace experiments bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
+	@echo 'make bench-loop a whole step, rollout included, ours and TRL'
 	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
@@ -215,6 +216,11 @@ gpu-trace: $(SETUP)
 experiments: $(SETUP) csrc
 	@$(STEP) 'the experiments of grpo_fast/train/README.md'
 	@GRPO_FAST=$(BIN)/grpo-fast benchmarks/experiments.sh
+
+# A whole step, rollout included, against TRL's on the same model, prompts and lengths. Some minutes.
+bench-loop: $(PEERS) csrc
+	@$(STEP) 'a GRPO step with its rollout, ours and TRL'
+	@$(PY) -m benchmarks.trainers.loop --json benchmarks/results/cpu-loop.json $(ARGS)
 
 # Fails when a ratio to the limit is more than 15% worse than the one stored for this kind of CPU.
 bench-gate: $(SETUP) csrc

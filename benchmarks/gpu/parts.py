@@ -56,6 +56,7 @@ def parts() -> dict[str, Part]:
         # A candidate that no GPU has run: it may hang, and so comes when all else is measured.
         "forward-tests": one_by_one(3, 60, forward_tests),
         "forward": own(3, 60, "forward"),
+        "support": support(3, 80),
         "races": sanitize(3, 240, "racecheck", "synccheck"),
         "trl": bench(3, 60, "trl"),
     }
@@ -114,6 +115,13 @@ def steps(call: int, seconds: int) -> Part:
         for p, c, g in STEPS
     ]
     return Part(call, seconds, commands, [[*command, "--help"]])
+
+
+def support(call: int, seconds: int) -> Part:
+    """Rows in a sampler's support against the dense head."""
+    command = [PY, "-m", "benchmarks.trainers.support", "--device", "cuda"]
+    cases = [f"8192,4096,151936,{k}" for k in (50, 512)]
+    return Part(call, seconds, [[*command, "--cases", *cases]], [[*command, "--help"]])
 
 
 def sharded(call: int, seconds: int, files: list[str]) -> Part:

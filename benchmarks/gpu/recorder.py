@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.patch import patched
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
+SET_SIZE = 50  # ids of a row with a support
 # Nothing runs on the device.
 FREE = ("detach", "device", "scalar_tensor", "lift_fresh", "alias", "promote_types")
 
@@ -136,6 +137,16 @@ def target_rows(given: dict[str, Any]) -> int:
     return 0 if given["product_ptr"] is not None else rows * width * once
 
 
+def named_rows(given: dict[str, Any]) -> int:
+    """What is named, with a row of a matrix for each, and what is written."""
+    head = "id_ptr" in given
+    names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
+    row_bytes = given["H"] * given[matrix].element_size()
+    written = given.get("slope_ptr" if head else "out_ptr")
+    moved = given[names].shape[0] * (given[names].element_size() + 4 + row_bytes)
+    return moved + (size(written) if isinstance(written, Tensor) else 0)
+
+
 KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "slice_kernel": lambda given: 0,
     "target_kernel": lambda given: 2 * size(given["hidden_ptr"]),
@@ -146,6 +157,8 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "gather_columns_kernel": lambda given: 0,
     "column_product_kernel": lambda given: 0,
     "scale_kernel": lambda given: 0,
+    "support_head_kernel": named_rows,
+    "sums_kernel": named_rows,
 }
 
 
@@ -158,10 +171,11 @@ def recording() -> Iterator[Recorder]:
         gradients,
         linear,
         rows,
+        support,
         target_rows,
     )
     from grpo_fast.kernels.head import activity, loop
-    from grpo_fast.loss import batch, values
+    from grpo_fast.loss import batch, supports, values
 
     recorder = Recorder()
 
@@ -187,6 +201,11 @@ def recording() -> Iterator[Recorder]:
 
         return read
 
+    def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
+        """Every row has a set, of SET_SIZE ids."""
+        recorder.syncs.append("sizes of the support")
+        return len(lengths), len(lengths) * SET_SIZE
+
     def padded(self: loop.LinearHead, chunk: slice) -> Tensor:
         recorder.next_chunk()
         return original(self, chunk)
@@ -203,7 +222,9 @@ def recording() -> Iterator[Recorder]:
     original, ended = loop.LinearHead._padded, loop.LinearHead._finished
     swept = loop.LinearHead.logps
     with contextlib.ExitStack() as stack:
-        for module in (coefficients, exponentials, gradients, linear, rows, target_rows):
+        for module in (
+            *(coefficients, exponentials, gradients, linear, rows, support, target_rows),
+        ):
             stack.enter_context(patched(module, launch=recorder.kernel))
         for place, changes in (
             (linear, {"is_aligned": lambda x: True, "tiles": lambda x, *shape: x}),
@@ -212,6 +233,8 @@ def recording() -> Iterator[Recorder]:
             (activity.Activity, {"keep": keep}),
             (values, {"check_values": copied}),
             (batch, {"check_values": copied}),
+            (supports, {"check_values": copied, "_sizes": sizes}),
+            (support, {"is_aligned": lambda x: True}),
             (loop.LinearHead, {"_padded": padded, "_finished": finished, "logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
         ):

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.recorder import Recorder, recording
-from grpo_fast import LossConfig
+from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
+from grpo_fast import LossConfig, Support
 from grpo_fast.loss import autograd, operators
 from grpo_fast.loss.arguments import Given, Options
 
@@ -40,6 +40,7 @@ class Case(NamedTuple):
     beta: float = 0.0
     mask: bool = False
     calls: int = 1  # heads of one weight
+    support: bool = False
 
     def run(self) -> Recorder:
         with recording() as recorder:
@@ -60,7 +61,11 @@ class Case(NamedTuple):
         )  # fmt: skip
         config = LossConfig(loss_type=self.loss_type, beta=self.beta)
         tensors, known = (hidden, weight, None), operators.LOSSES["linear"]
-        options = Options([*self.wants, False], "triton")
+        support = None
+        if self.support:
+            ids = new(self.rows * SET_SIZE, dtype=torch.int32)
+            support = Support(ids, new(self.rows + 1, dtype=torch.int64))
+        options = Options([*self.wants, False], "triton", support=support)
         batch = operators.build(known, tensors, options, config, given)
         result = known.run(*tensors, batch=batch, options=options)
         for gradient in result.gradients:
@@ -107,6 +112,8 @@ CASES: dict[str, Case] = {
     "head alone": Case(8192, 4096, wants=(False, True)),
     "no gradient": Case(8192, 4096, wants=(False, False)),
     "three heads of one weight": Case(2048, 4096, calls=3),
+    "support, 50 ids": Case(8192, 4096, support=True),
+    "support, frozen head": Case(8192, 4096, support=True, wants=(True, False)),
     "sequence level": Case(8192, 4096, loss_type="gspo"),
 }
 

@@ -60,6 +60,7 @@ def main() -> None:
     report = {
         **measure.header("whole GRPO step, rollout included", options.device),
         "threads": options.threads,
+        "clock": options.clock,
         "load": os.getloadavg(),
         "cases": cases,
     }
@@ -69,7 +70,12 @@ def main() -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    return parsed(parser, DEFAULTS, arguments)
+    parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall")
+    options = parsed(parser, DEFAULTS, arguments)
+    if options.clock == "process" and options.threads != 1:
+        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
+    measure.clock = options.clock
+    return options
 
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:

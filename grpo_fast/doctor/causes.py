@@ -184,7 +184,7 @@ def _about_truncation(found: Found) -> str:
         return (
             f"top_k={sampling.top_k} top_p={sampling.top_p:g} leave a part of the vocabulary and "
             "the loss looks at all of it; the difference is the log of the kept mass: hand it the "
-            f"kept tokens{known}, or sample without truncation"
+            f"kept tokens{known} (rollout.replay_support: auto), or sample without truncation"
         )
     what = ""
     if isinstance(cut, Truncation):

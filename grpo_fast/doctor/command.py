@@ -75,7 +75,7 @@ def examine_engine(asked: Words) -> Diagnosis:
             policy, engine, prompts, asked.sampling, group_size=own.samples, seed=config.seed,
             version=int(time.time()),  # no weights that a server has met before have this one
             temperature=float(config.loss_config().temperature), previous=previous,
-            threshold=own.threshold, uses_kept=getattr(config.rollout, "wants_kept", False),
+            threshold=own.threshold, uses_kept=config.rollout.wants_kept,
         )  # fmt: skip
 
 

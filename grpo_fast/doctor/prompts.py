@@ -5,7 +5,7 @@ A reading is token ids in place of those that were sent. Padding that is not mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_fast.data import Prompt
@@ -49,12 +49,6 @@ def padded(ids: Ids, side: str, pad: int) -> Ids:
     if side == UNPADDED:
         return ids
     return [gap + tokens if side == LEFT else tokens + gap for tokens, gap in pairs]
-
-
-def paddings(ids: Ids) -> Iterator[str]:
-    """The sides at which there is anything to pad."""
-    if len(set(map(len, ids))) > 1:
-        yield from (LEFT, RIGHT)
 
 
 def _templated(tokenizer: Any, prompt: Prompt, tokens: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ from grpo_fast import linear_logps
 from grpo_fast.attention import pack_groups, plan_packs
 from grpo_fast.doctor.prompts import AS_SENT, Ids, padded
 from grpo_fast.doctor.rows import Truncation, row_logps
-from grpo_fast.doctor.view import BF16, CURRENT, FITTED, KEPT, OWN, View
+from grpo_fast.doctor.view import BF16, CURRENT, FITTED, KEPT, OWN, PREVIOUS, View
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import Kept, Rollout
 from grpo_fast.train.policy import Policy
@@ -40,7 +40,7 @@ class Recomputed:
         previous: Policy | None = None,
     ) -> None:
         self.policy, self.rollout, self.readings = policy, rollout, readings
-        self.policies = {CURRENT: policy} | ({"previous": previous} if previous else {})
+        self.policies = {CURRENT: policy} | ({PREVIOUS: previous} if previous else {})
         self.group_size = len(rollout.completion_ids) // len(readings[AS_SENT])
         self.engine_logps = torch.cat(list(rollout.sampling_logps)).float().cpu()  # (R,)
         ids = [token for one in rollout.completion_ids for token in one]

@@ -2,7 +2,7 @@
 
 The raw logits of R rows lie one after another in a vector (nnz,), as the ids of `SupportRows` do.
 Rows of equal length make a matrix, which the row kernels of reference.py know; products take the
-rows of W that a block of ids names. cpu/support.py has the same doors.
+rows of W that a block of ids names. cpu/support.py and gpu/support.py have the same doors.
 """
 
 from __future__ import annotations

@@ -38,13 +38,14 @@ class Ahead:
         self.coming: Future[Sampled] | None = None
         self.threads = ThreadPoolExecutor(1, "rollout.ahead")
 
-    def is_due(self, step: int) -> bool:
-        """Whether the step after this one is still without completions."""
-        asked = self.config.rollout.ahead and step < self.config.steps
-        return bool(asked and self.found is None and self.coming is None)
+    def begin(self, step: int, queue: PromptQueue, clock: Clock) -> None:
+        """Sample for the step after this one, where that is asked for and not done.
 
-    def begin(self, step: int, queue: PromptQueue) -> None:
-        """Sample for the step after this one, with the weights as they are, those of step - 1."""
+        With the weights as they are: those that this step began with.
+        """
+        asked = self.config.rollout.ahead and step < self.config.steps
+        if not asked or self.found is not None or self.coming is not None:
+            return
         prompts = [one.example.prompt for one in queue.next(self.config.rollout.prompts_per_step)]
 
         def sample() -> Sampled:
@@ -60,12 +61,14 @@ class Ahead:
                 self.coming = self.threads.submit(sample)
             else:
                 self.found = sample()
+        clock.lap("ahead")
 
-    def settle(self) -> None:
+    def settle(self, clock: Clock) -> None:
         """Wait for what is being sampled; its error is raised here."""
         coming, self.coming = self.coming, None
         if coming is not None:
             self.found = coming.result()
+            clock.lap("ahead")
 
     def rollout(self, clock: Clock) -> Rollout | None:
         """That of the step that begins, if there is one; its seconds count there.
@@ -73,7 +76,6 @@ class Ahead:
         It stays until the step calls `done`: one that is left before it has all its completions
         begins again.
         """
-        self.settle()
         if self.found is None:
             return None
         clock.seconds["rollout"] = self.found.seconds
@@ -86,7 +88,7 @@ class Ahead:
     def state(self) -> tuple[dict[str, Any] | None, stored.Tensors]:
         """What is there, for a checkpoint. What fails now is sampled again from there."""
         try:
-            self.settle()
+            self.settle(Clock())
         except Exception as error:
             log.warning("the next step's completions are not in the checkpoint: %s", reason(error))
         if self.found is None:

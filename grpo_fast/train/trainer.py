@@ -93,10 +93,8 @@ class Trainer:
             now = self.underway = self.begin(step, queue)
             self.ahead.done()
             self.at_rest()
-        if self.ahead.is_due(step):
-            self.ahead.begin(step, queue)
-            now.clock.lap("ahead")
-            self.at_rest()
+        self.ahead.begin(step, queue, now.clock)
+        self.at_rest()
         if now.metrics is None:
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
@@ -137,9 +135,7 @@ class Trainer:
         collected, batch, done, clock = now.collected, now.batch, now.done, now.clock
         self.reference.after_step(now.step)
         clock.lap("train")
-        if self.config.rollout.ahead:
-            self.ahead.settle()
-            clock.lap("ahead")
+        self.ahead.settle(clock)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         generated, seen = sum(collected.rollout.lengths), done.merged()

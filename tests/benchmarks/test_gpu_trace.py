@@ -30,6 +30,19 @@ def test_a_mask_costs_one_wait(budgets):
     assert budgets["sequence level"]["syncs"] == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("support, 50 ids", 8.5), ("support, frozen head", 3.9)]
+)
+def test_a_support(budgets, name, gigabytes):
+    """The rows of W are read once, those of hidden once and dW written once, with no product of the
+    vocabulary; the host waits for how many ids there are, before any work.
+    """
+    found = budgets[name]
+    assert found["outside"] <= 125 and found["gigabytes"] <= gigabytes
+    assert found["products"] == 0 and found["chunks"] == 0
+    assert found["syncs"] == 1 and found["reads"] == 0
+
+
 def test_bytes_outside_of_products(budgets):
     assert budgets["full, H = 4096"]["gigabytes"] <= 1.0
     assert budgets["full, H = 4096"]["chunks"] == 1

@@ -10,7 +10,10 @@ from grpo_fast.doctor import causes as names
 from grpo_fast.doctor import command, settings
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.doctor.settings import Words
+from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.loading import load_policy
 from tests.command_line import invoke, refused, write_recipe
+from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_folder
 
 QUICK = ["self_tests=false", "n=3", "tokens=8"]
@@ -31,14 +34,20 @@ def test_a_model_and_its_own_engine(model):
 
 
 def test_a_cause_and_its_json(model):
-    done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK, "--json")
+    over_all = ["rollout.top_p=0.5", "rollout.replay_support=off", *QUICK]
+    done = invoke("doctor", model, *over_all, "--json")
     assert done.exit_code == 1
     told = json.loads(done.stdout)
     (cause,) = told["diagnosis"]["causes"]
     assert cause["name"] == names.TRUNCATION and not told["ok"] and not told["diagnosis"]["ok"]
     assert told["title"].startswith("transformers: ") and told["checks"] == []
-    good = invoke("doctor", model, "rollout.top_p=0.5", "threshold=50", *QUICK)
+    good = invoke("doctor", model, *over_all, "threshold=50")
     assert good.exit_code == 0 and names.TRUNCATION in good.output
+
+
+def test_a_loss_over_what_the_sampler_kept_agrees_with_it(model):
+    done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK)
+    assert done.exit_code == 0 and names.TRUNCATION not in done.output, done.output
 
 
 def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):
@@ -85,6 +94,18 @@ def test_engines_and_servers_by_their_words(model, monkeypatch):
     }  # fmt: skip
     assert seen[1]["rollout"] == {"temperature": 0.8, "engine": "vllm"}
     assert seen[2]["rollout"] == {"temperature": 0.8}
+
+
+def test_a_server_is_sent_the_weights_and_asked(model, tmp_path):
+    other = load_policy(ModelConfig(path=tiny_folder(tmp_path / "other", seed=1)))
+    server = StandIn(other)
+    try:
+        done = invoke("doctor", model, server.url, *QUICK)
+    finally:
+        server.stop()
+    assert done.exit_code == 0 and "vllm-server: " in done.output, done.output
+    gone = invoke("doctor", model, server.url, *QUICK, "rollout.vllm.patience=0")
+    assert refused(gone, "expected a vLLM server, found none", code=1)
 
 
 def test_without_a_model_the_self_tests_decide(monkeypatch):

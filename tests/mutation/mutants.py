@@ -53,7 +53,6 @@ SUITES: dict[str, list[str]] = {
     "replay": ["tests/train/test_replay.py"],
     "ahead": ["tests/train/test_ahead.py"],
     "ahead_bits": ["tests/train/test_ahead.py", "-k", "stand_still"],
-    "checkpoint_ahead": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and ahead"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",

@@ -42,7 +42,7 @@ MUTANTS = [
            "raw_ptr + first, raw_ptr + first, tl.load(place_ptr + row), lse", "raw_ptr + first, raw_ptr + first, tl.load(place_ptr + row) + first, lse",
            "the target of a row's gradient is counted from the first row's begin", "triton_support"),
     Mutant("triton-sums-nan", KERNELS,
-           "named_rows(matrix_ptr + row * stride_matrix_t, factor != 0.0, cols", "named_rows(matrix_ptr + row * stride_matrix_t, at < count, cols",
+           "factor != 0.0, cols", "at < count, cols",
            "0 times NaN is added", "triton_support"),
     Mutant("triton-sums-add", KERNELS,
            "    if ADD:\n", "    if False:\n",

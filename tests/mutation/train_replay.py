@@ -68,10 +68,8 @@ MUTANTS = [
            "abs(value - neutral) > TELLING", "abs(value - neutral) >= 0",
            "every comparison shows a ratio that is 1", "compare"),
     Mutant("ahead-later-weights", TRAINER,
-           """        if self.ahead.is_due(step):
-            self.ahead.begin(step, queue)
-            now.clock.lap("ahead")
-            self.at_rest()
+           """        self.ahead.begin(step, queue, now.clock)
+        self.at_rest()
         if now.metrics is None:
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
@@ -81,8 +79,7 @@ MUTANTS = [
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
             self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
-            if self.ahead.is_due(step):
-                self.ahead.begin(step, queue)
+            self.ahead.begin(step, queue, now.clock)
 """,
            "what is sampled ahead comes from the weights after the updates", "ahead"),
     Mutant("ahead-same-numbers", AHEAD,
@@ -94,7 +91,7 @@ MUTANTS = [
     Mutant("ahead-dropped-early", AHEAD,
            "        return self.found.rollout\n",
            "        found, self.found = self.found, None\n        return found.rollout\n",
-           "a step that is left while it refills has lost what it began with", "checkpoint_ahead"),
+           "a step that is left while it refills has lost what it began with", "ahead"),
     Mutant("ahead-consumes", AHEAD,
            "queue.next(self.config.rollout.prompts_per_step)",
            "queue.take(self.config.rollout.prompts_per_step)",

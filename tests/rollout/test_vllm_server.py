@@ -205,6 +205,20 @@ def test_ends_of_completions(policy, server):
     assert rollout.truncated == [eos not in ids for ids in rollout.completion_ids]
 
 
+def test_completions_of_a_group_are_in_the_order_of_their_seeds(policy, server):
+    given = []
+
+    def shuffled(answer):
+        given.extend(choice["token_ids"] for choice in answer["choices"])
+        answer["choices"] = answer["choices"][1:] + answer["choices"][:1]
+
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.faults[GENERATE] = [shuffled]
+    assert generate(policy, engine, PROMPTS[:1]).completion_ids == given
+    assert given[0] != given[2]
+
+
 def test_greedy_completions(policy, server):
     engine = engine_of(policy, server)
     engine.update(policy, 0)
@@ -277,6 +291,17 @@ def test_a_server_killed_in_the_middle_and_restarted(policy, server):
     thread.join()
     assert again.completion_ids == expected.completion_ids
     assert again.weight_versions == [5] * 12 and difference(policy, again) < 1e-5
+
+
+def test_a_server_that_started_anew_between_two_steps(policy, server, caplog):
+    engine = engine_of(policy, server)
+    engine.update(policy, 0)
+    server.stop()
+    server.start()
+    spoil(policy)
+    engine.update(policy, 1)
+    assert difference(policy, generate(policy, engine)) < 1e-5
+    assert server.calls["/init_weight_transfer_engine"] == 2 and not caplog.text
 
 
 def test_a_server_that_stays_away(policy, server):
@@ -456,6 +481,8 @@ def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server
 
 # --------------------------------------------------------------------------------- refusals
 class Options:
+    ahead = 0
+
     def __init__(self, **given):
         self.vllm = VLLMOptions(**given)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import threading
 
 import pytest
 
 from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.train import collect as collecting
 from grpo_fast.train import loop
 from grpo_fast.train.ahead import Ahead
 from grpo_fast.train.checkpoint import checkpoints_in
@@ -104,6 +106,29 @@ def test_weights_that_stand_still_are_sampled_with_the_same_random_numbers(tmp_p
         assert {**row, **other} == row and row["sampling/sampling_logp_difference/max"] < 1e-5
 
 
+def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_path, monkeypatch):
+    words = [*AHEAD, "rollout.dynamic={rounds: 1}", "rollout.group_size=2", "data.digits=2"]
+    calls, generate = [], collecting.generate
+
+    def counted(*args, **options):
+        calls.append(None)
+        if len(calls) == last:
+            raise Stopped(signal.SIGTERM)
+        return generate(*args, **options)
+
+    last = 0
+    monkeypatch.setattr(collecting, "generate", counted)
+    whole = run(tmp_path / "whole", *words)
+    last, _ = len(calls), calls.clear()  # prompts that are asked in place of some that were dropped
+    with pytest.raises(Stopped):
+        run(tmp_path / "left", *words)
+    [saved] = checkpoints_in(tmp_path / "left")
+    assert (saved / "ahead.safetensors").exists() and not (saved / "step.safetensors").exists()
+    last = 0
+    found = run(tmp_path / "left", *words, "resume=auto")
+    assert found == {**whole, "page": found["page"]}
+
+
 def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
     """And with the weights from before: the run is that of an engine that does not overlap."""
     options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]
@@ -133,14 +158,14 @@ def test_a_signal_while_the_engine_samples(tmp_path, monkeypatch, apart, fails, 
     whole = run(tmp_path / "whole", *AHEAD)
     begin, settle, asked = Ahead.begin, Ahead.settle, []
 
-    def begun(self, step, queue):
-        begin(self, step, queue)
+    def begun(self, step, queue, clock):
+        begin(self, step, queue, clock)
         if step == 2:
             asked.append(Leave(monkeypatch, 1))  # the next forward pass, of the update
 
-    def settled(self):
+    def settled(self, clock):
         apart[-1].moved.set()
-        settle(self)
+        settle(self, clock)
         if fails and asked:
             self.found = None
             raise RuntimeError("the server is gone")

@@ -1,0 +1,122 @@
+"""On a real GPU: rows in a sampler's support against fp64, the same bits again and with or without
+a gradient.
+
+Run by `benchmarks/gpu_session.sh --part tests`; skipped where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logits_grpo_loss
+from tests.loss_cases import relative_l2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+T, V, K = 512, 32000, 50
+# Relative L2 of gradients: the numerical contract's bar for bf16 results.
+BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+CONFIGS = {
+    "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),
+    "entropy": LossConfig(
+        epsilon_low=0.9, epsilon_high=9.0, softcap=20.0, entropy_coef=0.05, temperature=0.8
+    ),
+}
+
+
+def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tuple:
+    """hidden, weight, what a call takes beside them, and the sets: one id in every row, half of
+    them from a hundred frequent ones.
+    """
+    g = torch.Generator().manual_seed(width)
+    hidden, weight = torch.randn(T, width, generator=g), torch.randn(V, width, generator=g)
+    few = torch.stack([torch.randperm(100, generator=g)[: K // 2] for _ in range(T)])
+    many = torch.stack([100 + torch.randperm(V - 100, generator=g)[: K // 2] for _ in range(T)])
+    ids = torch.cat([few, many], 1)
+    ids[:, 0] = torch.where((ids == 7).any(1), ids[:, 0], 7)
+    lengths = torch.full((T,), K)
+    if some_dense:
+        lengths[::5] = 0
+    kept = torch.arange(K) < lengths[:, None]
+    support = Support(
+        ids[kept].int().cuda(), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).cuda()
+    )
+    tokens = {
+        "target_ids": ids[torch.arange(T), torch.randint(K, (T,), generator=g)].cuda(),
+        "advantages": torch.tensor([1.0, -0.7]).cuda(),
+        "cu_seqlens": torch.tensor([0, 200, T], dtype=torch.int32).cuda(),
+    }
+    weight = weight * (2 / width**0.5)
+    return hidden.to("cuda", dtype), weight.to("cuda", dtype), tokens, support
+
+
+def call(tensors, tokens, support, config, old, backend):
+    """logps and the gradients."""
+    loss = linear_grpo_loss if len(tensors) == 2 else logits_grpo_loss
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    given = dict(tokens)
+    targets, advantages = given.pop("target_ids"), given.pop("advantages")
+    out = loss(
+        *leaves, targets, advantages, config, old_logps=old, support=support, backend=backend,
+        validate="full", **given,
+    )  # fmt: skip
+    out.loss.backward()
+    return [out.logps.detach(), *(x.grad for x in leaves)]
+
+
+def old_logps(tensors, tokens, support, config) -> torch.Tensor:
+    rule = {"temperature": config.temperature, "softcap": config.softcap}
+    with torch.no_grad():
+        return linear_logps(*tensors, tokens["target_ids"], support=support, **rule)
+
+
+# Widths of 4, 8 and 16 warps, an odd one, and one that is read twice.
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        (896, torch.bfloat16),
+        (897, torch.bfloat16),
+        (4096, torch.float16),
+        (8192, torch.bfloat16),
+        (9000, torch.bfloat16),
+        (2048, torch.float32),
+    ],
+    ids=str,
+)
+def test_against_fp64(width, dtype, name):
+    hidden, weight, tokens, support = problem(width, dtype, some_dense=True)
+    old = old_logps((hidden, weight), tokens, support, CONFIGS[name]) + 0.1
+    found = call((hidden, weight), tokens, support, CONFIGS[name], old, "triton")
+    wide = (hidden.double(), weight.double())
+    expected = call(wide, tokens, support, CONFIGS[name], old, "torch")
+    assert (found[0] - expected[0]).abs().max() < 2e-5
+    for actual, exact in zip(found[1:], expected[1:], strict=True):
+        assert relative_l2(actual, exact) < BAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_given_logits(dtype):
+    hidden, weight, tokens, support = problem(896, torch.float32)
+    logits = (hidden @ weight.t()).to(dtype)
+    old = torch.full((T,), -3.0, device="cuda")
+    found = call((logits,), tokens, support, CONFIGS["entropy"], old, "triton")
+    expected = call((logits.double(),), tokens, support, CONFIGS["entropy"], old, "torch")
+    assert (found[0] - expected[0]).abs().max() < 2e-5
+    assert relative_l2(found[1], expected[1]) < BAR[dtype]
+    assert not found[1][expected[1] == 0].any()
+
+
+def test_the_same_bits():
+    """Again, and in a pass without a gradient, whose ratio to one with a gradient is exactly 1."""
+    hidden, weight, tokens, support = problem(4096, torch.bfloat16)
+    old = old_logps((hidden, weight), tokens, support, CONFIGS["plain"])
+    runs = [
+        call((hidden, weight), tokens, support, CONFIGS["plain"], old, "triton") for _ in range(20)
+    ]
+    assert torch.equal(runs[0][0], old)
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))

@@ -3,6 +3,7 @@
 #
 #   benchmarks/experiments.sh [FOLDER]     runs go to FOLDER (runs/experiments), what is finished is
 #                                          not run again; pictures and tables to benchmarks/results/
+#   GSM8K=path/to/gsm8k benchmarks/experiments.sh    the one on GSM8K, too, an hour more
 set -euo pipefail
 cd "$(dirname "$0")/.."
 runs=${1:-runs/experiments}
@@ -30,4 +31,11 @@ lane=$!
 compare baselines variance advantages=rewards,baseline,centered,rloo --seeds 3
 compare importance variance inner_iterations=4 loss.loss_type=reinforce,unclipped,grpo \
     optim.lr=3e-3 steps=80 --seeds 3
+truncated=(rollout.top_p=0.9 rollout.top_k=50 rollout.replay_support=auto,off reference.kind=frozen
+    log.completions_every=0 --seeds 3)
+compare support-sort sort "${truncated[@]}" steps=200 eval.every=25
+if [[ -n ${GSM8K:-} ]]; then
+    compare support-gsm8k gsm8k-tiny "${truncated[@]}" data.name=null "data.path=$GSM8K" \
+        eval.every=10
+fi
 wait "$lane"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from grpo_fast.data import reason
-from grpo_fast.rollout import Engine, Rollout, awake, generate
-from grpo_fast.train import stored
+from grpo_fast.rollout import Engine, Rollout, awake
+from grpo_fast.train import distributed, shares, stored
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics import Clock
 from grpo_fast.train.policy import Policy
@@ -48,7 +49,7 @@ class Ahead:
             return
         prompts = [one.example.prompt for one in queue.next(self.config.rollout.prompts_per_step)]
 
-        def sample() -> Sampled:
+        def sample(generate: Callable[..., Rollout]) -> Sampled:
             rollout, start = self.config.rollout, time.perf_counter()
             found = generate(
                 self.policy, prompts, rollout, group_size=rollout.group_size,
@@ -58,17 +59,21 @@ class Ahead:
 
         with awake(self.engine, self.policy, version=step - 1):
             if self.engine.is_apart:
-                self.coming = self.threads.submit(sample)
+                self.coming = self.threads.submit(sample, shares.generate_share)
             else:
-                self.found = sample()
+                self.found = sample(shares.generate)
         clock.lap("ahead")
 
     def settle(self, clock: Clock) -> None:
-        """Wait for what is being sampled; its error is raised here."""
+        """Wait for what is being sampled, on all ranks; its error is raised here."""
         coming, self.coming = self.coming, None
-        if coming is not None:
-            self.found = coming.result()
-            clock.lap("ahead")
+        if coming is None:
+            return
+        with distributed.together():
+            own = coming.result()
+        rollout = shares.joined(own.rollout, self.config.rollout.group_size)
+        self.found = own._replace(rollout=rollout)
+        clock.lap("ahead")
 
     def rollout(self, clock: Clock) -> Rollout | None:
         """That of the step that begins, if there is one; its seconds count there.

@@ -113,6 +113,7 @@ class RunState:
             "reference": trainer.reference.copy.gathered() if stored else None,
             "critic": None if critic is None else critic.gathered(),
             "underway": (None, {}) if underway is None else underway.state(),
+            "ahead": trainer.ahead.state(),
             "optimizers": {who: optimizer_state(each) for who, each in optimizers.items()},
         }
 
@@ -123,6 +124,7 @@ class RunState:
         reference: Policy | None,
         critic: Critic | None,
         underway: tuple[Any, dict[str, torch.Tensor]],
+        ahead: tuple[Any, dict[str, torch.Tensor]],
         optimizers: dict[str, tuple[dict[str, int], dict[str, torch.Tensor]]],
     ) -> None:
         from safetensors.torch import save_file
@@ -143,14 +145,14 @@ class RunState:
         numbers, tensors = underway
         if numbers is not None:
             save_file(tensors, folder / "step.safetensors")
-        ahead, tensors = trainer.ahead.state()
-        if ahead is not None:
+        coming, tensors = ahead
+        if coming is not None:
             save_file(tensors, folder / "ahead.safetensors")
         state = {
             "step": self.step, "before": self.before, "after": self.after, "metrics": self.metrics,
             "training_set": len(self.queue.examples), **self.marked,
             "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
-            "trainer": trainer.counters(), "underway": numbers, "ahead": ahead,
+            "trainer": trainer.counters(), "underway": numbers, "ahead": coming,
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")

@@ -68,17 +68,36 @@ def generate(
     engine: Engine | None = None,
 ) -> Rollout:
     """`rollout.generate` by all ranks: the same completions on any number of them."""
-    count, ranks = len(prompts), distributed.size()
     given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
-    if ranks == 1:
+    if distributed.size() == 1:
         return rollout.generate(policy, prompts, options, **given)
-    is_one = isinstance(engine, MainEngine)
-    ends = [0, *([count] * ranks if is_one else [count * (r + 1) // ranks for r in range(ranks)])]
-    first, end = ends[distributed.rank()], ends[distributed.rank() + 1]
-    with policy.apart() if is_one else policy.whole(), distributed.together():
-        own, places = prompts[first:end], range(first, end)
-        found = rollout.generate(policy, own, options, **given, places=places) if own else Rollout()
-    return _joined(found, group_size)
+    is_beside = isinstance(engine, MainEngine) or (engine is not None and engine.is_apart)
+    with policy.apart() if is_beside else policy.whole(), distributed.together():
+        own = generate_share(policy, prompts, options, **given)
+    return joined(own, group_size)
+
+
+def generate_share(
+    policy: Any,
+    prompts: Sequence[Any],
+    options: Sampling,
+    *,
+    group_size: int,
+    seed: Seed,
+    engine: Engine | None = None,
+) -> Rollout:
+    """This rank's part of it, without a word to the others."""
+    count, ranks, rank = len(prompts), distributed.size(), distributed.rank()
+    ends = [count * r // ranks for r in range(ranks + 1)]
+    if isinstance(engine, MainEngine):
+        ends = [0, *[count] * ranks]
+    places = range(ends[rank], ends[rank + 1])
+    if not places:
+        return Rollout()
+    return rollout.generate(
+        policy, prompts[places.start : places.stop], options, group_size=group_size, seed=seed,
+        engine=engine, places=places,
+    )  # fmt: skip
 
 
 def score(
@@ -104,8 +123,10 @@ def score(
     )
 
 
-def _joined(own: Rollout, group_size: int) -> Rollout:
+def joined(own: Rollout, group_size: int) -> Rollout:
     """The rollouts of all ranks as one, in the order of their prompts."""
+    if distributed.size() == 1:
+        return own
     from safetensors.torch import load, save
 
     lists, tensors = stored.store(own)

@@ -52,6 +52,7 @@ SUITES: dict[str, list[str]] = {
     "checkpoint_kept": ["tests/train/test_checkpoints.py", "-k", "bit_for_bit and kept"],
     "replay": ["tests/train/test_replay.py"],
     "ahead": ["tests/train/test_ahead.py"],
+    "ahead_ranks": ["tests/train/test_ranks.py", "-k", "what_one_does and apart"],
     "ahead_bits": ["tests/train/test_ahead.py", "-k", "stand_still"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [

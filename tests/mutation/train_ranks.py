@@ -40,7 +40,7 @@ MUTANTS = [
            "ranks make different numbers of micro-batches: with shards they wait for each other",
            "ranks_few"),
     Mutant("ranks-same-numbers", SHARES,
-           "**given, places=places)", "**given)",
+           "engine=engine, places=places,", "engine=engine,",
            "every rank samples with the random numbers of the first prompts", "ranks_mu"),
     Mutant("ranks-order-of-prompts", SHARES,
            "    for theirs, data in said:\n", "    for theirs, data in [*said][::-1]:\n",

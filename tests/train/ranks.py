@@ -5,6 +5,7 @@ A job is the name of a function of this module and its arguments; all ranks run 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -34,13 +35,15 @@ SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_n
          "checkpoint.keep=9"]  # fmt: skip
 PPO = ["advantages=gae", "inner_iterations=2"]
 KL = ["loss.beta=0.1", "reference.kind=frozen"]
+AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.8"]
 CASES: dict[str, list[str]] = {
     "few": ["rollout.prompts_per_step=1", "advantages=opo", "tokens_per_microbatch=60"],
     "mu": ["inner_iterations=2", "minibatches=2", "shuffle=completions", "log.every_update=true",
            *KL, "reference.kind=synced", "reference.sync_every=1", "kl.target=0.01"],
     "lora": ["model.lora={r: 2, alpha: 4}", *KL, "inner_iterations=2"],
     "dynamic": ["rollout.dynamic={rounds: 2}", "rollout.group_size=2", "data.digits=3",
-                "rollout.max_new_tokens=4", "advantages=baseline"],
+                "rollout.max_new_tokens=4", "advantages=baseline", *AHEAD],
+    "apart": [*AHEAD, "inner_iterations=2"],
     "local": ["loss.aggregation=token_mean_local", "tokens_per_microbatch=1",
               "rollout.mask_truncated=true"],
     "ppo": [*PPO, "critic={kind: model, coef: 0.5}", "minibatches=2", "shuffle=groups"],
@@ -54,6 +57,19 @@ CASES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+EMBEDDED = engine.BUILDERS["transformers"]
+
+
+class Apart(TransformersEngine):
+    """Samples with a copy of the weights, in threads that have nothing to do with other ranks."""
+
+    is_apart = True
+
+    def update(self, policy: Any, version: int) -> None:
+        super().update(copy.deepcopy(policy), version)
+        self.policy.lm.base_model._forward_pre_hooks.clear()  # signals are for the trainer
+
+
 # ------------------------------------------------------------------------------------- jobs
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
     """A run of a case; how it ended."""
@@ -61,6 +77,8 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
     if kind == "hsdp":
         given.append("distributed_replicas=2")
     config = load_recipe("sort", [*SMALL, *CASES[case], *given, *words, f"output_dir={folder}"])
+    own = f"{__name__}:Apart" if (case, kind) == ("apart", "ddp") else EMBEDDED
+    engine.BUILDERS["transformers"] = own
     try:
         summary = loop.train(config)
     except Stopped as stopped:

@@ -199,8 +199,6 @@ def test_the_loss_must_correct():
         load_recipe("sort", ["rollout.ahead=1"])
     with pytest.raises(ValueError, match=r"rollout\.ahead"):
         load_recipe("sort", ["rollout.ahead=2", "rollout.correct_sampling=true"])
-    with pytest.raises(ValueError, match=r"rollout\.ahead: expected 0 beside distributed"):
-        load_recipe("sort", [*AHEAD, "distributed=ddp"])
     config = load_recipe("sort", ["rollout.ahead=1", "rollout.correct_sampling=true"])
     assert config.loss_config().sampling_correction is not None
 

@@ -133,9 +133,6 @@ class RunConfig(Section):
         if (self.distributed == "hsdp") != (self.distributed_replicas is not None):
             expected = "expected a number beside distributed: hsdp, and there alone"
             raise ValueError(f"distributed_replicas: {expected}, came {self.distributed_replicas}")
-        if self.distributed is not None and self.rollout.ahead:
-            expected = "expected 0 beside distributed: one process samples ahead"
-            raise ValueError(f"rollout.ahead: {expected}, came {self.rollout.ahead}")
         if self.distributed not in SHARDED:
             return
         if cast(Any, self.loss).kl_estimator == EXACT:

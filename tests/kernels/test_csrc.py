@@ -598,7 +598,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
             __file__,
             str(ROOT / "tests/kernels/test_gemm_cpu.py"),
             str(ROOT / "tests/kernels/test_linear_cpu.py"),
-            str(ROOT / "tests/kernels/test_support.py"),
+            str(ROOT / "tests/kernels/test_support_doors.py"),
         ]
         processes.append(
             subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

@@ -274,8 +274,11 @@ def test_what_is_masked_is_inert_and_nan_is_loud(form, backend, monkeypatch):
     assert any(x.isnan().any() for x in result.grads.values())
 
 
-def test_logits_may_be_written_over():
+@pytest.mark.parametrize("some", [True, False], ids=["mixed", "sets"])
+def test_logits_may_be_written_over(some):
     case = make_case(37, support=True, **options_for("grpo"))
+    if not some:
+        case.kept[case.kept.all(-1)] = case.ids[case.kept.all(-1)][:, None] == torch.arange(23)
     plain = run("logits", case)
     logits = case.logits.clone().requires_grad_()
     view = logits * 1

@@ -125,7 +125,8 @@ def test_adapters_are_sent_merged():
             torch.nn.init.normal_(parameter)
     policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     before = {n: p.clone() for n, p in model.named_parameters()}
-    sent = {name: tensor for bucket in vllm_weights.buckets(policy) for name, tensor in bucket}
+    pairs = (pair for bucket in vllm_weights.buckets(policy) for pair in bucket)
+    sent = {name: tensor.clone() for name, tensor in pairs}  # merging writes into the weights
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     merged = model.merge_and_unload().state_dict()
     assert sent.keys() == merged.keys()

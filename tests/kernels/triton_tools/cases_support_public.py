@@ -109,21 +109,21 @@ def test_16_bits(function):
     assert_same(function, case, result, loss_tol=5e-6, grad_tol=2.0**-8)
 
 
-def shared_prompt():
+def shared_prompt(*, some_dense: bool = True):
     """Two completions of 4 tokens behind one prompt row: hidden row 0 predicts a token of each."""
     g = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(7, 8, generator=g), torch.randn(23, 8, generator=g)
     ids, old = torch.randint(23, (8,), generator=g), -torch.rand(8, generator=g) - 1
     places = torch.tensor([0, 1, 2, 3, 0, 4, 5, 6])
     kept = torch.rand(8, 23, generator=g) < 0.4
-    kept[3] = True
+    kept[3] |= some_dense
     support = support_of(kept.scatter_(-1, ids[:, None], True), torch.ones(8, dtype=torch.bool))
     return hidden, weight, ids, old, places, support
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_hidden_rows(entropy_coef):
-    hidden, weight, ids, old, places, support = shared_prompt()
+@pytest.mark.parametrize(("entropy_coef", "some_dense"), [(0.0, False), (0.1, True)])
+def test_hidden_rows(entropy_coef, some_dense):
+    hidden, weight, ids, old, places, support = shared_prompt(some_dense=some_dense)
     config = LossConfig(loss_type="dapo", entropy_coef=entropy_coef)
     found = []
     for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):

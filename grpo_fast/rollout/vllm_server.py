@@ -46,7 +46,8 @@ class VLLMServers(Engine):
     is_apart = True
 
     def __init__(self, policy: Any, options: VLLMOptions, *, ahead: bool = False) -> None:
-        self.policy, self.options, self.rank, self.ahead = policy, options, 0, ahead
+        self.policy, self.options, self.rank = policy, options, 0
+        self.ahead, self.may_send = ahead, not ahead
         self.links = [Link(url, options, policy.device) for url in options.urls]
         self.run, self.version = secrets.token_hex(4), 0
         if dist.is_available() and dist.is_initialized():
@@ -83,13 +84,14 @@ class VLLMServers(Engine):
         """Send the weights to all servers that have others.
 
         Of several ranks the first one sends; all of them call this. A server that comes back later
-        is sent them as they are then: they must not change while `generate` runs, unless `ahead`.
+        is sent them as they are then, in `generate`: unless those are sharded, or `ahead`.
 
         Raises:
             ServerError: no server has them within `patience`.
         """
         self.policy, self.version = policy, version
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
+        self.may_send = not (self.ahead or is_sharded)
         self._bring_up(list(buckets(policy)) if is_sharded else None)
 
     def _bring_up(self, whole: list[Named] | None = None) -> list[Link]:
@@ -155,7 +157,7 @@ class VLLMServers(Engine):
         done: dict[int, list[Completion]],
     ) -> None:
         """Ask all at once; `done` gets the completions that come."""
-        links = self._ready() if self.ahead else self._bring_up()
+        links = self._bring_up() if self.may_send else self._ready()
         if not links:
             raise ServerError(f"no vLLM server has the weights: {self._why()}")
         deadline = time.monotonic() + self.options.timeout

@@ -15,7 +15,14 @@ from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rollout import Engine, EngineError, NonFiniteLogits, awake, check_prompts
+from grpo_fast.rollout import (
+    Engine,
+    EngineError,
+    NonFiniteLogits,
+    awake,
+    build_engine,
+    check_prompts,
+)
 from grpo_fast.train import distributed
 from grpo_fast.train.checkpoint import CheckpointError
 from grpo_fast.train.config import RunConfig
@@ -32,7 +39,6 @@ from grpo_fast.train.reference import check_reference
 from grpo_fast.train.report import RunReport, kernels_line, memory_line, support_line
 from grpo_fast.train.resume import Start, find_start
 from grpo_fast.train.run_state import RunState
-from grpo_fast.train.shares import build_engine
 from grpo_fast.train.silent_report import SilentReport
 from grpo_fast.train.stopping import SAVED, Stopped, Stopping
 from grpo_fast.train.trackers import check_trackers

@@ -12,50 +12,11 @@ import torch
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
-from grpo_fast.rollout import Completion, Engine, Rollout, Sampling
+from grpo_fast.rollout import Engine, Rollout, Sampling
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train import distributed, stored
 
 OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
-# Engines of which every rank has one: the trainer's own model, or a client that knows of ranks.
-OF_EVERY_RANK = ("transformers", "continuous", "vllm-server")
-
-
-class MainEngine(Engine):
-    """An engine beside the processes of the trainer: rank 0 alone has it, and asks it for all."""
-
-    def __init__(self, own: Engine | None) -> None:
-        self.own = own
-
-    def generate(self, *prompts: Any, **options: Any) -> list[Completion]:
-        assert self.own is not None
-        return self.own.generate(*prompts, **options)
-
-    def update(self, policy: Any, version: int) -> None:
-        self._do("update", policy.gathered(), version)
-
-    def sleep(self) -> None:
-        self._do("sleep")
-
-    def wake(self) -> None:
-        self._do("wake")
-
-    def close(self) -> None:
-        if self.own is not None:
-            self.own.close()
-
-    def _do(self, what: str, *arguments: Any) -> None:
-        with distributed.together():
-            if self.own is not None:
-                getattr(self.own, what)(*arguments)
-
-
-def build_engine(policy: Any, options: Any) -> Engine:
-    """`rollout.build_engine`: of every rank, or of rank 0, which then samples for all."""
-    if distributed.size() == 1 or options.engine in OF_EVERY_RANK:
-        return rollout.build_engine(policy, options)
-    with distributed.together():
-        return MainEngine(rollout.build_engine(policy, options) if distributed.is_main() else None)
 
 
 def generate(
@@ -71,8 +32,8 @@ def generate(
     given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
     if distributed.size() == 1:
         return rollout.generate(policy, prompts, options, **given)
-    is_beside = isinstance(engine, MainEngine) or (engine is not None and engine.is_apart)
-    with policy.apart() if is_beside else policy.whole(), distributed.together():
+    is_apart = engine is not None and engine.is_apart
+    with policy.apart() if is_apart else policy.whole(), distributed.together():
         own = generate_share(policy, prompts, options, **given)
     return joined(own, group_size)
 
@@ -88,10 +49,7 @@ def generate_share(
 ) -> Rollout:
     """This rank's part of it, without a word to the others."""
     count, ranks, rank = len(prompts), distributed.size(), distributed.rank()
-    ends = [count * r // ranks for r in range(ranks + 1)]
-    if isinstance(engine, MainEngine):
-        ends = [0, *[count] * ranks]
-    places = range(ends[rank], ends[rank + 1])
+    places = range(count * rank // ranks, count * (rank + 1) // ranks)
     if not places:
         return Rollout()
     return rollout.generate(

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.rewards import RewardSet, scorer_for
-from grpo_fast.rollout import Engine, awake
+from grpo_fast.rollout import Engine, awake, build_engine
 from grpo_fast.train import distributed, sharding
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.agreement import SamplerWatch
@@ -33,7 +33,6 @@ from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import Reference
 from grpo_fast.train.samples import rows_of
-from grpo_fast.train.shares import build_engine
 from grpo_fast.train.underway import Underway
 from grpo_fast.train.updates import Updates
 from grpo_fast.train.variance import gradient_variance

@@ -159,27 +159,6 @@ def say(*values: Any) -> Any:
             distributed.from_main(lambda: value)]  # fmt: skip
 
 
-class Beside(TransformersEngine):
-    """An engine that is no part of the trainer, as far as the ranks are concerned."""
-
-    built = 0
-
-    def __init__(self, policy: Any, options: Any) -> None:
-        super().__init__(policy, options)
-        Beside.built += 1
-
-    def update(self, policy: Any, version: int) -> None:
-        assert not policy.is_sharded
-        super().update(policy, version)
-
-
-def train_beside(case: str, kind: str, folder: str) -> Any:
-    """A run whose completions come from rank 0's engine."""
-    engine.BUILDERS["vllm"] = f"{__name__}:Beside"
-    sys.modules.setdefault("tests.train.ranks", sys.modules[__name__])
-    return {**train(case, kind, folder, "rollout.engine=vllm"), "built": Beside.built}
-
-
 def track() -> Any:
     """What a tracker on rank 0 gets, and whether the ranks meet afterwards."""
     from accelerate.tracking import GeneralTracker

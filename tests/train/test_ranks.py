@@ -151,13 +151,6 @@ def test_ranks_tell_each_other_numbers_and_texts(ranks):
         assert found == [[values, [[], [0.0], [0.0, 1.0]], values[0]]]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_an_engine_beside_the_trainer_is_asked_by_rank_0_alone(ranks, plain, tmp_path, kind):
-    found = ranks(2, ["train_beside", "mu", kind, str(tmp_path / "run")])
-    assert [x[0].get("built") for x in found] == [1, 0], found
-    assert differences(tmp_path / "run", plain("mu")) == []
-
-
 def test_trackers_are_rank_0s(ranks):
     for [seen] in ranks(2, ["track"]):
         assert seen == ["config", [1, {"reward": 0.5}], "finished"]

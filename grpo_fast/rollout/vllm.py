@@ -17,14 +17,7 @@ import torch.distributed as dist
 from grpo_fast.data import reason
 from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.vllm_sampling import (
-    Answer,
-    BadAnswer,
-    grouped,
-    parameters,
-    to_completion,
-    truncates,
-)
+from grpo_fast.rollout.vllm_sampling import Answer, BadAnswer, grouped, parameters, to_completion
 from grpo_fast.rollout.vllm_weights import buckets
 
 LEVELS = {"cuda": 2}  # how deep vLLM sleeps on a kind of device; elsewhere it only pauses
@@ -145,5 +138,5 @@ def _settings(policy: Any, options: Any, level: int) -> dict[str, Any]:
         "enable_sleep_mode": level > 0, "seed": 0,
     }  # fmt: skip
     if level:  # the trainer has the other part of the GPU
-        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": truncates(options)}
+        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
     return given

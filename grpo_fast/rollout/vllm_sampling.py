@@ -55,7 +55,7 @@ def grouped(
     """G completions of each prompt, from what vLLM made of `parameters`."""
     copies = group_size if sampling.temperature == 0 else 1
     completions = [one for group in found for _ in range(copies) for one in group]
-    if truncates(sampling) and any(one.kept is None for one in completions):
+    if sampling.wants_kept and any(one.kept is None for one in completions):
         say_that_kept_is_unknown()
     return completions
 
@@ -91,17 +91,13 @@ def to_completion(
 
 
 def _kept(answer: Answer, sampling: Sampling) -> Kept | None:
-    if answer.kept is None or not truncates(sampling):
+    if answer.kept is None or not sampling.wants_kept:
         return None
     pairs = list(zip(answer.ids, answer.kept, strict=False))
     if len(answer.kept) != len(answer.ids) or any(row and t not in row for t, row in pairs):
         raise BadAnswer("vLLM: expected every token among those that it was drawn from")
     ids = torch.tensor([token for row in answer.kept for token in row], dtype=torch.int32)
     return Kept(ids, torch.tensor([0, *map(len, answer.kept)]).cumsum(0))
-
-
-def truncates(sampling: Sampling) -> bool:
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
 
 @functools.cache

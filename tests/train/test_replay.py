@@ -12,6 +12,7 @@ from grpo_fast import grpo_loss
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.rollout import Kept, Rollout, generate
+from grpo_fast.rollout.vllm_sampling import Answer, to_completion
 from grpo_fast.train import loop
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import MicroBatch, StepBatch, support_of
@@ -214,3 +215,12 @@ def test_a_run_says_how_much_the_sampler_kept(tmp_path, monkeypatch, capsys, rep
     else:
         assert row["sampling/importance_sampling_ratio/mean"] < 0.8
         assert "sampling/support_size/mean" not in row
+
+
+@pytest.mark.parametrize("replay", ["auto", "off"])
+def test_vllm_hands_on_sets_where_they_are_asked_for(replay):
+    asked = RolloutConfig(top_k=2, max_new_tokens=2, replay_support=replay)
+    answer = Answer([3, 1], [-0.5, -0.1], "stop", [[1, 3], [1]])
+    kept = to_completion(answer, asked, {1}, 0).kept
+    assert (kept is None) == (replay == "off")
+    assert kept is None or kept.ids.tolist() == [1, 3, 1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_fast.kernels.route import Route, support_doors
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted, add_rows_, scaled_rows
-from grpo_fast.kernels.workspace import on_huge_pages, unset
+from grpo_fast.kernels.workspace import unset
 
 
 class GatheredHead:
@@ -78,7 +78,6 @@ class GatheredHead:
             if is_first:
                 dtype = self.sum_dtype if self.is_wide else self.weight.dtype
                 d_weight = unset(self.weight.new_empty, self.weight.shape, dtype=dtype)
-                on_huge_pages(d_weight)
             self.doors.head_weight(
                 d, self.hidden, self.index, self.support, d_weight, add=not is_first
             )

@@ -1,6 +1,6 @@
 // Attention while sampling: one new token of each of B completions looks on the prompt that it
-// shares with its group and on its own tokens. Keys lie in tiles of kTile tokens, (D, kTile) each, so
-// that neighbours in a register are tokens; values in rows. The torch form is
+// shares with its group and on its own tokens. Keys lie in tiles of kTile tokens, (D, kTile) each,
+// so that neighbours in a register are tokens; values in rows. The torch form is in
 // grpo_fast/rollout/cache.py.
 #include <torch/csrc/stable/library.h>
 
@@ -106,7 +106,8 @@ template <int kCount>
 void add_values(const Each<float>& weights, const Tokens& on, int64_t depth,
                 const Each<float>& out) {
   int64_t d = 0;
-  for (; d + 2 * kLanes <= depth; d += 2 * kLanes) add_values<kCount, 2>(weights, on, depth, d, out);
+  for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
+    add_values<kCount, 2>(weights, on, depth, d, out);
   for (; d < depth; d += kLanes) add_values<kCount, 1>(weights, on, depth, d, out);
 }
 
@@ -138,7 +139,7 @@ struct Problem {
   float *own_k, *own_v;              // the same of B completions
   const int64_t* lengths;            // (N,) of the prompts
   int64_t heads, repeats, depth;     // H_kv, H/H_kv, D
-  int64_t longest, room, time;       // tokens in the tiles of a prompt, of a completion; kept so far
+  int64_t longest, room, time;       // tokens that the tiles of each hold; those kept so far
   int64_t window;                    // tokens that are seen, itself included
   float scale;
   float* out;  // (B, H, D)

@@ -108,7 +108,7 @@ print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, {loop!r})))
 @pytest.mark.skipif(
     OTHER_TRITON is None, reason="GRPO_FAST_TRITON36 does not name a folder with triton 3.6"
 )
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_90"])  # `make test-floor` has this triton and compiles all
 def test_compiled_code_other_triton(arch):
     assert os.path.isdir(OTHER_TRITON)
     check(arch, OTHER_TRITON)

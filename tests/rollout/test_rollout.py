@@ -8,7 +8,7 @@ import torch
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import NonFiniteLogits, Sampling, hf
-from grpo_fast.rollout.sampler import Sampler, draw, seed_of
+from grpo_fast.rollout.sampler import Sampler, pick, seed_of
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.policy import Policy
 from tests.tiny import tiny_model
@@ -31,9 +31,10 @@ def generate(policy, prompts, *, seed, group_size=4, **options):
 def test_draw_follows_the_distribution():
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, -1.0]])
     uniform = (torch.arange(20000) + 0.5) / 20000
-    tokens = draw(logits.expand(20000, 5), uniform)
+    probabilities = logits.softmax(-1)
+    tokens = pick(probabilities.expand(20000, 5), uniform)
     frequency = torch.bincount(tokens, minlength=5) / 20000
-    torch.testing.assert_close(frequency, logits[0].softmax(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(frequency, probabilities[0], rtol=0, atol=1e-4)
     assert frequency[2] == 0
 
 
@@ -41,7 +42,7 @@ def test_draw_follows_the_distribution():
 def test_draw_never_takes_an_impossible_token(uniform):
     logits = torch.full((1, 1000), -torch.inf)
     logits[0, 400:600] = torch.randn(200, generator=torch.Generator().manual_seed(0))
-    assert 400 <= draw(logits, torch.tensor([uniform])).item() < 600
+    assert 400 <= pick(logits.softmax(-1), torch.tensor([uniform])).item() < 600
 
 
 def test_top_k_then_top_p():
@@ -163,8 +164,8 @@ def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
 
 
 def test_a_draw_from_nan_stays_inside_the_vocabulary():
-    z = torch.full((2, 5), float("nan"))
-    assert draw(z, torch.tensor([0.0, 0.99])).max() < 5
+    p = torch.full((2, 5), float("nan"))
+    assert pick(p, torch.tensor([0.0, 0.99])).max() < 5
 
 
 def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):

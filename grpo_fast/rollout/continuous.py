@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling, seed_of
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, seed_for
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,7 @@ class ContinuousEngine(Engine):
         places: Sequence[int] | None = None,
     ) -> list[Completion]:
         rows = [list(prompt) for prompt in prompts for _ in range(group_size)]
-        parts = seed if isinstance(seed, tuple) else (seed,)
-        number = seed_of("rollout", *parts, *(places or ())) % 2**31
+        number = seed_for("rollout", seed, *(places or ())) % 2**31
         size = sampling.batch_size or max(len(rows), 1)
         found: list[Completion] = []
         with self.policy.generation():

@@ -137,12 +137,16 @@ def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
         engine.sleep()
 
 
+def seed_for(purpose: str, seed: Seed, *more: int) -> int:
+    """A 63-bit seed for one purpose, such as "rollout", from the one that an engine is given."""
+    return seed_of(purpose, *(seed if isinstance(seed, tuple) else (seed,)), *more)
+
+
 def uniforms(
     seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
 ) -> Tensor:  # (count·G, length) in [0, 1)
     """The random numbers of `count` prompts' completions: row by row, by their places."""
-    parts = seed if isinstance(seed, tuple) else (seed,)
-    generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
+    generator = torch.Generator().manual_seed(seed_for("rollout", seed))
     if places is None:
         return torch.rand(count * group_size, length, generator=generator)
     wanted, rows = set(places), []

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, EngineError, Kept, Seed
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling, seed_of
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, EngineError, Kept, Seed, seed_for
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,9 @@ def parameters(
 
     vLLM gives the g-th of them the seed plus g. Greedy completions are all the same: it makes one.
     """
-    parts = seed if isinstance(seed, tuple) else (seed,)
     is_greedy = sampling.temperature == 0
     return {
-        "n": 1 if is_greedy else group_size, "seed": seed_of("vllm", *parts, place) >> 8,
+        "n": 1 if is_greedy else group_size, "seed": seed_for("vllm", seed, place) >> 8,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(eos_ids),
         "ignore_eos": True,  # the model's own would come on top of these

@@ -6,7 +6,9 @@ were. Engines are built by name from the configuration; one that is not asked fo
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.sampler import Sampling, seed_of
+
+log = logging.getLogger(__name__)
 
 EOS, LENGTH = "eos", "length"  # how a completion ends; engines may have further words
 
@@ -46,6 +50,15 @@ class Kept(NamedTuple):
     ids: Tensor  # (nnz,) int32
     offsets: Tensor  # (n + 1,) int64
     mass: Tensor | None = None  # (n,) fp32: their probability before the others went; None: unknown
+
+
+@functools.cache
+def say_that_kept_is_unknown(engine: str) -> None:
+    """For an engine that cannot say what `Sampling.wants_kept` asks for; once per process."""
+    log.warning(
+        "%s does not say which tokens top_p and top_k kept: its log-probabilities are compared "
+        "with the policy's over the whole vocabulary", engine,
+    )  # fmt: skip
 
 
 class Completion(NamedTuple):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, EngineError, Kept, Seed, seed_for
+from grpo_fast.rollout.engine import (
+    EOS,
+    LENGTH,
+    Completion,
+    EngineError,
+    Kept,
+    Seed,
+    say_that_kept_is_unknown,
+    seed_for,
+)
 from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
-
-log = logging.getLogger(__name__)
 
 CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
 
@@ -55,7 +60,7 @@ def grouped(
     copies = group_size if sampling.temperature == 0 else 1
     completions = [one for group in found for _ in range(copies) for one in group]
     if sampling.wants_kept and any(one.kept is None for one in completions):
-        say_that_kept_is_unknown()
+        say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
     return completions
 
 
@@ -97,12 +102,3 @@ def _kept(answer: Answer, sampling: Sampling) -> Kept | None:
         raise BadAnswer("vLLM: expected every token among those that it was drawn from")
     ids = torch.tensor([token for row in answer.kept for token in row], dtype=torch.int32)
     return Kept(ids, torch.tensor([0, *map(len, answer.kept)]).cumsum(0))
-
-
-@functools.cache
-def say_that_kept_is_unknown() -> None:
-    """Once per process."""
-    log.warning(
-        "vLLM does not say which tokens top_p and top_k kept (--return-sampling-mask, on GPUs "
-        "only): its log-probabilities are compared with the policy's over the whole vocabulary"
-    )

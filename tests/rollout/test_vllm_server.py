@@ -11,7 +11,8 @@ import torch
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import NonFiniteLogits, Sampling, vllm_sampling, vllm_server, vllm_weights
+from grpo_fast.rollout import NonFiniteLogits, Sampling, vllm_server, vllm_weights
+from grpo_fast.rollout.engine import say_that_kept_is_unknown
 from grpo_fast.rollout.vllm_http import ServerError
 from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.rollout.vllm_sampling import BadAnswer
@@ -246,7 +247,7 @@ def test_kept_tokens_where_the_server_names_them(policy, server):
 
 
 def test_it_is_said_once_that_kept_tokens_are_unknown(policy, server, caplog):
-    vllm_sampling.say_that_kept_is_unknown.cache_clear()
+    say_that_kept_is_unknown.cache_clear()
     engine = engine_of(policy, server)
     engine.update(policy, 0)
     generate(policy, engine)

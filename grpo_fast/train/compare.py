@@ -21,7 +21,7 @@ from grpo_fast.train import compare_plot
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.curves import Rows, read_metrics, series
 from grpo_fast.train.evaluate import mean_and_error
-from grpo_fast.train.report import plain_json
+from grpo_fast.train.lines import plain_json
 from grpo_fast.train.settings import load_recipe
 
 MOST_RUNS = 1000

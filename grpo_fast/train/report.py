@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.curves import plot_runs
-from grpo_fast.train.lines import JsonLines, written
+from grpo_fast.train.lines import JsonLines, plain_json, written
 from grpo_fast.train.page import CompletionsPage
 from grpo_fast.train.resume import ANEW, Start, enter_folder
 from grpo_fast.train.samples import read_parquet, write_parquet
@@ -240,19 +240,6 @@ def _start_bar(stream: TextIO, total: int) -> Progress | None:
     progress.add_task("train", total=total, status="")
     progress.start()
     return progress
-
-
-def plain_json(value: Any) -> Any:
-    """What JSON has a word for; numbers that are not finite are null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain_json(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    return float(value) if math.isfinite(value) else None
 
 
 def _shown(metrics: Mapping[str, float], key: str) -> str:

@@ -131,8 +131,8 @@ def test_what_goes_wrong_is_said_and_never_waited_for(policy, monkeypatch, manag
         engine.generate(PROMPTS, Sampling(max_new_tokens=1), group_size=1, seed=0)
 
 
-def test_a_run_samples_by_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_samples_by_it(tmp_path):
     small = "rollout.continuous={page_size: 32, pages: 64, max_batch_tokens: 64}"
     words = ["steps=1", "eval.n=1", "rollout.engine=continuous", small]
     summary = loop.train(config_of(tmp_path / "run", *words))

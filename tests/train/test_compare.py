@@ -22,7 +22,7 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch, request):
+def no_panels(monkeypatch, request):
     if "numbers" not in request.node.name:
         monkeypatch.setattr("grpo_fast.train.compare_plot.plot", lambda *arguments: arguments[-1])
 

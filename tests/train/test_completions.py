@@ -288,12 +288,12 @@ def test_a_browser_shows_the_page_and_runs_nothing(tmp_path):
     assert [round(255 * float(c)) for c in corner] == [0xF6, 0xF7, 0xF9]
 
 
-def test_a_run_leaves_rows_and_page(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_leaves_rows_and_page(tmp_path):
     from grpo_fast.train import loop
     from grpo_fast.train.settings import load_recipe
     from tests.train.test_train_loop import TINY_SORT
 
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "log.completions_every=2", "steps=5"]
     loop.train(load_recipe("sort", [*words, "log.completions=5"]))
     names = sorted(p.name for p in (tmp_path / "run" / "completions").iterdir())
@@ -308,12 +308,12 @@ def test_a_run_leaves_rows_and_page(tmp_path, monkeypatch):
     assert "Completions of run" in html and html.count("<article>") == 32
 
 
-def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path):
     from grpo_fast.train import loop
     from grpo_fast.train.settings import load_recipe
     from tests.train.test_train_loop import TINY_SORT
 
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "steps=1"]
     loop.train(load_recipe("ppo-sort", words))
     path = tmp_path / "run" / "completions" / "step_000001.parquet"

@@ -198,9 +198,9 @@ def test_yaml_takes_the_word_off_for_false():
         load_recipe("sort", ["rollout.replay_support=on"])
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("replay", ["auto", "off"])
-def test_a_run_says_how_much_the_sampler_kept(tmp_path, monkeypatch, capsys, replay):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+def test_a_run_says_how_much_the_sampler_kept(tmp_path, capsys, replay):
     words = ["rollout.top_p=0.5", f"rollout.replay_support={replay}", "steps=1"]
     loop.train(load_recipe("sort", [*TINY, *words, f"output_dir={tmp_path / 'run'}"]))
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

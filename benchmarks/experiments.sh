@@ -3,7 +3,7 @@
 #
 #   benchmarks/experiments.sh [FOLDER]     runs go to FOLDER (runs/experiments), what is finished is
 #                                          not run again; pictures and tables to benchmarks/results/
-#   GSM8K=path/to/gsm8k benchmarks/experiments.sh    the one on GSM8K, too, an hour more
+#   GSM8K=path/to/gsm8k benchmarks/experiments.sh    the one on GSM8K, too, 20 minutes more
 set -euo pipefail
 cd "$(dirname "$0")/.."
 runs=${1:-runs/experiments}

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import deterministic as _deterministic
 
-# Buffers of this many bytes get huge pages (the value of MADV_HUGEPAGE is part of Linux's
-# interface).
-HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE = 8 << 20, 2 << 20, 14
+# Buffers of this many bytes get huge pages, or pages that are zeros (the values of MADV_* are part
+# of Linux's interface).
+HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 8 << 20, 2 << 20, 14, 23
 
 
 # False: `unset` memory is filled as torch fills its own. For tests: NaN shows in a slot that nobody
@@ -46,6 +49,28 @@ def unset(empty: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
             return empty(*args, **options)
         finally:
             deterministic.fill_uninitialized_memory = before
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU: large ones from pages that Linux hands over as zeros, a share of them asked
+    for by each thread, and that nobody fills again.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < HUGE_FROM or sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    x = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    threads = torch.get_num_threads()
+    step = -(-size // threads // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def take(start: int) -> None:  # where Linux does not know this, whoever writes takes the page
+        length = min(step, size - start)
+        address = ctypes.c_void_p(x.data_ptr() + start)
+        _libc().madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(take, range(0, size, step)))
+    return x
 
 
 def on_its_way(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -6,7 +6,8 @@ One attention function, registered with transformers, serves both halves of a ro
               keys and values are kept, (N, H_kv, L, D) for each layer
     decoding  a row of B tokens, one of each completion: on the prompt of its group, where the
               queries of a whole group meet one copy of the keys in one matrix product, and on its
-              own tokens, (B, H_kv, t, D), written in place; one softmax over both
+              own tokens, (B, H_kv, t, D), written in place; one softmax over both. fp32 on a CPU
+              goes through our own kernel, which keeps the same in tiles
 
 Models are called without a cache of their own and without a mask. Sliding windows and softcaps are
 rules of the layer and arrive with the call.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention import PackedLayout, no_mask, packed_attention
+from grpo_fast.kernels.cpu import decode as cpp
 
 NAME = "grpo_cached"
 GROWTH = 128  # tokens by which the room for completions grows
@@ -103,8 +105,9 @@ class RolloutCache:
         if min(counts) < self.seats:
             taken = [n * self.seats + i for n, count in enumerate(counts) for i in range(count)]
             self.taken = torch.tensor(taken, device=self.device)
-        longest = max(self.lengths)
-        ends = torch.tensor(self.lengths, device=self.device).view(-1, 1, 1, 1)
+        lengths, completions = (torch.tensor(x, device=self.device) for x in (self.lengths, counts))
+        self.numbers = lengths, completions  # (N,) int64 each
+        ends, longest = lengths.view(-1, 1, 1, 1), max(self.lengths)
         self.ends, self.places = ends, torch.arange(longest, device=self.device)
         self.padding = self.places >= ends if min(self.lengths) < longest else None
 
@@ -148,6 +151,8 @@ class RolloutCache:
     def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """(H, B, D) and (H_kv, B, D) twice → (B, H, D): one more token of each completion."""
         layer, heads = self.layers[module], k.shape[0]
+        if rule.softcap is None and cpp.runs(v):
+            return self.decode_in_tiles(layer, q.to(v.dtype), k.to(v.dtype), v, rule)
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
         first = 0 if rule.window is None else max(0, self.time + 1 - rule.window)
         own_k, own_v = (x[:, :, first:] for x in self.extend(layer, k, v))
@@ -163,6 +168,16 @@ class RolloutCache:
         on_prompt, on_own = weights.split([prompt_k.shape[2], own_k.shape[2]], -1)
         out = self.to_rows(product(on_prompt, prompt_v)) + product(self.to_rows(on_own), own_v)
         return out.flatten(1, 2)
+
+    def decode_in_tiles(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        """`decode` by the kernel for CPUs."""
+        if not layer.own:
+            layer.prompts = cpp.tiles_of(*layer.prompts)
+        if not layer.own or layer.own[0].shape[2] * cpp.TILE == self.time:
+            layer.own = cpp.with_room(layer.own, v, min(self.most, self.time + GROWTH))
+        return cpp.decode_(
+            q, k, v, layer.prompts, layer.own, *self.numbers, self.time, rule.scale, rule.window
+        )
 
     def extend(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(H_kv, B, D) of the newest tokens into the layer: (B, H_kv, t + 1, D) of all."""

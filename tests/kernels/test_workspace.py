@@ -4,7 +4,9 @@ a bound.
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +84,28 @@ def test_none_of_inference_mode_is_kept():
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
     take(8, 8).add_(1)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2049, 1025), (1 << 11, 1 << 11)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_are_zeros_that_can_be_written(shape, dtype):
+    x = memory.zeros(shape, dtype)
+    assert x.shape == shape and x.dtype == dtype and not x.any()
+    x.add_(1)
+    assert not memory.zeros(shape, dtype).any() and x.all()
+
+
+def test_memory_of_zeros_is_given_back():
+    """The process does not grow by what was dropped."""
+
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    for _ in range(5):
+        memory.zeros((1 << 12, 1 << 12), torch.float32).add_(1)  # 64 MiB
+    assert resident() - before < 64 << 20
 
 
 def test_what_is_kept_counts_as_memory_of_a_measured_call():

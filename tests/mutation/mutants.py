@@ -114,6 +114,7 @@ SUITES: dict[str, list[str]] = {
     "vllm": ["tests/rollout/test_vllm_server.py"],
     "vllm_engine": ["tests/rollout/test_vllm_engine.py"],
     "decode": ["tests/rollout/test_decode.py"],
+    "csrc_decode": ["tests/kernels/test_decode_cpu.py"],
     "engines": ["tests/rollout/test_engine.py", "tests/rollout/test_continuous.py"],
     "agreement": ["tests/train/test_agreement.py"],
     "policy": ["tests/train/test_train_policy.py"],

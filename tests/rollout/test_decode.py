@@ -1,4 +1,6 @@
-"""The sampling loop against transformers' `generate`: the same tokens, logps and kept ids."""
+"""The sampling loop against transformers' `generate`: the same tokens, logps and kept ids, with
+attention in torch and in C++.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,23 @@ import pytest
 import torch
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.kernels.cpu import decode as cpp
+from grpo_fast.kernels.cpu import loader
 from grpo_fast.rollout import NonFiniteLogits, Sampling, decode, hf
 from grpo_fast.train.policy import Policy
 from tests.tiny import FAMILIES, tiny_model
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
 EOS = 1
+
+
+@pytest.fixture(autouse=True, params=["torch", "csrc"])
+def attention(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(cpp, "runs", lambda x: False)
+    elif reason := loader.load("decode"):
+        pytest.skip(f"C++ kernels: {reason}")
+    return request.param
 
 
 def policy_of(family="llama", **changes):

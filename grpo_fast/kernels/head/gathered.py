@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_fast.kernels.route import Route, support_doors
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted, add_rows_, scaled_rows
-from grpo_fast.kernels.workspace import unset
+from grpo_fast.kernels.workspace import unset, zeros
 
 
 class GatheredHead:
@@ -75,12 +75,8 @@ class GatheredHead:
                 slopes, g = self.doors.head_hidden(d, self.weight, self.support), torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
         if wanted.weight:
-            if is_first:
-                dtype = self.sum_dtype if self.is_wide else self.weight.dtype
-                d_weight = unset(self.weight.new_empty, self.weight.shape, dtype=dtype)
-            self.doors.head_weight(
-                d, self.hidden, self.index, self.support, d_weight, add=not is_first
-            )
+            d_weight, add = self._new_weight() if is_first else (d_weight, True)
+            self.doors.head_weight(d, self.hidden, self.index, self.support, d_weight, add=add)
         if wanted.bias:
             d_bias = d.new_zeros(len(self.weight)) if is_first else d_bias
             add_rows_(d_bias, self.support.ids, d)
@@ -89,6 +85,13 @@ class GatheredHead:
             return found
         likes = self.hidden, self.weight, self.hidden if self.bias is None else self.bias
         return tuple(x.to(like.dtype) for x, like in zip(found, likes, strict=True))
+
+    def _new_weight(self) -> tuple[Tensor, bool]:
+        """What dW is written to, and whether it is zeros that are added to."""
+        dtype = self.sum_dtype if self.is_wide else self.weight.dtype
+        if self.weight.is_cpu:
+            return zeros(self.weight.shape, dtype), True
+        return unset(self.weight.new_empty, self.weight.shape, dtype=dtype), False
 
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """(N, H) g times the slopes of the supported rows, added to `total`."""

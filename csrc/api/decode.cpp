@@ -1,0 +1,296 @@
+// Attention while sampling: one new token of each of B completions looks on the prompt that it
+// shares with its group and on its own tokens. Keys lie in tiles of kTile tokens, (D, kTile) each,
+// so that neighbours in a register are tokens; values in rows. The torch form is in
+// grpo_fast/rollout/cache.py.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "api/tensors.h"
+#include "rows/chunk.h"
+
+namespace grpo_fast {
+namespace {
+
+constexpr int64_t kTile = 16;         // tokens; a whole number of registers
+constexpr int64_t kRowsTogether = 4;  // completions of a group that one thread takes at a time
+constexpr int kQueries = 4;           // queries in registers at a time
+static_assert(kTile % kLanes == 0);
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+int64_t whole_tiles(int64_t tokens) {
+  return (tokens + kTile - 1) / kTile * kTile;
+}
+
+// Tokens [first, end) of a prompt or a completion, in one head.
+struct Tokens {
+  const float *keys, *values;  // (tiles, D, kTile) and (room, D)
+  int64_t first, end;
+};
+
+// kQueries pointers, a query's each.
+template <class T>
+using Each = T* [kQueries];
+
+// The scores of a tile, scale q.k; -inf for tokens that are not seen.
+template <int kCount>
+void score_tile(const Each<const float>& q, const Tokens& on, int64_t depth, float scale,
+                int64_t tile, const Each<float>& to) {
+  constexpr int kParts = kTile / kLanes;
+  const float* keys = on.keys + tile * depth;
+  Floats sums[2][kCount][kParts] = {};  // over even and odd dimensions
+  const auto add = [&](int64_t d, int half) GRPO_FAST_BODY {
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const Floats key = load(keys + d * kTile + part * kLanes);
+#pragma GCC unroll 4
+      for (int i = 0; i < kCount; ++i)
+        sums[half][i][part] = fma(key, splat(q[i][d]), sums[half][i][part]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + 2 <= depth; d += 2) add(d, 0), add(d + 1, 1);
+  if (d < depth) add(d, 0);
+#pragma GCC unroll 4
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t at = tile + part * kLanes;
+    const Ints token = lane_numbers() + static_cast<int32_t>(at);
+    const Ints seen =
+        (token >= static_cast<int32_t>(on.first)) & (token < static_cast<int32_t>(on.end));
+#pragma GCC unroll 4
+    for (int i = 0; i < kCount; ++i) {
+      const Floats score = (sums[0][i][part] + sums[1][i][part]) * scale;
+      store(to[i] + at, seen ? score : splat(kNothing));
+    }
+  }
+}
+
+template <int kCount>
+void score(const Each<const float>& q, const Tokens& on, int64_t depth, float scale,
+           const Each<float>& to) {
+  for (int64_t tile = on.first / kTile * kTile; tile < on.end; tile += kTile)
+    score_tile<kCount>(q, on, depth, scale, tile, to);
+}
+
+// kParts vectors of the sum of weight * value from dimension `d` on, added to `out`.
+template <int kCount, int kParts>
+GRPO_FAST_INLINE void add_values(const Each<float>& weights, const Tokens& on, int64_t depth,
+                                 int64_t d, const Each<float>& out) {
+  Floats sums[2][kCount][kParts] = {};  // of even and odd tokens
+  const auto add = [&](int64_t token, int half) GRPO_FAST_BODY {
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t at = d + part * kLanes;
+      const float* from = on.values + token * depth + at;
+      const Floats value = kParts > 1 ? load(from) : load_up_to(from, depth - at);
+#pragma GCC unroll 4
+      for (int i = 0; i < kCount; ++i)
+        sums[half][i][part] = fma(value, splat(weights[i][token]), sums[half][i][part]);
+    }
+  };
+  int64_t token = on.first;
+  for (; token + 2 <= on.end; token += 2) add(token, 0), add(token + 1, 1);
+  if (token < on.end) add(token, 0);
+#pragma GCC unroll 4
+  for (int i = 0; i < kCount; ++i)
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t at = d + part * kLanes;
+      const Floats sum = sums[0][i][part] + sums[1][i][part];
+      store_up_to(out[i] + at, load_up_to(out[i] + at, depth - at) + sum, depth - at);
+    }
+}
+
+template <int kCount>
+void add_values(const Each<float>& weights, const Tokens& on, int64_t depth,
+                const Each<float>& out) {
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
+    add_values<kCount, 2>(weights, on, depth, d, out);
+  for (; d < depth; d += kLanes) add_values<kCount, 1>(weights, on, depth, d, out);
+}
+
+// run(first, constant) for the queries from `begin` to `end`, as many at a time as registers hold.
+template <class Run>
+void by_queries(int64_t begin, int64_t end, const Run& run) {
+  for (; begin + 4 <= end; begin += 4) run(begin, std::integral_constant<int, 4>{});
+  if (end - begin >= 2) run(begin, std::integral_constant<int, 2>{}), begin += 2;
+  if (begin < end) run(begin, std::integral_constant<int, 1>{});
+}
+
+// Scores become e^(score - largest); -> their sum. NaN among them stays NaN.
+float exponentials(float* scores, int64_t count) {
+  Floats largest = splat(kNothing), sums = {};
+  for (int64_t at = 0; at < count; at += kLanes) largest = max(load(scores + at), largest);
+  const float shift = max_lane(largest);
+  for (int64_t at = 0; at < count; at += kLanes) {
+    const Floats e = exp_floored(floor_exponent(load(scores + at) - shift));
+    store(scores + at, e);
+    sums += e;
+  }
+  return static_cast<float>(sum_lanes(widen(sums)));
+}
+
+struct Problem {
+  const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): of the new tokens
+  int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
+  const float *prompt_k, *prompt_v;  // (N, H_kv, tiles, D, kTile) and (N, H_kv, tiles, kTile, D)
+  float *own_k, *own_v;              // the same of B completions
+  const int64_t* lengths;            // (N,) of the prompts
+  int64_t heads, repeats, depth;     // H_kv, H/H_kv, D
+  int64_t longest, room, time;       // tokens that the tiles of each hold; those kept so far
+  int64_t window;                    // tokens that are seen, itself included
+  float scale;
+  float* out;  // (B, H, D)
+};
+
+// Some completions of prompt n, from row `first` on.
+struct Share {
+  int64_t prompt, first, rows;
+};
+
+void keep(const Problem& p, int64_t row, int64_t head) {
+  const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
+  float* keys = p.own_k + at + (p.time - lane) * p.depth + lane;
+  float* values = p.own_v + at + p.time * p.depth;
+  const float* k = p.k + head * p.k_head + row * p.k_row;
+  for (int64_t d = 0; d < p.depth; ++d) keys[d * kTile] = k[d];
+  std::memcpy(values, p.v + head * p.v_head + row * p.v_row, p.depth * sizeof(float));
+}
+
+Tokens prompt_of(const Problem& p, const Share& share, int64_t head) {
+  const int64_t at = (share.prompt * p.heads + head) * p.longest * p.depth;
+  const int64_t end = p.lengths[share.prompt];
+  const int64_t first = std::max<int64_t>(0, end + p.time + 1 - p.window);
+  return {p.prompt_k + at, p.prompt_v + at, std::min(first, end), end};
+}
+
+Tokens own_of(const Problem& p, int64_t row, int64_t head) {
+  const int64_t at = (row * p.heads + head) * p.room * p.depth, end = p.time + 1;
+  return {p.own_k + at, p.own_v + at, std::max<int64_t>(0, end - p.window), end};
+}
+
+// The attention of one key-value head of a share: its queries are (row, repeat), row by row.
+void attend(const Problem& p, const Share& share, int64_t head) {
+  thread_local std::vector<float> buffer;
+  const int64_t split = whole_tiles(p.lengths[share.prompt]);
+  const int64_t width = split + whole_tiles(p.time + 1);
+  const int64_t queries = share.rows * p.repeats;
+  buffer.assign(queries * width, kNothing);
+  const auto query = [&](int64_t i) {
+    const int64_t row = share.first + i / p.repeats, of = head * p.repeats + i % p.repeats;
+    return p.q + of * p.q_head + row * p.q_row;
+  };
+  const auto result = [&](int64_t i) {
+    const int64_t row = share.first + i / p.repeats, of = head * p.repeats + i % p.repeats;
+    return p.out + (row * p.heads * p.repeats + of) * p.depth;
+  };
+  // body(what a group of queries sees, the group's first, its size, its column in the buffer)
+  const auto each = [&](const auto& body) {
+    by_queries(0, queries, [&](int64_t first, auto count) {
+      body(prompt_of(p, share, head), first, count, 0);
+    });
+    for (int64_t r = 0; r < share.rows; ++r)
+      by_queries(r * p.repeats, (r + 1) * p.repeats, [&](int64_t first, auto count) {
+        body(own_of(p, share.first + r, head), first, count, split);
+      });
+  };
+  for (int64_t r = 0; r < share.rows; ++r) keep(p, share.first + r, head);
+  each([&](const Tokens& on, int64_t first, auto count, int64_t column) {
+    Each<const float> q;
+    Each<float> to;
+    for (int i = 0; i < count; ++i)
+      q[i] = query(first + i), to[i] = buffer.data() + (first + i) * width + column;
+    score<count>(q, on, p.depth, p.scale, to);
+  });
+  std::vector<float> sums(queries);
+  for (int64_t i = 0; i < queries; ++i) {
+    sums[i] = exponentials(buffer.data() + i * width, width);
+    std::memset(result(i), 0, p.depth * sizeof(float));
+  }
+  each([&](const Tokens& on, int64_t first, auto count, int64_t column) {
+    Each<float> weights, out;
+    for (int i = 0; i < count; ++i)
+      weights[i] = buffer.data() + (first + i) * width + column, out[i] = result(first + i);
+    add_values<count>(weights, on, p.depth, out);
+  });
+  for (int64_t i = 0; i < queries; ++i) {
+    float* to = result(i);
+    by_vectors(p.depth, [&](int64_t d, int64_t count) GRPO_FAST_BODY {
+      store_up_to(to + d, load_up_to(to + d, count) / sums[i], count);
+    });
+  }
+}
+
+void check(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
+  STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
+  bool is_same = x.dim() == static_cast<int64_t>(shape.size());
+  int64_t axis = 0;
+  for (const int64_t size : shape) is_same = is_same && x.size(axis) == size, ++axis;
+  STD_TORCH_CHECK(is_same, name, ": expected another shape");
+  STD_TORCH_CHECK(x.stride(-1) == 1 || x.size(-1) == 1, name, ": expected a contiguous last axis");
+}
+
+void check_lying(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
+  check(x, name, shape);
+  STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
+}
+
+// Keeps k and v as token `time` of own_k and own_v; -> (B, H, D) fp32.
+Tensor decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v, Tensor own_k,
+               Tensor own_v, Tensor lengths, Tensor counts, int64_t time, double scale,
+               std::optional<int64_t> window) {
+  STD_TORCH_CHECK(q.dim() == 3, "q: expected (heads, rows, D)");
+  STD_TORCH_CHECK(prompt_k.dim() == 5 && own_k.dim() == 5, "prompt_k and own_k: expected 5 axes");
+  const int64_t heads = prompt_k.size(1), rows = q.size(1), depth = q.size(2);
+  const int64_t prompts = prompt_k.size(0), longest = prompt_k.size(2) * kTile;
+  const int64_t room = own_k.size(2) * kTile;
+  STD_TORCH_CHECK(heads > 0 && q.size(0) % heads == 0, "q: expected a multiple of ", heads,
+                  " heads, got ", q.size(0));
+  check(q, "q", {q.size(0), rows, depth}), check(k, "k", {heads, rows, depth});
+  check(v, "v", {heads, rows, depth});
+  check_lying(prompt_k, "prompt_k", {prompts, heads, longest / kTile, depth, kTile});
+  check_lying(prompt_v, "prompt_v", {prompts, heads, longest / kTile, kTile, depth});
+  check_lying(own_k, "own_k", {rows, heads, room / kTile, depth, kTile});
+  check_lying(own_v, "own_v", {rows, heads, room / kTile, kTile, depth});
+  STD_TORCH_CHECK(time >= 0 && time < room, "time: expected less than ", room, ", got ", time);
+  STD_TORCH_CHECK(!window || *window > 0, "window: expected at least 1");
+  const int64_t* ends = checked_vector<int64_t>(lengths, prompts, "lengths");
+  const int64_t* count = checked_vector<int64_t>(counts, prompts, "counts");
+  std::vector<Share> shares;
+  int64_t row = 0;
+  for (int64_t n = 0; n < prompts; ++n) {
+    STD_TORCH_CHECK(ends[n] >= 0 && ends[n] <= longest && count[n] >= 0,
+                    "lengths and counts: expected 0 to ", longest, " and more than -1");
+    for (int64_t end = row + count[n]; row < end; row += shares.back().rows)
+      shares.push_back({n, row, std::min(kRowsTogether, end - row)});
+  }
+  STD_TORCH_CHECK(row == rows, "counts: expected ", rows, " rows in all, got ", row);
+  const Tensor out = torch::stable::new_empty(q, {rows, q.size(0), depth});
+  const Problem problem{
+      data<float>(q), data<float>(k), data<float>(v), q.stride(0), q.stride(1), k.stride(0),
+      k.stride(1), v.stride(0), v.stride(1), data<float>(prompt_k), data<float>(prompt_v),
+      data<float>(own_k), data<float>(own_v), ends, heads, q.size(0) / heads, depth, longest, room,
+      time, window.value_or(longest + room), static_cast<float>(scale), data<float>(out)};
+  const int64_t tasks = static_cast<int64_t>(shares.size()) * heads;
+  const int64_t numbers = 2 * kRowsTogether * problem.repeats * depth * (longest + time + 1);
+  for_each_row(tasks, numbers, [&](int64_t task) {
+    attend(problem, shares[task / heads], task % heads);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_decode, library) {
+  library.def(
+      "decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v, Tensor(a!) own_k,"
+      " Tensor(b!) own_v, Tensor lengths, Tensor counts, int time, float scale, int? window)"
+      " -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_decode, CPU, library) {
+  library.impl("decode_", TORCH_BOX(&grpo_fast::decode_));
+}

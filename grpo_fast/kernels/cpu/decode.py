@@ -1,0 +1,75 @@
+"""Attention of one new token of each completion, in C++ for the CPU (csrc/api/decode.cpp).
+
+Keys and values lie in tiles of TILE tokens. A row's bits depend on that row alone: not on the
+batch, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from grpo_fast.kernels.cpu import loader
+from grpo_fast.kernels.types import detached
+from grpo_fast.kernels.workspace import unset
+
+TILE = 16  # tokens
+
+# (N, H_kv, tiles, D, TILE) and (N, H_kv, tiles, TILE, D): keys and values of N sequences
+Tiles = tuple[Tensor, Tensor]
+
+
+def runs(x: Tensor) -> bool:
+    """Whether there is a kernel for keys and values like these."""
+    return x.is_cpu and x.dtype == torch.float32 and loader.load("decode") is None
+
+
+def tiles_of(k: Tensor, v: Tensor) -> Tiles:
+    """(N, H_kv, L, D) each → tiles, the last one filled up with zeros."""
+    k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % TILE)).unflatten(2, (-1, TILE)) for x in (k, v))
+    return k.mT.contiguous(), v.contiguous()
+
+
+def with_room(held: Tiles | tuple[()], like: Tensor, tokens: int) -> Tiles:
+    """Tiles for at least so many tokens of the rows of `like`, (H_kv, B, D); first what is held."""
+    (heads, rows, depth), tiles = like.shape, -(-tokens // TILE)
+    k = unset(like.new_empty, (rows, heads, tiles, depth, TILE))
+    v = unset(like.new_empty, (rows, heads, tiles, TILE, depth))
+    for new, old in zip((k, v), held, strict=False):
+        new[:, :, : old.shape[2]] = old
+    return k, v
+
+
+@functools.cache
+def _door() -> Any:
+    loader.require("decode")
+    return torch.ops.grpo_fast_decode.decode_.default
+
+
+def decode_(
+    q: Tensor,  # (H, B, D) fp32
+    k: Tensor,  # (H_kv, B, D) fp32
+    v: Tensor,  # (H_kv, B, D) fp32
+    prompts: Tiles,  # of N prompts
+    own: Tiles,  # of B completions
+    lengths: Tensor,  # (N,) int64 of the prompts
+    counts: Tensor,  # (N,) int64: the completions of each, side by side
+    time: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:  # (B, H, D) fp32
+    """Keep k and v as token `time` of `own`, and attend to the prompt and to all own tokens.
+
+    Args:
+        window: how many tokens a query sees at most, its own included; None: all.
+
+    Raises:
+        CsrcUnavailable: the library can neither be found nor compiled.
+        RuntimeError: a dtype, shape or stride that the kernel does not take.
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in map(detached, (q, k, v)))
+    return _door()(q, k, v, *prompts, *own, lengths, counts, time, scale, window)

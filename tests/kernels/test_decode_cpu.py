@@ -1,0 +1,139 @@
+"""Attention of one new token of each completion, in C++, against fp64: sizes at the edges of tiles
+and registers, groups of unequal size, windows, NaN, rows that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast.kernels.cpu import decode, loader
+
+REASON = loader.load("decode")
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+
+
+class Rollout:
+    """Completions that grow by one random token a step, and what attention gives them in fp64."""
+
+    def __init__(self, lengths, counts, heads, repeats, depth, most, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.lengths, self.counts, self.repeats = lengths, counts, repeats
+        self.prompts = torch.randn(2, len(lengths), heads, max(lengths), depth, generator=g)
+        rows = sum(counts)
+        self.new = torch.randn(2, most, heads, rows, depth, generator=g)
+        self.q = torch.randn(most, heads * repeats, rows, depth, generator=g)
+        self.tiles = decode.tiles_of(*self.prompts)
+        self.own = ()
+
+    def step(self, time, scale, window=None, rows=slice(None)):
+        """`decode_` of token `time`, room growing a tile at a time."""
+        k, v = (x[time][:, rows] for x in self.new)
+        if time % decode.TILE == 0:
+            self.own = decode.with_room(self.own, v, time + 1)
+        numbers = torch.tensor(self.lengths), torch.tensor(self.counts)
+        q = self.q[time][:, rows]
+        return decode.decode_(q, k, v, self.tiles, self.own, *numbers, time, scale, window)
+
+    def expected(self, time, scale, window=None, dtype=torch.float64):
+        out = []
+        prompt_of = [n for n, count in enumerate(self.counts) for _ in range(count)]
+        for row, n in enumerate(prompt_of):
+            of_prompt = self.prompts[:, n, :, : self.lengths[n]]
+            own = self.new[:, : time + 1, :, row].transpose(1, 2)
+            k, v = torch.cat([of_prompt, own], 2).to(dtype).repeat_interleave(self.repeats, 1)
+            if window is not None:
+                k, v = k[:, -window:], v[:, -window:]
+            scores = scale * (k @ self.q[time][:, row, :, None].to(dtype)).squeeze(-1)
+            out.append((scores.softmax(-1)[:, None] @ v).squeeze(1))
+        return torch.stack(out)
+
+
+CASES = [  # prompts, completions of each, key-value heads, queries of each, D
+    ([5], [1], 1, 1, 8),
+    ([16, 3, 17], [4, 1, 6], 2, 2, 32),
+    ([40, 33], [3, 5], 1, 3, 20),
+    ([1, 70], [2, 9], 3, 1, 64),
+    ([31, 32], [5, 4], 1, 7, 131),
+]
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 40])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_against_fp64(case, window):
+    rollout = Rollout(*case, most=34)
+    for time in range(34):
+        found = rollout.step(time, 0.3, window)
+        if time in (0, 1, 14, 15, 16, 17, 31, 33):
+            exact = rollout.expected(time, 0.3, window)
+            of_torch = rollout.expected(time, 0.3, window, torch.float32)
+            allowed = 2 * (of_torch - exact).abs().max() + 1e-6
+            assert (found - exact).abs().max() <= allowed
+
+
+def test_large_scores_leave_one_token():
+    """Scores of thousands: the largest takes all, and nothing overflows."""
+    rollout = Rollout([20], [2], 1, 2, 32, most=2)
+    for time in range(2):
+        found = rollout.step(time, 1e4)
+    torch.testing.assert_close(found.double(), rollout.expected(1, 1e4), rtol=0, atol=2e-6)
+
+
+def test_a_row_does_not_depend_on_its_batch_or_on_the_threads():
+    whole = Rollout([60, 33], [7, 5], 2, 2, 32, most=3)
+    alone = Rollout([60, 33], [7, 5], 2, 2, 32, most=3)
+    alone.lengths, alone.counts, keep = [33], [2], [8, 11]
+    alone.tiles = decode.tiles_of(*alone.prompts[:, 1:, :, :33])
+    threads = torch.get_num_threads()
+    for time in range(3):
+        torch.set_num_threads(3)
+        try:
+            together = whole.step(time, 0.2)
+        finally:
+            torch.set_num_threads(threads)
+        assert torch.equal(together[keep], alone.step(time, 0.2, rows=keep))
+
+
+@pytest.mark.parametrize("which", ["key", "value", "query"])
+def test_nan_stays(which):
+    """A NaN that a row sees is in what it gets; other rows do not have it."""
+    rollout = Rollout([17], [3], 1, 2, 32, most=2)
+    rollout.step(0, 0.2)
+    if which == "query":
+        rollout.q[1, 1, 1, 3] = torch.nan
+    else:
+        rollout.new[int(which == "value"), 1, 0, 1, 3] = torch.nan
+    found = rollout.step(1, 0.2)
+    hit = found.isnan().any(-1)
+    assert hit[1].tolist() == ([False, True] if which == "query" else [True, True])
+    assert not hit[[0, 2]].any()
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("q", lambda x: x | {"q": x["q"].double()}),
+        ("k", lambda x: x | {"k": x["k"][:, :2]}),
+        ("v", lambda x: x | {"v": x["v"][..., :8]}),
+        ("own_k", lambda x: x | {"own": (x["own"][0][:, :, :, :, ::2], x["own"][1])}),
+        ("prompt_v", lambda x: x | {"prompts": (x["prompts"][0], x["prompts"][1][:, :, :1])}),
+        ("lengths", lambda x: x | {"lengths": torch.tensor([33])}),
+        ("counts", lambda x: x | {"counts": torch.tensor([2])}),
+        ("time", lambda x: x | {"time": 16}),
+        ("window", lambda x: x | {"window": 0}),
+    ],
+)
+def test_refusals_name_the_argument(name, change):
+    rollout = Rollout([17], [3], 1, 2, 32, most=1)
+    k, v = rollout.new[:, 0]
+    given = {
+        "q": rollout.q[0], "k": k, "v": v, "prompts": rollout.tiles,
+        "own": decode.with_room((), v, 1), "lengths": torch.tensor([17]),
+        "counts": torch.tensor([3]), "time": 0, "scale": 0.2, "window": None,
+    }  # fmt: skip
+    decode.decode_(**given)
+    with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
+        decode.decode_(**change(given))

@@ -254,8 +254,9 @@ def test_the_page_has_a_bounded_size_and_shows_the_whole_run(tmp_path):
     assert html.count(" open>") == 1 and [p.name for p in tmp_path.iterdir()] == ["p.html"]
 
 
-def test_a_step_that_is_too_large_says_what_is_missing(tmp_path):
-    rows = [row(tokens=["y" * 3000, "z"]) for _ in range(40)]
+@pytest.mark.parametrize("group_size", [40, 4])
+def test_a_step_that_is_too_large_says_what_is_missing(tmp_path, group_size):
+    rows = [row(group=i // group_size, tokens=["y" * 3000, "z"]) for i in range(40)]
     written = CompletionsPage(tmp_path / "p.html", "run", 80_000)
     written.add(1, rows)
     html = (tmp_path / "p.html").read_text(encoding="utf-8")

@@ -112,8 +112,8 @@ class LogitChunks:
             return ChunkGradients(d), part
         stats = self.logps(h, target_ids, rule, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        d = self.gradients(h, target_ids, rule, stats, g, terms.grad_entropy, held=True)
-        return d, RowLoss(*stats, losses, g)
+        gradients = self.gradients(h, target_ids, rule, stats, g, terms.grad_entropy, held=True)
+        return gradients, RowLoss(*stats, losses, g)
 
     def gradients(
         self,

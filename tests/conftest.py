@@ -1,4 +1,6 @@
-"""Shared by all tests: one thread, poison for fresh memory, the order, draws of a test's own."""
+"""Shared by all tests: one thread, poison for fresh memory, runs without pictures, the order, draws
+of a test's own.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw no curves, which take longer than a tiny run."""
+    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },  # head divided by 4
     "cohere": {"logit_scale": 0.25},  # head times 0.25, interleaved RoPE, parallel block
 }
+SYMBOLS = [*map(str, range(10)), "="]
 TEXTS = [
     "What is 12 + 30? The answer is 42.\n#### 42",
     "Janet has 3 apples and buys 4 more.\n#### 7",
@@ -56,6 +57,15 @@ def tiny_model(
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
+
+
+def tiny_policy(family: str = "llama", **changes: Any) -> Any:
+    """A `Policy` whose model has a token for each of SYMBOLS: "3 1 2 =" is a prompt."""
+    from grpo_fast.data.tokenizer import build_symbol_tokenizer
+    from grpo_fast.train.policy import Policy
+
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    return Policy(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer)
 
 
 def tiny_folder(

@@ -26,7 +26,7 @@ class Cause(NamedTuple):
     name: str
     advice: str
     before: float  # nats per token
-    after: float
+    after: float  # the same as `before` where there is no view without the cause
 
 
 class Found(NamedTuple):
@@ -135,7 +135,7 @@ def about_versions(stale: int, count: int) -> str:
     )
 
 
-UNNAMED = (
+UNNAMED_ADVICE = (
     "every token is likelier to the engine than to the trainer: it samples from a part of the "
     "vocabulary that it does not name; switch its own top_k, top_p and min_p off"
 )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from grpo_fast.data import Prompt
-from grpo_fast.doctor import causes as words
+from grpo_fast.doctor import causes
 from grpo_fast.doctor.causes import Cause, Found
 from grpo_fast.doctor.prompts import readings
 from grpo_fast.doctor.recompute import Recomputed
@@ -102,8 +102,8 @@ def _told(found: Found, noise: float, threshold: float | None, version: int) -> 
     trainers = recomputed.logps(base)
     gap = (recomputed.engine_logps - trainers).abs()
     own = (recomputed.logps(base._replace(forward=OWN)) - trainers).abs()
-    causes = [
-        Cause(words.name_of(found, field), words.advice(found, field), before, after)
+    named = [
+        Cause(causes.name_of(found, field), causes.advice(found, field), before, after)
         for field, before, after in shares(recomputed, base, found.view)
     ]
     left = recomputed.difference(found.view)
@@ -111,13 +111,13 @@ def _told(found: Found, noise: float, threshold: float | None, version: int) -> 
     versions = recomputed.rollout.weight_versions
     stale = sum(v != version for v in versions)
     if stale:
-        causes.append(Cause(words.STALE, words.about_versions(stale, len(versions)), left, left))
+        named.append(Cause(causes.STALE, causes.about_versions(stale, len(versions)), left, left))
     elif not is_noise and found.only_raises(noise):
-        causes.append(Cause(words.TRUNCATION, words.UNNAMED, left, left))
+        named.append(Cause(causes.TRUNCATION, causes.UNNAMED_ADVICE, left, left))
     elif not is_noise and found.is_own_distribution():
-        causes.append(Cause(words.OTHER, words.OTHER_ADVICE, left, left))
+        named.append(Cause(causes.OTHER, causes.OTHER_ADVICE, left, left))
     return Diagnosis(
         len(gap), float(gap.mean()), float(gap.max()), float(own.mean()), noise,
-        noise if threshold is None else threshold, causes, left,
-        words.rest_of(found, is_noise=is_noise), stale,
+        noise if threshold is None else threshold, named, left,
+        causes.rest_of(found, is_noise=is_noise), stale,
     )  # fmt: skip

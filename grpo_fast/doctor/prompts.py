@@ -42,12 +42,15 @@ def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids) -> dict[str, I
 
 
 def padded(ids: Ids, side: str, pad: int) -> Ids:
-    """All as long as the longest, with padding that is read like any other token."""
-    longest = max(map(len, ids))
-    gaps = ([pad] * (longest - len(tokens)) for tokens in ids)
-    pairs = list(zip(ids, gaps, strict=True))
+    """All as long as the longest, with padding that is read like any other token.
+
+    side: LEFT, RIGHT, or UNPADDED for the ids as they are.
+    """
     if side == UNPADDED:
         return ids
+    longest = max(map(len, ids))
+    gaps = [[pad] * (longest - len(tokens)) for tokens in ids]
+    pairs = zip(ids, gaps, strict=True)
     return [gap + tokens if side == LEFT else tokens + gap for tokens, gap in pairs]
 
 

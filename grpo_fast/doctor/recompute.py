@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -77,7 +76,7 @@ class Recomputed:
     def logps(self, view: View) -> Tensor:  # (R,) fp32 on the CPU
         """Under a view; the trainer's own by what the trainer runs."""
         view = self.fitted(view)
-        temperature = float(view.temperature or math.nan)
+        temperature = float(view.temperature)
         if not view.is_trainers():
             return self._at(view, [temperature])[0]
         head, states = self._policy(view.model).head, self._hidden(view)

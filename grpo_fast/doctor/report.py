@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpo_fast.data import escape_control
 from grpo_fast.doctor.diagnosis import Diagnosis
 from grpo_fast.doctor.selftest import Check
+from grpo_fast.train.lines import plain_json
 
 
 class Report(NamedTuple):
@@ -32,7 +32,7 @@ class Report(NamedTuple):
             causes = [cause._asdict() for cause in self.diagnosis.causes]
             found = {**self.diagnosis._asdict(), "causes": causes, "ok": self.diagnosis.ok}
         told = {"ok": self.ok, "checks": checks, "title": self.title, "diagnosis": found}
-        return _finite(told)
+        return plain_json(told)
 
     def tables(self) -> list[Any]:
         """As rich shows it."""
@@ -85,11 +85,3 @@ def _table(title: str, *columns: str) -> Any:
 
 def _short(number: float) -> str:
     return f"{number:.1e}" if number else "0"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,6 +17,7 @@ from grpo_fast.kernels import route
 
 BACKENDS = ("torch", "cpu", "triton")
 LENGTHS, HIDDEN, VOCABULARY = (9, 1, 17, 5), 64, 4096  # this many columns take the large kernels
+HEAD_DIM = 64  # of the attention kernels
 LOGPS = 1e-5  # absolute, of any dtype
 GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # relative L2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,11 +81,13 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
 def attention_checks(device: torch.device) -> Iterator[Check]:
     """Every attention kernel that can run here against the dense reference."""
     for dtype in DTYPES:
-        for with_what in ("", ", window", ", softcap"):
-            extras = (with_what == ", window", with_what == ", softcap")
-            kind = Kind(device.type, dtype, HIDDEN, *extras, device.index)
+        for extra in ("", "window", "softcap"):
+            kind = Kind(
+                device.type, dtype, HEAD_DIM, has_window=extra == "window",
+                has_softcap=extra == "softcap", gpu=device.index,
+            )  # fmt: skip
             for provider in candidates(kind):
-                name = f"attention {provider.name} {_named(dtype)}{with_what}"
+                name = f"attention {provider.name} {_named(dtype)}" + (extra and f", {extra}")
                 run = partial(self_test, provider.attend, kind)
                 yield timed(name, SELF_TEST_TOLERANCE[dtype], run)
 

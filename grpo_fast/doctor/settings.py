@@ -27,7 +27,7 @@ BUILT_IN: dict[str, Any] = {  # where no recipe says what is asked: temperature 
     "rollout": {"temperature": 0.8},
 }
 PATIENCE = 10  # seconds that a server which does not answer is waited for
-OF_A_RUN = ("dtype", "autocast", "attn")  # how a run's model is loaded; its code is not
+OF_A_RUN = ("dtype", "autocast", "attn")  # of a run's `model`: how it is loaded, but not its code
 
 
 class DoctorSettings(Section):

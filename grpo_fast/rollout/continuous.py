@@ -8,7 +8,6 @@ the batch, and it does not say which tokens a truncating sampler kept.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +15,16 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling, seed_of
-
-log = logging.getLogger(__name__)
+from grpo_fast.rollout.engine import (
+    EOS,
+    LENGTH,
+    Completion,
+    Engine,
+    Seed,
+    say_that_kept_is_unknown,
+    seed_for,
+)
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
 
 
 class ContinuousOptions(BaseModel):
@@ -46,9 +51,6 @@ class ContinuousEngine(Engine):
         if policy.autocast is not None:  # it belongs to a thread, and the batches run in another
             came = f"got {policy.autocast}"
             raise ValueError(f"model.autocast: expected none beside continuous batching, {came}")
-        sampling = options if isinstance(options, Sampling) else Sampling()
-        if sampling.top_p < 1 or sampling.top_k:
-            log.warning("continuous batching does not say which tokens top_k and top_p kept")
 
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
@@ -62,9 +64,10 @@ class ContinuousEngine(Engine):
         seed: Seed,
         places: Sequence[int] | None = None,
     ) -> list[Completion]:
+        if sampling.wants_kept:
+            say_that_kept_is_unknown("continuous batching")
         rows = [list(prompt) for prompt in prompts for _ in range(group_size)]
-        parts = seed if isinstance(seed, tuple) else (seed,)
-        number = seed_of("rollout", *parts, *(places or ())) % 2**31
+        number = seed_for("rollout", seed, *(places or ())) % 2**31
         size = sampling.batch_size or max(len(rows), 1)
         found: list[Completion] = []
         with self.policy.generation():

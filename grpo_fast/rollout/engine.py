@@ -6,7 +6,9 @@ were. Engines are built by name from the configuration; one that is not asked fo
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.sampler import Sampling, seed_of
+
+log = logging.getLogger(__name__)
 
 EOS, LENGTH = "eos", "length"  # how a completion ends; engines may have further words
 
@@ -46,6 +50,15 @@ class Kept(NamedTuple):
     ids: Tensor  # (nnz,) int32
     offsets: Tensor  # (n + 1,) int64
     mass: Tensor | None = None  # (n,) fp32: their probability before the others went; None: unknown
+
+
+@functools.cache
+def say_that_kept_is_unknown(engine: str) -> None:
+    """For an engine that cannot say what `Sampling.wants_kept` asks for; once per process."""
+    log.warning(
+        "%s does not say which tokens top_p and top_k kept: its log-probabilities are compared "
+        "with the policy's over the whole vocabulary", engine,
+    )  # fmt: skip
 
 
 class Completion(NamedTuple):
@@ -137,12 +150,16 @@ def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
         engine.sleep()
 
 
+def seed_for(purpose: str, seed: Seed, *more: int) -> int:
+    """A 63-bit seed for one purpose, such as "rollout", from the one that an engine is given."""
+    return seed_of(purpose, *(seed if isinstance(seed, tuple) else (seed,)), *more)
+
+
 def uniforms(
     seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
 ) -> Tensor:  # (count·G, length) in [0, 1)
     """The random numbers of `count` prompts' completions: row by row, by their places."""
-    parts = seed if isinstance(seed, tuple) else (seed,)
-    generator = torch.Generator().manual_seed(seed_of("rollout", *parts))
+    generator = torch.Generator().manual_seed(seed_for("rollout", seed))
     if places is None:
         return torch.rand(count * group_size, length, generator=generator)
     wanted, rows = set(places), []

@@ -109,11 +109,6 @@ def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
     return values.gather(-1, order), ids
 
 
-def draw(z: Tensor, uniform: Tensor) -> Tensor:  # (B, V) logits, (B,) in [0, 1) -> (B,) int64
-    """`pick` for logits."""
-    return pick(z.softmax(-1), uniform)
-
-
 def pick(p: Tensor, uniform: Tensor) -> Tensor:  # (B, V), (B,) in [0, 1) -> (B,) int64
     """The first token whose cumulative probability exceeds `uniform`; none of probability 0."""
     cumulative = p.cumsum(-1)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, EngineError, Kept, Seed
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling, seed_of
-
-log = logging.getLogger(__name__)
+from grpo_fast.rollout.engine import (
+    EOS,
+    LENGTH,
+    Completion,
+    EngineError,
+    Kept,
+    Seed,
+    say_that_kept_is_unknown,
+    seed_for,
+)
+from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
 
 CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
 
@@ -38,10 +43,9 @@ def parameters(
 
     vLLM gives the g-th of them the seed plus g. Greedy completions are all the same: it makes one.
     """
-    parts = seed if isinstance(seed, tuple) else (seed,)
     is_greedy = sampling.temperature == 0
     return {
-        "n": 1 if is_greedy else group_size, "seed": seed_of("vllm", *parts, place) >> 8,
+        "n": 1 if is_greedy else group_size, "seed": seed_for("vllm", seed, place) >> 8,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(eos_ids),
         "ignore_eos": True,  # the model's own would come on top of these
@@ -56,7 +60,7 @@ def grouped(
     copies = group_size if sampling.temperature == 0 else 1
     completions = [one for group in found for _ in range(copies) for one in group]
     if sampling.wants_kept and any(one.kept is None for one in completions):
-        say_that_kept_is_unknown()
+        say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
     return completions
 
 
@@ -98,12 +102,3 @@ def _kept(answer: Answer, sampling: Sampling) -> Kept | None:
         raise BadAnswer("vLLM: expected every token among those that it was drawn from")
     ids = torch.tensor([token for row in answer.kept for token in row], dtype=torch.int32)
     return Kept(ids, torch.tensor([0, *map(len, answer.kept)]).cumsum(0))
-
-
-@functools.cache
-def say_that_kept_is_unknown() -> None:
-    """Once per process."""
-    log.warning(
-        "vLLM does not say which tokens top_p and top_k kept (--return-sampling-mask, on GPUs "
-        "only): its log-probabilities are compared with the policy's over the whole vocabulary"
-    )

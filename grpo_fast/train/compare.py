@@ -21,7 +21,7 @@ from grpo_fast.train import compare_plot
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.curves import Rows, read_metrics, series
 from grpo_fast.train.evaluate import mean_and_error
-from grpo_fast.train.report import plain_json
+from grpo_fast.train.lines import plain_json
 from grpo_fast.train.settings import load_recipe
 
 MOST_RUNS = 1000
@@ -51,8 +51,12 @@ class Comparison:
 
     recipe: str
     arms: list[Arm]
-    rows: dict[str, list[Rows]] = field(default_factory=dict)  # arm → metrics.jsonl of each run
+    rows: dict[str, list[Rows]] = field(default_factory=dict)  # arm → metrics.jsonl of those `done`
     failed: dict[str, str] = field(default_factory=dict)  # folder of a run → why it ended early
+
+    def done(self, arm: Arm) -> list[RunConfig]:
+        """The runs of an arm that came to their end, in the order of `rows`."""
+        return [config for config in arm.runs if config.output_dir not in self.failed]
 
     def cell(self, arm: Arm, metric: str) -> tuple[float, float] | None:
         """Mean over the seeds and its standard error (NaN for one seed)."""
@@ -102,8 +106,7 @@ def compare(
             found.failed[config.output_dir] = escape_control(reason(error))
             say(f"{config.output_dir} failed: {found.failed[config.output_dir]}")
     for arm in found.arms:
-        done = [c.output_dir for c in arm.runs if c.output_dir not in found.failed]
-        found.rows[arm.name] = [read_metrics(run_folder) for run_folder in done]
+        found.rows[arm.name] = [read_metrics(config.output_dir) for config in found.done(arm)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table(found), encoding="utf-8")
     (folder / "compare.json").write_text(json.dumps(numbers(found), indent=2) + "\n", "utf-8")
@@ -215,12 +218,12 @@ def table(found: Comparison) -> str:
 
 
 def numbers(found: Comparison) -> dict[str, Any]:
-    """The table's values, seed by seed."""
+    """The table's values, seed by seed; a run that failed has none."""
     arms = [
         {
             "setting": arm.name,
             "values": arm.values,
-            "seeds": [config.seed for config in arm.runs],
+            "seeds": [config.seed for config in found.done(arm)],
             "metrics": {
                 metric: [last_tenth(series(rows, metric)) for rows in found.rows[arm.name]]
                 for metric in COLUMNS.values()

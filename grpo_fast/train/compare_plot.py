@@ -25,9 +25,8 @@ PANELS = {
     "KL to the reference": "kl",
     "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
 }
-# What a metric is where there is nothing to say about it.
-NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
-TELLING = 0.01  # how far from there a value is that does
+NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}  # metric → the value that says nothing
+TELLING = 0.01  # what is farther from there says something
 MOST_LINES = 8  # in one panel
 SMALLEST = 1e-4  # of a panel's largest value, on a logarithmic scale: a run that stands still has 0
 
@@ -44,21 +43,21 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
     groups = grouped(rows, settings)
     everything = [run for runs in rows.values() for run in runs]
     titles = [t for t, name in PANELS.items() if is_telling(everything, name)]
-    size = (4.2 * max(1, len(titles)), 3.1 * len(groups))
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(groups), max(1, len(titles)), squeeze=False)
-    for line, (key, lines) in zip(panels, groups.items(), strict=True):
-        for axes, title in zip(line, titles, strict=False):
+    width = max(1, len(titles))
+    figure = Figure(figsize=(4.2 * width, 3.1 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), width, squeeze=False)
+    for row, (key, lines) in zip(panels, groups.items(), strict=True):
+        for axes, title in zip(row, titles, strict=False):
             draw(axes, lines, PANELS[title])
             finish_axes(axes, f"{title} by {key}" if key else title)
         if len(lines) > 1:
-            line[0].legend(frameon=False, fontsize=8)
+            row[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
     return path
 
 
 def is_telling(runs: list[Rows], metric: str) -> bool:
-    """Whether any run has a value, one that is not what it is in every other comparison, too."""
+    """Whether any run has a value of it; of a metric in NEUTRAL, one that is not neutral."""
     neutral = NEUTRAL.get(metric, math.inf)
     return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
 
@@ -80,6 +79,7 @@ def grouped(
 
 
 def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
+    """A line and its band for each label that has runs with this metric."""
     for index, (label, runs) in enumerate(lines.items()):
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:

@@ -24,6 +24,7 @@ from grpo_fast.train.eval_settings import (
     rewards_of,
 )
 from grpo_fast.train.evaluate import EvalResult, evaluate, policy_generate
+from grpo_fast.train.lines import plain_json
 from grpo_fast.train.paired import Paired, paired
 
 RESULTS_BEGIN = b'{\n  "greedy": {'  # how `out` begins: another file is not overwritten
@@ -162,16 +163,10 @@ def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
     if out is None:
         return
     try:
-        text = json.dumps(_finite(results), indent=2)
+        text = json.dumps(plain_json(results), indent=2)
         Path(out).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise OSError(f"out: cannot write {out}: {error.strerror}\n{shown}") from error
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:

@@ -1,8 +1,9 @@
-"""A file of JSON lines that a run appends to: each line is whole, or not there."""
+"""What a run writes as JSON: plain values; a file of lines, of which each is whole or not there."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,19 @@ def written(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         said = f"{path}: expected a disk with room that can be written to"
         raise WriteError(f"{said}, got {reason(error)}") from error
+
+
+def plain_json(value: Any) -> Any:
+    """What JSON has a word for; numbers that are not finite are null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    return float(value) if math.isfinite(value) else None
 
 
 class JsonLines:

@@ -21,7 +21,7 @@ from grpo_fast.data import escape_control
 LONGEST_TEXT, LONGEST_TOKENS = 4000, 1200  # shown of a prompt, of a completion: begin and end
 LOGP_STEP, LOGP_LEVELS = 0.5, 8  # nats for each shade of surprise
 ADVANTAGE_LEVELS = 4  # shades of the step's largest advantage, each way
-SHARE = 4  # one step takes at most this part of the page
+LEAST_STEPS = 4  # that have room: one takes at most the fourth part of the page
 
 _SURPRISE = "".join(
     f"#by-logp:checked~main .p{i}{{background:rgba(214,104,30,{0.08 + 0.09 * i:.2f})}}\n"
@@ -64,7 +64,7 @@ Row = Mapping[str, Any]  # of `grpo_fast.train.samples.rows_of`
 class Part(NamedTuple):
     """A step as it stands in the page."""
 
-    place: int
+    place: int  # among all the steps that were added
     step: int
     about: str
     html: str
@@ -81,8 +81,8 @@ class CompletionsPage:
 
     def __init__(self, path: str | Path, title: str, most: int) -> None:
         self.path, self.title, self.most = Path(path), title, most
-        self.parts: list[Part] = []
-        self.index, self.every = 0, 1
+        self.parts: list[Part] = []  # of places that `every` divides, and of the latest one
+        self.added, self.every = 0, 1
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
         """One more step; the latest one is always there."""
@@ -90,8 +90,8 @@ class CompletionsPage:
         rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
         mean = _number(math.fsum(rewards) / len(rewards)) if rewards else "unknown"
         about = f"Step {step} · {len(rows)} completions · mean reward {mean}"
-        self.parts.append(Part(self.index, step, about, step_html(rows, self.most // SHARE)))
-        self.index += 1
+        self.parts.append(Part(self.added, step, about, step_html(rows, self.most // LEAST_STEPS)))
+        self.added += 1
         while len((page := self.html()).encode()) > self.most and len(self.parts) > 1:
             self.every *= 2
             *before, latest = self.parts
@@ -102,7 +102,7 @@ class CompletionsPage:
 
     def html(self) -> str:
         """The whole document."""
-        title, left_out = text_html(self.title), self.index - len(self.parts)
+        title, left_out = text_html(self.title), self.added - len(self.parts)
         note = f" {left_out} steps that do not fit here are in completions/." if left_out else ""
         links = "\n".join(f'<a href="#s{part.step}">{part.step}</a>' for part in self.parts)
         steps = "\n".join(
@@ -130,17 +130,18 @@ def step_html(rows: Sequence[Row], most: int) -> str:
     advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
     largest = max(advantages, default=0.0)
     pieces: list[str] = []
-    left_out = 0
+    size = left_out = 0
     for _, members in groupby(rows, key=lambda row: row["group"]):
         group = sorted(members, key=_worth, reverse=True)
         html = _group_head(group[0])
         for row in group:
             article = completion_html(row, largest)
-            if len("".join(pieces).encode()) + len((html + article).encode()) > most:
+            if size + len((html + article).encode()) > most:
                 left_out += 1
             else:
                 html += article
         pieces.append(html + "</section>")
+        size += len(pieces[-1].encode())
     more = f'<p class="note">{left_out} completions do not fit here.</p>' if left_out else ""
     return "".join(pieces) + more
 

@@ -1,8 +1,9 @@
 """What a run leaves behind, and what it shows while it goes on.
 
 In `output_dir`: config.yaml (the resolved configuration), metrics.jsonl (one JSON object per logged
-step, TRL's names, flushed line by line), completions/step_000010.parquet … and completions.html
-(what was written and what it was worth), curves.png, summary.json.
+step, TRL's names, flushed line by line), prompts.jsonl (one per prompt that was asked),
+completions/step_000010.parquet … and completions.html (what was written and what it was worth),
+curves.png, summary.json.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.curves import plot_runs
-from grpo_fast.train.lines import JsonLines, written
+from grpo_fast.train.lines import JsonLines, plain_json, written
 from grpo_fast.train.page import CompletionsPage
 from grpo_fast.train.resume import ANEW, Start, enter_folder
 from grpo_fast.train.samples import read_parquet, write_parquet
@@ -45,7 +46,9 @@ COMPARED = (  # before and after: metric, label
 
 
 class RunReport:
-    """Writes a run's folder and shows its progress. Use as a context manager, or call `close`.
+    """Writes a run's folder and shows its progress.
+
+    A context manager, which leaves the folder free for others; `close` alone keeps its lock.
 
     Raises:
         OutputFolderError: `output_dir` holds files of something else (an earlier run), or cannot be
@@ -176,7 +179,7 @@ class RunReport:
             f"{label} {form.format(values[key])}" for key, label, form in SHOWN if key in values
         ]
         text = " · ".join(shown)
-        held_out = [f"{label} {_shown(values, key)}" for key, label in COMPARED if key in values]
+        held_out = [f"{label} {_with_se(values, key)}" for key, label in COMPARED if key in values]
         if held_out and (self._plain or self._progress is not None):
             self.note(f"step {step}/{self.total_steps} · held out: {' · '.join(held_out)}")
         if self._progress is not None and text:
@@ -195,7 +198,7 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     parts: list[str] = []
     for key, label in COMPARED:
         if key in before and key in after:
-            change = f"{_shown(before, key)} → {_shown(after, key)}"
+            change = f"{_with_se(before, key)} → {_with_se(after, key)}"
             # Where strict and lenient are one, say it once.
             if not (parts and parts[-1].endswith(change)):
                 parts.append(f"{label} {change}")
@@ -219,8 +222,8 @@ def memory_line(summary: Mapping[str, Any]) -> str:
 
 def kernels_line(summary: Mapping[str, Any]) -> str:
     """`kernels: cpu`, or `kernels: torch (slower; cpu: no C++ compiler …)`."""
-    reason = summary["backend_fallback"]
-    return f"kernels: {summary['backend']}" + (f" (slower; {reason})" if reason else "")
+    why = summary["backend_fallback"]
+    return f"kernels: {summary['backend']}" + (f" (slower; {why})" if why else "")
 
 
 def support_line(rollout: RolloutConfig) -> str:
@@ -242,20 +245,7 @@ def _start_bar(stream: TextIO, total: int) -> Progress | None:
     return progress
 
 
-def plain_json(value: Any) -> Any:
-    """What JSON has a word for; numbers that are not finite are null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain_json(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    return float(value) if math.isfinite(value) else None
-
-
-def _shown(metrics: Mapping[str, float], key: str) -> str:
+def _with_se(metrics: Mapping[str, float], key: str) -> str:
     """Value ± standard error where there is one, accuracies in per cent."""
     value, error = metrics[key], metrics.get(key + "_se", math.nan)
     scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")

@@ -20,9 +20,9 @@ from grpo_fast.rewards.reward_model import encode_pairs, padded, positions, set_
 from grpo_fast.train.config.reward_model import RewardModelConfig
 from grpo_fast.train.evaluate import mean_and_error
 from grpo_fast.train.folder import check_folder, claim_folder
+from grpo_fast.train.lines import plain_json
 from grpo_fast.train.loading import build_tokenizer, load_scorer
 from grpo_fast.train.policy import without_bars
-from grpo_fast.train.report import plain_json
 from grpo_fast.train.settings import save_config
 
 LINES = 20  # of metrics, over the whole training

@@ -93,7 +93,6 @@ class Trainer:
             self.ahead.done()
             self.at_rest()
         self.ahead.begin(step, queue, now.clock)
-        self.at_rest()
         if now.metrics is None:
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}

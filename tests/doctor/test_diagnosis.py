@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.doctor import causes as words
-from grpo_fast.doctor import diagnose
+from grpo_fast.doctor import causes, diagnose
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.hf import TransformersEngine
 from tests.doctor.faulty import FaultyEngine, policy_with_bos
@@ -65,17 +64,17 @@ def test_a_good_engine_is_clean(policy, kind, sampling):
 
 
 CAUSES = {  # what is planted, what is found, and words of the advice
-    "raw": (FaultyEngine(raw=True), words.RAW, "processed_logprobs"),
-    "temperature ignored": (FaultyEngine(temperature=1.0), words.TEMPERATURE, "samples at temp"),
-    "another temperature": (FaultyEngine(temperature=0.9), words.TEMPERATURE, "temperature 0.9,"),
-    "reports another": (FaultyEngine(report=0.5), words.TEMPERATURE, "reports log-probabilities"),
-    "kept, named": (FaultyEngine(top_k=7, names_kept=True), words.TRUNCATION, "not asked to"),
-    "kept, not named": (FaultyEngine(top_k=7), words.TRUNCATION, "does not name"),
-    "head in bf16": (FaultyEngine(head=BF16), words.HEAD, "bfloat16"),
-    "head in fp16": (FaultyEngine(head=FP16), words.HEAD, "float16"),
-    "model in bf16": (FaultyEngine(model_dtype=BF16), words.MODEL, "bfloat16"),
-    "padding left": (FaultyEngine(pad="left"), words.PADDING, "on the left"),
-    "padding right": (FaultyEngine(pad="right"), words.PADDING, "on the right"),
+    "raw": (FaultyEngine(raw=True), causes.RAW, "processed_logprobs"),
+    "temperature ignored": (FaultyEngine(temperature=1.0), causes.TEMPERATURE, "samples at temp"),
+    "another temperature": (FaultyEngine(temperature=0.9), causes.TEMPERATURE, "temperature 0.9,"),
+    "reports another": (FaultyEngine(report=0.5), causes.TEMPERATURE, "reports log-probabilities"),
+    "kept, named": (FaultyEngine(top_k=7, names_kept=True), causes.TRUNCATION, "not asked to"),
+    "kept, not named": (FaultyEngine(top_k=7), causes.TRUNCATION, "does not name"),
+    "head in bf16": (FaultyEngine(head=BF16), causes.HEAD, "bfloat16"),
+    "head in fp16": (FaultyEngine(head=FP16), causes.HEAD, "float16"),
+    "model in bf16": (FaultyEngine(model_dtype=BF16), causes.MODEL, "bfloat16"),
+    "padding left": (FaultyEngine(pad="left"), causes.PADDING, "on the left"),
+    "padding right": (FaultyEngine(pad="right"), causes.PADDING, "on the right"),
 }
 
 
@@ -95,10 +94,10 @@ def test_a_cause_is_named(policy, planted):
 @pytest.mark.parametrize(
     ("read", "name", "prompts"),
     [
-        (bos_twice, words.TOKENS, PROMPTS),
-        (bos_twice, words.TOKENS, CHAT),
-        (without_bos, words.TOKENS, PROMPTS),
-        (templated, words.TEMPLATE, PROMPTS),
+        (bos_twice, causes.TOKENS, PROMPTS),
+        (bos_twice, causes.TOKENS, CHAT),
+        (without_bos, causes.TOKENS, PROMPTS),
+        (templated, causes.TEMPLATE, PROMPTS),
     ],
 )
 def test_a_prompt_that_is_read_otherwise(policy, read, name, prompts):
@@ -111,18 +110,18 @@ def test_a_template_that_is_lost(policy):
     sent = iter(plain)
     engine = FaultyEngine(read=lambda _: next(sent))
     found, names = found_by(policy, engine, prompts=CHAT)
-    assert names == [words.TEMPLATE] and "no chat template" in found.causes[0].advice
+    assert names == [causes.TEMPLATE] and "no chat template" in found.causes[0].advice
 
 
 def test_truncation_that_was_asked_for_is_the_log_of_the_kept_mass(policy):
     for names_kept, advice in ((False, "hand it the kept tokens ("), (True, "the engine names")):
         engine = FaultyEngine(names_kept=names_kept)
         found, names = found_by(policy, engine, CUT)
-        assert names == [words.TRUNCATION] and found.left < 2e-5
+        assert names == [causes.TRUNCATION] and found.left < 2e-5
         assert "top_p=0.8" in found.causes[0].advice and advice in found.causes[0].advice
     top = SAMPLING.model_copy(update={"top_k": 5, "top_p": 0.9})
     found, names = found_by(policy, FaultyEngine(), top)
-    assert names == [words.TRUNCATION] and found.left < 2e-5
+    assert names == [causes.TRUNCATION] and found.left < 2e-5
 
 
 def test_a_loss_over_the_kept_tokens_agrees_with_a_sampler_that_names_them(policy):
@@ -130,10 +129,10 @@ def test_a_loss_over_the_kept_tokens_agrees_with_a_sampler_that_names_them(polic
     assert found.ok and names == [] and found.mean < 1e-5
     engine = FaultyEngine(names_kept=True, raw=True)
     found, names = found_by(policy, engine, CUT, uses_kept=True)
-    assert set(names) == {words.RAW} and found.left < 2e-5
+    assert set(names) == {causes.RAW} and found.left < 2e-5
     assert any("over the whole vocabulary" in cause.advice for cause in found.causes)
     found, names = found_by(policy, FaultyEngine(), CUT, uses_kept=True)
-    assert names == [words.TRUNCATION] and "hand it the kept tokens (" in found.causes[0].advice
+    assert names == [causes.TRUNCATION] and "hand it the kept tokens (" in found.causes[0].advice
 
 
 def test_defaults_of_the_model_that_win(policy, monkeypatch):
@@ -142,19 +141,19 @@ def test_defaults_of_the_model_that_win(policy, monkeypatch):
     shipped = GenerationConfig(top_k=7, temperature=0.6, do_sample=True)
     monkeypatch.setattr(policy.lm, "generation_config", shipped)
     found, names = found_by(policy, FaultyEngine(top_k=7, temperature=0.6))
-    assert sorted(names) == [words.TEMPERATURE, words.TRUNCATION] and found.left < 2e-5
+    assert sorted(names) == [causes.TEMPERATURE, causes.TRUNCATION] and found.left < 2e-5
     assert any("top_k=7 top_p=1" in cause.advice for cause in found.causes)
 
 
 def test_a_loss_at_another_temperature_is_the_trainers_fault(policy):
     found, names = found_by(policy, FaultyEngine(), temperature=1.0)
-    assert names == [words.TEMPERATURE] and "leave loss.temperature out" in found.causes[0].advice
+    assert names == [causes.TEMPERATURE] and "leave loss.temperature out" in found.causes[0].advice
 
 
 def test_weights_of_an_earlier_version(policy, earlier):
     engine = FaultyEngine(keeps=earlier)
     found, names = found_by(policy, engine, previous=earlier)
-    assert names == [words.STALE] and found.left < 2e-5
+    assert names == [causes.STALE] and found.left < 2e-5
     # Not given, they are still told from a fault of what is reported: of a start of its own, and
     # of a step or so before.
     near = policy.frozen_copy()
@@ -162,25 +161,25 @@ def test_weights_of_an_earlier_version(policy, earlier):
         parameter.add_(0.02 * torch.randn(parameter.shape))
     for other in (engine, FaultyEngine(keeps=near)):
         found, names = found_by(policy, other)
-        assert names == [words.OTHER] and "previous=FOLDER" in found.causes[0].advice
+        assert names == [causes.OTHER] and "previous=FOLDER" in found.causes[0].advice
         assert "the engine draws from what it reports" in found.rest
 
 
 def test_versions_tell_stale_weights(policy, earlier):
     found, names = found_by(policy, FaultyEngine(keeps=earlier, answers=3), version=4)
-    assert names == [words.STALE] and "6 of 6 completions" in found.causes[0].advice
+    assert names == [causes.STALE] and "6 of 6 completions" in found.causes[0].advice
     found, names = found_by(policy, FaultyEngine(answers=3), version=4)
-    assert names == [words.STALE] and not found.ok and found.mean < 1e-5
+    assert names == [causes.STALE] and not found.ok and found.mean < 1e-5
     found, names = found_by(policy, FaultyEngine(answers=3), version=3)
     assert names == [] and found.ok
 
 
 PAIRS = {
-    "raw and BOS": ({"raw": True, "read": "bos"}, {words.RAW, words.TOKENS}),
+    "raw and BOS": ({"raw": True, "read": "bos"}, {causes.RAW, causes.TOKENS}),
     "temperature and padding": ({"temperature": 0.9, "pad": "right"},
-                                {words.TEMPERATURE, words.PADDING}),
-    "stale and head": ({"keeps": "earlier", "head": BF16}, {words.STALE, words.HEAD}),
-    "padding and head": ({"pad": "left", "head": BF16}, {words.PADDING, words.HEAD}),
+                                {causes.TEMPERATURE, causes.PADDING}),
+    "stale and head": ({"keeps": "earlier", "head": BF16}, {causes.STALE, causes.HEAD}),
+    "padding and head": ({"pad": "left", "head": BF16}, {causes.PADDING, causes.HEAD}),
 }  # fmt: skip
 
 
@@ -193,12 +192,12 @@ def test_two_causes_at_once(policy, earlier, planted):
     assert set(names) == expected and len(names) == 2 and found.left < 2e-5
     first, second = found.causes
     assert first.before > first.after == second.before > second.after == found.left
-    assert planted != "padding and head" or names == [words.PADDING, words.HEAD]
+    assert planted != "padding and head" or names == [causes.PADDING, causes.HEAD]
 
 
 def test_truncation_beside_another_cause(policy):
     found, names = found_by(policy, FaultyEngine(pad="left"), CUT)
-    assert set(names) == {words.TRUNCATION, words.PADDING} and found.left < 2e-5
+    assert set(names) == {causes.TRUNCATION, causes.PADDING} and found.left < 2e-5
 
 
 def test_what_nobody_knows_is_not_explained_away(policy):
@@ -215,7 +214,7 @@ def test_a_trainer_that_is_wrong_is_told_from_its_engine(policy, monkeypatch):
     plain = recompute.linear_logps
     monkeypatch.setattr(recompute, "linear_logps", lambda *a, **k: plain(*a, **k) * 1.01)
     found, names = found_by(policy, FaultyEngine())
-    assert names == [words.FORWARD] and found.own > 1e-3
+    assert names == [causes.FORWARD] and found.own > 1e-3
 
 
 def test_a_threshold_of_ones_own(policy):
@@ -230,7 +229,7 @@ def test_a_policy_in_bf16_has_more_noise():
     found, names = found_by(policy, FaultyEngine())
     assert found.ok and names == [] and found.noise == 0.02
     found, names = found_by(policy, FaultyEngine(raw=True), SAMPLING.model_copy(update=LONGER))
-    assert names == [words.RAW]
+    assert names == [causes.RAW]
 
 
 @pytest.mark.parametrize("fault", ["empty", "short", "nan"])

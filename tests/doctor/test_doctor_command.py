@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from grpo_fast.doctor import causes as names
-from grpo_fast.doctor import command, settings
+from grpo_fast.doctor import causes, command, settings
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.doctor.settings import Words
 from grpo_fast.train.config import ModelConfig
@@ -39,15 +38,15 @@ def test_a_cause_and_its_json(model):
     assert done.exit_code == 1
     told = json.loads(done.stdout)
     (cause,) = told["diagnosis"]["causes"]
-    assert cause["name"] == names.TRUNCATION and not told["ok"] and not told["diagnosis"]["ok"]
+    assert cause["name"] == causes.TRUNCATION and not told["ok"] and not told["diagnosis"]["ok"]
     assert told["title"].startswith("transformers: ") and told["checks"] == []
     good = invoke("doctor", model, *over_all, "threshold=50")
-    assert good.exit_code == 0 and names.TRUNCATION in good.output
+    assert good.exit_code == 0 and causes.TRUNCATION in good.output
 
 
 def test_a_loss_over_what_the_sampler_kept_agrees_with_it(model):
     done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK)
-    assert done.exit_code == 0 and names.TRUNCATION not in done.output, done.output
+    assert done.exit_code == 0 and causes.TRUNCATION not in done.output, done.output
 
 
 def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):
@@ -57,7 +56,7 @@ def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):
     assert asked.sampling.max_new_tokens == 3 and asked.previous_config() is None
     assert Words([f"recipe={recipe}"]).sampling.max_new_tokens == 4  # the recipe's own is less
     done = invoke("doctor", f"recipe={recipe}", "self_tests=false", "loss.temperature=2.0")
-    assert done.exit_code == 1 and names.TEMPERATURE in done.output
+    assert done.exit_code == 1 and causes.TEMPERATURE in done.output
 
 
 def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path, model):
@@ -79,7 +78,7 @@ def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path, model):
 def test_earlier_weights(model, tmp_path):
     other = tiny_folder(tmp_path / "other", seed=1)
     asked = Words([model, f"previous={other}", *QUICK])
-    assert names.STALE not in [c.name for c in command.examine_engine(asked).causes]
+    assert causes.STALE not in [c.name for c in command.examine_engine(asked).causes]
 
 
 def test_engines_and_servers_by_their_words(model, monkeypatch):

@@ -95,8 +95,8 @@ def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):
     ]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_rollout_and_a_checkpoint(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     checks = list(selftest_runs.run_checks(CPU))
     assert failed(checks) == [] and [c.error for c in checks][1] == 0
     monkeypatch.setattr(run_state, "load_optimizer", lambda *_: None)

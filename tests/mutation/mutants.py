@@ -7,7 +7,35 @@ documentation allows.
 
 from __future__ import annotations
 
+import importlib
 from typing import NamedTuple
+
+# The modules of this package that plant bugs, in the order of `all_mutants`: the quick ones first.
+AREAS = (
+    "objectives",
+    "loss",
+    "train",
+    "train_checkpoint",
+    "train_compare",
+    "train_objectives",
+    "train_ppo",
+    "train_ranks",
+    "train_replay",
+    "train_rewards",
+    "train_seeing",
+    "vllm",
+    "heads",
+    "kernels",
+    "gradients",
+    "products",
+    "shards",
+    "forward_cuda",
+    "integrations",
+    "rollout",
+    "support",
+    "support_triton",
+    "doctor",
+)
 
 # What pytest is given for each kind of bug: the fitting tests, fast enough to be run once per bug.
 SUITES: dict[str, list[str]] = {
@@ -197,47 +225,8 @@ class Mutant(NamedTuple):
 
 def all_mutants() -> list[Mutant]:
     """Every planted bug, the quick ones first."""
-    from tests.mutation import (
-        doctor,
-        forward_cuda,
-        gradients,
-        heads,
-        integrations,
-        kernels,
-        loss,
-        objectives,
-        products,
-        rollout,
-        shards,
-        support,
-        support_triton,
-        train,
-        train_checkpoint,
-        train_compare,
-        train_objectives,
-        train_ppo,
-        train_ranks,
-        train_replay,
-        train_rewards,
-        train_seeing,
-        vllm,
-    )
-
-    trainer = (
-        train,
-        train_checkpoint,
-        train_compare,
-        train_objectives,
-        train_ppo,
-        train_ranks,
-        train_replay,
-        train_rewards,
-        train_seeing,
-        vllm,
-    )
-    files = (objectives, loss, *trainer, heads, kernels, gradients, products, shards)
-    files += (forward_cuda, integrations, rollout, support, support_triton, doctor)
-    return [m for file in files for m in file.MUTANTS]
+    areas = (importlib.import_module(f"tests.mutation.{area}") for area in AREAS)
+    return [m for area in areas for m in area.MUTANTS]
 
 
 def problems(mutants: list[Mutant], read) -> list[str]:

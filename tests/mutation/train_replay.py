@@ -69,7 +69,6 @@ MUTANTS = [
            "every comparison shows a ratio that is 1", "compare"),
     Mutant("ahead-later-weights", TRAINER,
            """        self.ahead.begin(step, queue, now.clock)
-        self.at_rest()
         if now.metrics is None:
             if now.noise is None:
                 now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}

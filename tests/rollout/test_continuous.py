@@ -10,7 +10,9 @@ import torch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.continuous import ContinuousEngine, ContinuousOptions
+from grpo_fast.rollout.engine import say_that_kept_is_unknown
 from grpo_fast.train import loop
+from grpo_fast.train.config.data import HeldOut
 from grpo_fast.train.policy import Policy
 from tests.tiny import tiny_model
 from tests.train.resuming import config_of
@@ -58,6 +60,18 @@ def test_greedy_is_the_most_likely_token(policy):
         logits = policy.lm(torch.tensor(PROMPTS[:1]), use_cache=False).logits[0, -1]
     assert one.ids == [int(logits.argmax())]
     assert float(one.logps) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
+
+
+def test_it_is_said_once_that_kept_tokens_are_unknown_where_they_are_wanted(policy, caplog):
+    say_that_kept_is_unknown.cache_clear()
+    unwanted = HeldOut(max_new_tokens=1, top_p=0.9)  # as an evaluation asks
+    for sampling in (Sampling(max_new_tokens=1), unwanted):
+        engine_of(policy).generate(PROMPTS, sampling, group_size=1, seed=0)
+    assert "top_p" not in caplog.text
+    for _ in range(2):
+        options = Sampling(max_new_tokens=1, top_p=0.9)
+        engine_of(policy).generate(PROMPTS, options, group_size=1, seed=0)
+    assert caplog.text.count("top_p and top_k kept") == 1
 
 
 def test_a_cpu_is_told_how_much_memory_to_take(policy):
@@ -117,8 +131,8 @@ def test_what_goes_wrong_is_said_and_never_waited_for(policy, monkeypatch, manag
         engine.generate(PROMPTS, Sampling(max_new_tokens=1), group_size=1, seed=0)
 
 
-def test_a_run_samples_by_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_samples_by_it(tmp_path):
     small = "rollout.continuous={page_size: 32, pages: 64, max_batch_tokens: 64}"
     words = ["steps=1", "eval.n=1", "rollout.engine=continuous", small]
     summary = loop.train(config_of(tmp_path / "run", *words))

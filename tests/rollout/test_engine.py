@@ -6,19 +6,16 @@ import pytest
 import torch
 
 from grpo_fast import rollout as rollouts
-from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Completion, Engine, Sampling, awake
 from grpo_fast.rollout.engine import uniforms
-from grpo_fast.train.policy import Policy
-from tests.tiny import tiny_model
+from tests.tiny import tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 
 
 @pytest.fixture(scope="module")
 def policy():
-    tokenizer = build_symbol_tokenizer([*map(str, range(10)), "="])
-    return Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    return tiny_policy()
 
 
 class Recorded(Engine):

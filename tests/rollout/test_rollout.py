@@ -6,21 +6,17 @@ import pytest
 import torch
 
 from grpo_fast import rollout as rollouts
-from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import NonFiniteLogits, Sampling, hf
-from grpo_fast.rollout.sampler import Sampler, draw, seed_of
+from grpo_fast.rollout.sampler import Sampler, pick, seed_of
 from grpo_fast.train.batch import MicroBatch
-from grpo_fast.train.policy import Policy
-from tests.tiny import tiny_model
+from tests.tiny import SYMBOLS, tiny_policy
 
-SYMBOLS = [*map(str, range(10)), "="]
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]  # different lengths: left padding
 
 
 @pytest.fixture(scope="module")
 def policy():
-    tokenizer = build_symbol_tokenizer(SYMBOLS)
-    return Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    return tiny_policy()
 
 
 def generate(policy, prompts, *, seed, group_size=4, **options):
@@ -31,9 +27,10 @@ def generate(policy, prompts, *, seed, group_size=4, **options):
 def test_draw_follows_the_distribution():
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, -1.0]])
     uniform = (torch.arange(20000) + 0.5) / 20000
-    tokens = draw(logits.expand(20000, 5), uniform)
+    probabilities = logits.softmax(-1)
+    tokens = pick(probabilities.expand(20000, 5), uniform)
     frequency = torch.bincount(tokens, minlength=5) / 20000
-    torch.testing.assert_close(frequency, logits[0].softmax(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(frequency, probabilities[0], rtol=0, atol=1e-4)
     assert frequency[2] == 0
 
 
@@ -41,7 +38,7 @@ def test_draw_follows_the_distribution():
 def test_draw_never_takes_an_impossible_token(uniform):
     logits = torch.full((1, 1000), -torch.inf)
     logits[0, 400:600] = torch.randn(200, generator=torch.Generator().manual_seed(0))
-    assert 400 <= draw(logits, torch.tensor([uniform])).item() < 600
+    assert 400 <= pick(logits.softmax(-1), torch.tensor([uniform])).item() < 600
 
 
 def test_top_k_then_top_p():
@@ -136,8 +133,7 @@ def test_chat_messages_and_empty_prompts(policy):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}])
 def test_a_policy_that_gives_no_numbers(bad, how):
-    tokenizer = build_symbol_tokenizer(SYMBOLS)
-    broken = Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    broken = tiny_policy()
     with torch.no_grad():
         broken.lm.lm_head.weight.fill_(bad)
     with pytest.raises(NonFiniteLogits, match="the policy's logits are NaN"):
@@ -163,8 +159,8 @@ def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
 
 
 def test_a_draw_from_nan_stays_inside_the_vocabulary():
-    z = torch.full((2, 5), float("nan"))
-    assert draw(z, torch.tensor([0.0, 0.99])).max() < 5
+    p = torch.full((2, 5), float("nan"))
+    assert pick(p, torch.tensor([0.0, 0.99])).max() < 5
 
 
 def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
@@ -191,9 +187,8 @@ def test_prompts_that_the_model_has_no_positions_for(policy, monkeypatch):
     ],
 )
 def test_positions_of_a_stretched_model(rope, positions):
-    tokenizer = build_symbol_tokenizer(SYMBOLS)
-    lm = tiny_model("llama", vocab_size=len(tokenizer), rope_parameters={"rope_theta": 1e4, **rope})
-    assert Policy(lm, tokenizer).positions == positions
+    policy = tiny_policy(rope_parameters={"rope_theta": 1e4, **rope})
+    assert policy.positions == positions
 
 
 def test_a_shipped_generation_config_does_not_reach_the_sampler(policy):

@@ -10,22 +10,20 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast import rollout as rollouts
-from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling, awake
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.rollout.vllm import VLLMEngine, build
 from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.rollout.vllm_sampling import BadAnswer
 from grpo_fast.train.policy import Policy
-from tests.tiny import tiny_model
+from tests.tiny import tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 ="]
 
 
 @pytest.fixture
 def policy():
-    tokenizer = build_symbol_tokenizer([*map(str, range(10)), "="])
-    return Policy(tiny_model("qwen2", vocab_size=len(tokenizer)), tokenizer)
+    return tiny_policy("qwen2")
 
 
 class Options(Sampling):

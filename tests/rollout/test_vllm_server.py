@@ -11,7 +11,8 @@ import torch
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import NonFiniteLogits, Sampling, vllm_sampling, vllm_server, vllm_weights
+from grpo_fast.rollout import NonFiniteLogits, Sampling, vllm_server, vllm_weights
+from grpo_fast.rollout.engine import say_that_kept_is_unknown
 from grpo_fast.rollout.vllm_http import ServerError
 from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.rollout.vllm_sampling import BadAnswer
@@ -19,17 +20,11 @@ from grpo_fast.rollout.vllm_server import StaleWeights, VLLMServers, build
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.policy import Policy
 from tests.rollout.vllm_stand_in import StandIn
-from tests.tiny import tiny_model
+from tests.tiny import SYMBOLS, tiny_model, tiny_policy
 
-SYMBOLS = [*map(str, range(10)), "="]
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 =", "1 1 ="]
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 SECONDS = 20.0  # more than any of this takes on a busy machine
-
-
-def new_policy(family: str = "llama") -> Policy:
-    tokenizer = build_symbol_tokenizer(SYMBOLS)
-    return Policy(tiny_model(family, vocab_size=len(tokenizer)), tokenizer)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +34,7 @@ def impatient(monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def made() -> Policy:
-    return new_policy()
+    return tiny_policy()
 
 
 @pytest.fixture
@@ -104,7 +99,7 @@ def test_weights_arrive_and_old_ones_are_seen(policy, server):
 @pytest.mark.parametrize("size", [1, 20_000, 1 << 28])
 def test_a_tied_model_in_buckets_of_any_size(monkeypatch, size):
     monkeypatch.setattr(vllm_weights, "BUCKET", size)
-    policy = new_policy("qwen2")
+    policy = tiny_policy("qwen2")
     sent = [pair for bucket in vllm_weights.buckets(policy) for pair in bucket]
     stored = {name: tensor for name, tensor in policy.lm.state_dict().items()}
     del stored["lm_head.weight"]  # the embedding's
@@ -246,7 +241,7 @@ def test_kept_tokens_where_the_server_names_them(policy, server):
 
 
 def test_it_is_said_once_that_kept_tokens_are_unknown(policy, server, caplog):
-    vllm_sampling.say_that_kept_is_unknown.cache_clear()
+    say_that_kept_is_unknown.cache_clear()
     engine = engine_of(policy, server)
     engine.update(policy, 0)
     generate(policy, engine)

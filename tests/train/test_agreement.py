@@ -36,6 +36,7 @@ def test_truncation_is_named_as_a_cause(options, caplog):
     assert "the mass that top_k and top_p leave out" in caplog.text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_run_with_stale_weights_says_so(tmp_path, monkeypatch, caplog):
     original = TransformersEngine.generate
 
@@ -44,6 +45,5 @@ def test_a_run_with_stale_weights_says_so(tmp_path, monkeypatch, caplog):
         return [Completion(one.ids, one.logps - 0.5, *one[2:]) for one in done]
 
     monkeypatch.setattr(TransformersEngine, "generate", stale)
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     loop.train(config_of(tmp_path / "run", "steps=2", "eval.every=0"))
     assert caplog.text.count("nats apart per token") == 1 and "step 1:" in caplog.text

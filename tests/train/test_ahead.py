@@ -22,10 +22,7 @@ from tests.train.resuming import Leave, config_of, run
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
 PROMPT_S = 60  # what no test waits for
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Apart(TransformersEngine):

@@ -43,10 +43,7 @@ KINDS = {
     ],
 }  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def left_at(folder, monkeypatch, at, *overrides, **options):

@@ -22,7 +22,7 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch, request):
+def no_panels(monkeypatch, request):
     if "numbers" not in request.node.name:
         monkeypatch.setattr("grpo_fast.train.compare_plot.plot", lambda *arguments: arguments[-1])
 
@@ -112,11 +112,17 @@ def test_the_numbers_are_means_of_the_last_tenth_with_their_standard_error(tmp_p
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
-    run, said = FakeRun(fails="rloo/seed-1"), []
+    run, said = FakeRun(fails="rloo/seed-0"), []
     found = compare("sort", [MODES, STEPS], seeds=2, out=tmp_path, run=run, say=said.append)
     assert len(run.ran) == 4
     assert list(found.failed.values()) == ["RuntimeError: the loss is NaN\\x1b[31m"]
-    assert "| advantages=rloo | 20.5 | 1 (1 failed) |" in table(found)
+    assert "| advantages=rloo | 21.5 | 1 (1 failed) |" in table(found)
+    arms = json.loads((tmp_path / "compare.json").read_text())["arms"]
+    values = [(arm["setting"], arm["seeds"], arm["metrics"]["reward"]) for arm in arms]
+    assert values == [
+        ("advantages=centered", [0, 1], [19.5, 20.5]),
+        ("advantages=rloo", [1], [21.5]),
+    ]
     again = FakeRun()
     compare("sort", [MODES, STEPS], seeds=2, out=tmp_path, run=again, say=quiet)
     assert again.ran == list(found.failed)

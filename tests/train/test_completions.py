@@ -254,8 +254,9 @@ def test_the_page_has_a_bounded_size_and_shows_the_whole_run(tmp_path):
     assert html.count(" open>") == 1 and [p.name for p in tmp_path.iterdir()] == ["p.html"]
 
 
-def test_a_step_that_is_too_large_says_what_is_missing(tmp_path):
-    rows = [row(tokens=["y" * 3000, "z"]) for _ in range(40)]
+@pytest.mark.parametrize("group_size", [40, 4])
+def test_a_step_that_is_too_large_says_what_is_missing(tmp_path, group_size):
+    rows = [row(group=i // group_size, tokens=["y" * 3000, "z"]) for i in range(40)]
     written = CompletionsPage(tmp_path / "p.html", "run", 80_000)
     written.add(1, rows)
     html = (tmp_path / "p.html").read_text(encoding="utf-8")
@@ -288,12 +289,12 @@ def test_a_browser_shows_the_page_and_runs_nothing(tmp_path):
     assert [round(255 * float(c)) for c in corner] == [0xF6, 0xF7, 0xF9]
 
 
-def test_a_run_leaves_rows_and_page(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_leaves_rows_and_page(tmp_path):
     from grpo_fast.train import loop
     from grpo_fast.train.settings import load_recipe
     from tests.train.test_train_loop import TINY_SORT
 
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "log.completions_every=2", "steps=5"]
     loop.train(load_recipe("sort", [*words, "log.completions=5"]))
     names = sorted(p.name for p in (tmp_path / "run" / "completions").iterdir())
@@ -308,12 +309,12 @@ def test_a_run_leaves_rows_and_page(tmp_path, monkeypatch):
     assert "Completions of run" in html and html.count("<article>") == 32
 
 
-def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path):
     from grpo_fast.train import loop
     from grpo_fast.train.settings import load_recipe
     from tests.train.test_train_loop import TINY_SORT
 
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "steps=1"]
     loop.train(load_recipe("ppo-sort", words))
     path = tmp_path / "run" / "completions" / "step_000001.parquet"

@@ -24,10 +24,7 @@ from tests.train.test_train_loop import TINY_SORT
 
 NAN = math.nan
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def configured(*words):

@@ -27,10 +27,7 @@ AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
 )  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")

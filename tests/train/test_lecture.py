@@ -21,9 +21,7 @@ QUICK = ["log.progress=false", "log.save_model=false", "log.completions_every=0"
          "log.every_update=false", "eval.every=0"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def make_policy(**sizes):

@@ -18,9 +18,7 @@ from grpo_fast.train.long_context import apply_options, freeze, tile_mlps
 from grpo_fast.train.optimizer import Optimizer, build_adam
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
-from tests.tiny import tiny_folder, tiny_model
-
-SYMBOLS = [*map(str, range(10)), "="]
+from tests.tiny import SYMBOLS, tiny_folder, tiny_model
 
 
 def a_rollout(seed=0):

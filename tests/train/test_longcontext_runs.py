@@ -43,13 +43,14 @@ CPU_ERROR = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
 )
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def no_room(monkeypatch):
     """`no_room(fails)` makes the k-th call of the trunk run out of memory when `fails(k,
     tokens)`.
     """
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     original, calls = Policy.hidden, []
 
     def install(fails, error=GPU_ERROR):
@@ -155,7 +156,6 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
 
 
 def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     packed = sort_run(tmp_path / "packed", "shared_prompt=false")
     monkeypatch.setattr(
         "grpo_fast.train.policy.shared_prompt_supported", lambda _: "rope_type: 'some'"
@@ -168,8 +168,7 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
     ]
 
 
-def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+def test_shared_prompts_are_the_default_and_change_no_result(tmp_path):
     shared, packed = (
         sort_run(tmp_path / "shared"),
         sort_run(tmp_path / "packed", "shared_prompt=false"),
@@ -183,7 +182,6 @@ def test_shared_prompts_are_the_default_and_change_no_result(tmp_path, monkeypat
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
     monkeypatch.setattr("grpo_fast.train.planning.budget._host_memory", lambda: 8 << 30)
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
     lines = [
         {
             "question": f"Tom has {i} apples, then {i + 1} more. Sum?",

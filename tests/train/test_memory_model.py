@@ -23,7 +23,7 @@ from grpo_fast.train.planning.memory_model import (
 from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, Case, plan, render
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.settings import load_recipe
-from tests.tiny import tiny_model
+from tests.tiny import SYMBOLS, tiny_model
 
 SIZES = {
     "hidden_size": 64,
@@ -41,7 +41,7 @@ def a_trunk(family, dtype, *, kv_heads=2, **options):
     )
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
     apply_options(model, config)
-    policy = Policy(model, build_symbol_tokenizer([*map(str, range(10)), "="]))
+    policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     policy.model.train()
     shape = Shape.of(model.config, sum(p.numel() for p in model.parameters()))
     packed = pack_groups([([2] * (TOKENS // 4), [[3]])] * 4)

@@ -20,10 +20,7 @@ from grpo_fast.train.metrics import is_timing
 from grpo_fast.train.settings import load_recipe
 from tests.tiny import tiny_folder
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")

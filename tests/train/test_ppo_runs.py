@@ -28,10 +28,7 @@ PPO = ["advantages=gae", "critic={bootstrap: false}"]
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
 KL = ["reference.kind=frozen", "loss.beta=0.1"]
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def lines(folder, *overrides):

@@ -11,26 +11,19 @@ from torch import nn
 
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.attention import pack_groups
-from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.critic import Critic, token_weights, value_metrics
 from grpo_fast.train.fixed import RewardKL, add_fixed
-from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
-from tests.tiny import tiny_model
+from tests.tiny import tiny_policy
 
 GROUP = 3
 SHAPES = [(4, (5, 3, 1)), (2, (1, 4, 6)), (6, (2, 2, 7))]  # prompt, its completions
 CUT = [0, 4, 5]  # completions without an EOS
 SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 0.25, 0.0, 1.5, 1.0])
-
-
-def make_policy():
-    tokenizer = build_symbol_tokenizer([*map(str, range(10)), "="])
-    return Policy(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
 
 
 def make_critic(policy, **options):
@@ -97,7 +90,7 @@ def flat(lists):
 @pytest.mark.parametrize("budget", [1, 14, 10**6])
 @pytest.mark.parametrize("shared", [True, False])
 def test_advantages_and_returns(kind, budget, shared):
-    policy = make_policy()
+    policy = tiny_policy()
     options = {"gamma": 0.9, "lam": 0.8}
     critic = make_critic(policy, kind=kind, whiten=False, **options)
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
@@ -129,7 +122,7 @@ KL_BY_HAND = {
 @pytest.mark.parametrize("estimator", KL_BY_HAND)
 def test_the_kl_in_the_reward(estimator):
     """r_t = −β·kl_t with d = ref_logp − logp, and the score at the last token."""
-    policy = make_policy()
+    policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():
         reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
@@ -153,7 +146,7 @@ def test_the_kl_in_the_reward(estimator):
 def test_whitening_is_over_the_whole_batch_after_masking():
     scores = SCORES.clone()
     scores[7] = math.nan  # no verdict: its tokens count nowhere
-    policy = make_policy()
+    policy = tiny_policy()
     plain = make_critic(policy, whiten=False)
     raw = fixed(make_batch(scores, mask_truncated=True), policy, plain)
     counts = torch.cat(raw.of_each("completion_mask"))
@@ -173,7 +166,7 @@ def test_whitening_is_over_the_whole_batch_after_masking():
 
 
 def test_the_values_metrics():
-    policy = make_policy()
+    policy = tiny_policy()
     batch = fixed(make_batch(mask_truncated=True, budget=14), policy, make_critic(policy))
     rows = [i for i in range(9) if i not in CUT]
     values, returns = batch.of_each("old_values"), batch.of_each("returns")
@@ -234,7 +227,7 @@ def gradients(policy, critic, config, batch):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_value_heads_gradient(loss, aggregation):
     """c_V·Σ w_t·dℓ/dV·h_t, with the hidden states of a dense forward pass in fp64."""
-    policy = make_policy()
+    policy = tiny_policy()
     critic = make_critic(policy, loss=loss, epsilon=0.1, delta=0.4, coef=0.7)
     batch = fixed(make_batch(), policy, critic)
     with torch.no_grad():
@@ -276,7 +269,7 @@ def test_the_value_heads_gradient(loss, aggregation):
 @pytest.mark.parametrize("kind", ["shared", "model"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients_however_the_step_is_packed(kind, aggregation):
-    policy = make_policy()
+    policy = tiny_policy()
     critic = make_critic(policy, kind=kind)
     config = LossConfig(
         loss_type="grpo", aggregation=aggregation, max_completion_length=9, entropy_coef=0.1
@@ -298,7 +291,7 @@ def test_gradients_however_the_step_is_packed(kind, aggregation):
 
 def test_a_model_of_its_own_leaves_the_policy_alone():
     """Its value loss moves the copy, and the policy's gradient is that without a value loss."""
-    policy = make_policy()
+    policy = tiny_policy()
     config = LossConfig(loss_type="grpo")
     found = []
     for coef in (0.0, 2.0):
@@ -314,7 +307,7 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
     """λ = γ = 1 and V = the group's mean: A_t = r − mean, so the gradient is `centered`'s."""
-    policy = make_policy()
+    policy = tiny_policy()
     critic = make_critic(policy, gamma=1, lam=1, whiten=False, bootstrap=False, coef=0.0)
     means = SCORES.view(-1, GROUP).mean(1).repeat_interleave(GROUP)
     config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
@@ -345,7 +338,7 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
     """The loss does not read the reference; masked completions are in no mean."""
-    policy = make_policy()
+    policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():
         reference.copy.lm.get_output_embeddings().weight.mul_(1.3)
@@ -362,7 +355,7 @@ def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
 
 @pytest.mark.parametrize("by_group", [False, True])
 def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
-    policy = make_policy()
+    policy = tiny_policy()
     critic = make_critic(policy)
     batch = fixed(make_batch(minibatches=3, budget=14), policy, critic)
     names = ("old_logps", "old_values", "returns", "token_advantages")
@@ -394,7 +387,7 @@ def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
 
 
 def test_one_hidden_row_serves_the_first_token_of_every_completion():
-    policy = make_policy()
+    policy = tiny_policy()
     critic = make_critic(policy)
     packed = pack_groups([([3, 4, 5], [[6, 7], [8, 9, 2], [4, 4]])])
     with torch.no_grad():
@@ -403,7 +396,7 @@ def test_one_hidden_row_serves_the_first_token_of_every_completion():
 
 
 def test_a_critic_starts_at_zero_and_trains_its_own_parameters():
-    policy = make_policy()
+    policy = tiny_policy()
     shared = Critic(policy, CriticConfig())
     assert [p.shape for p in shared.parameters()] == [(1, 32), (1,)]
     with torch.no_grad():

@@ -15,10 +15,7 @@ def level(completions, level):
     return [float(n) + len(c) / 1000 for c, n in zip(completions, level, strict=True)]
 """
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture

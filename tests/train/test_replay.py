@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from grpo_fast import grpo_loss
-from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.rollout import Kept, Rollout, generate
 from grpo_fast.rollout.vllm_sampling import Answer, to_completion
@@ -20,25 +19,18 @@ from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.exact_kl import policy_term
 from grpo_fast.train.fixed import add_fixed
 from grpo_fast.train.metrics import kept_metrics
-from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
 from grpo_fast.train.settings import load_recipe
-from tests.tiny import tiny_model
+from tests.tiny import SYMBOLS, tiny_policy
 from tests.train.resuming import TINY
 
-SYMBOLS = [*map(str, range(10)), "="]
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 TRUNCATING = [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.7, "temperature": 0.6}]
 
 
-def build_policy(family="llama"):
-    tokenizer = build_symbol_tokenizer(SYMBOLS)
-    return Policy(tiny_model(family, vocab_size=len(tokenizer)), tokenizer)
-
-
 @pytest.fixture(scope="module")
 def policy():
-    return build_policy()
+    return tiny_policy()
 
 
 def sampled(policy, **options):
@@ -105,7 +97,7 @@ def masked_logps(policy, micro, temperature):
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_loss_kl_and_entropy_are_over_the_sets(estimator):
     """A step's gradients against plain torch on masked logits, the sets of unequal sizes."""
-    policy = build_policy()
+    policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     rollout, asked = sampled(policy, top_p=0.7, temperature=0.8)
     with torch.no_grad():
@@ -198,9 +190,9 @@ def test_yaml_takes_the_word_off_for_false():
         load_recipe("sort", ["rollout.replay_support=on"])
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("replay", ["auto", "off"])
-def test_a_run_says_how_much_the_sampler_kept(tmp_path, monkeypatch, capsys, replay):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+def test_a_run_says_how_much_the_sampler_kept(tmp_path, capsys, replay):
     words = ["rollout.top_p=0.5", f"rollout.replay_support={replay}", "steps=1"]
     loop.train(load_recipe("sort", [*TINY, *words, f"output_dir={tmp_path / 'run'}"]))
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

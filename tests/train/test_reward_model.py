@@ -29,9 +29,7 @@ TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "bat
         "model.config.num_hidden_layers=1", "progress=false", "data.n_test=64"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def train(folder, *words):

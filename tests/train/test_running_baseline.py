@@ -15,10 +15,7 @@ from tests.train.test_train_loop import TINY_SORT
 
 RUNNING = ["advantages=baseline", "advantage_options.running=true"]
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_the_mean_of_the_steps_before():

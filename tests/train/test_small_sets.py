@@ -13,10 +13,7 @@ from grpo_fast.train.settings import load_recipe
 from tests.command_line import invoke, refused
 from tests.train.test_train_loop import TINY_SORT
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def train(folder, *words):

@@ -14,10 +14,7 @@ from tests.train.test_train_loop import TINY_SORT
 
 WORDS = [*TINY_SORT, "log.completions_every=0"]
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Fake(tracking.GeneralTracker):

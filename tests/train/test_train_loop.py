@@ -29,9 +29,9 @@ TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64",
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch, request):
+def pictures_in_one_test(request):
     if request.node.name != "test_the_output_folder":
-        monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+        request.getfixturevalue("no_pictures")
 
 
 @pytest.fixture

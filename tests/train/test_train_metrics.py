@@ -52,10 +52,7 @@ NAMES = {
     *(f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")),
 }
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def steps_of(folder, *overrides):

@@ -16,14 +16,7 @@ from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.loading import load_policy
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.reference import Reference
-from tests.tiny import FAMILIES, tiny_folder, tiny_model
-
-SYMBOLS = [*map(str, range(10)), "="]
-
-
-def make_policy(family="qwen2", **changes):
-    tokenizer = build_symbol_tokenizer(SYMBOLS)
-    return Policy(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer)
+from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
 
 
 def a_batch(policy, seed=0):
@@ -40,7 +33,7 @@ def a_batch(policy, seed=0):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_self_check_passes_and_logps_are_the_models_own(family):
-    policy = make_policy(family)
+    policy = tiny_policy(family)
     assert policy.self_check() < 1e-4
     rollout, batch = a_batch(policy)
     got = policy.logps(batch.packed).split([4, 6, 1])
@@ -56,7 +49,7 @@ def test_self_check_passes_and_logps_are_the_models_own(family):
 
 
 def test_self_check_finds_an_unknown_head_rule(monkeypatch):
-    policy = make_policy("qwen2")
+    policy = tiny_policy("qwen2")
     head = policy.lm.get_output_embeddings()
     monkeypatch.setattr(head, "forward", lambda x: 1.1 * nn.functional.linear(x, head.weight))
     with pytest.raises(ValueError, match="a rule this trainer does not know"):
@@ -66,7 +59,7 @@ def test_self_check_finds_an_unknown_head_rule(monkeypatch):
 def test_self_check_finds_attention_that_ignores_the_layout(monkeypatch):
     from grpo_fast.attention import PackedLayout, dispatch
 
-    policy = make_policy("llama")
+    policy = tiny_policy("llama")
     whole = dispatch.packed_rows_attention
 
     def contaminated(q, k, v, layout, **options):
@@ -78,23 +71,23 @@ def test_self_check_finds_attention_that_ignores_the_layout(monkeypatch):
 
 
 def test_head_rules():
-    head = head_of(make_policy("gemma2").lm)
+    head = head_of(tiny_policy("gemma2").lm)
     assert head.softcap == 3.0 and head.logit_scale == 1.0 and head.bias is None
-    assert head_of(make_policy("granite").lm).logit_scale == 0.25
-    assert head_of(make_policy("cohere").lm).logit_scale == 0.25
+    assert head_of(tiny_policy("granite").lm).logit_scale == 0.25
+    assert head_of(tiny_policy("cohere").lm).logit_scale == 0.25
     with pytest.raises(ValueError, match="lm_head: expected torch.nn.Linear"):
         head_of(SimpleNamespace(get_output_embeddings=lambda: nn.Identity()))
 
 
 def test_dropout_is_switched_off():
-    policy = make_policy("llama", attention_dropout=0.3)
+    policy = tiny_policy("llama", attention_dropout=0.3)
     policy.model.train()
     _, batch = a_batch(policy)
     assert torch.equal(policy.logps(batch.packed), policy.logps(batch.packed))
 
 
 def test_saved_models_come_back(tmp_path):
-    policy = make_policy("mistral")
+    policy = tiny_policy("mistral")
     policy.save(tmp_path / "model")
     assert policy.lm.config._attn_implementation == "grpo_packed"
     again = load_policy(ModelConfig(path=str(tmp_path / "model")))
@@ -166,7 +159,7 @@ def test_a_policy_without_an_end_is_refused():
 
 
 def test_packing():
-    policy = make_policy("llama")
+    policy = tiny_policy("llama")
     rollout, batch = a_batch(policy)
     packed = batch.packed
     assert packed.layout.lengths == (6, 10, 2)  # prompt + completion − 1

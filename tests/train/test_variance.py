@@ -10,15 +10,15 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Sampling, generate
 from grpo_fast.train.variance import gradient_variance
+from tests.tiny import tiny_policy
 from tests.train.test_train_loop import sort
-from tests.train.test_train_policy import make_policy
 
 GROUP, PROMPTS = 3, ["1 2 3", "4 5", "6 7 8 9"]
 
 
 @pytest.fixture
 def policy():
-    return make_policy("llama")
+    return tiny_policy()
 
 
 def drawn(policy, prompts=PROMPTS):

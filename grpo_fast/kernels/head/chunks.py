@@ -46,6 +46,9 @@ class LogitChunks:
         self.bytes_per_logit = self.dtype.itemsize + (
             weight.dtype.itemsize if self.has_narrow else 0
         )
+        # One row kernel reads logits and writes d-logits. A kernel that gives the logps wherever no
+        # gradient is wanted must give them where one is, too.
+        self.in_one_pass = route.kernels.head_logps is None
         self.most_rows = 0  # rows of the workspace
         self._logits: Tensor | None = None
         self._narrow: Tensor | None = None
@@ -101,22 +104,16 @@ class LogitChunks:
     ) -> tuple[ChunkGradients, RowLoss]:
         """The d-logits, and the losses of the first C = len(target_ids) rows."""
         count, has_entropy = target_ids.shape[0], config.needs_entropy
-        d = self._gradient(h.shape[0])
-        if self.kernels.head_logps is None:
-            z = self._raw_logits(h)
+        if self.in_one_pass:
+            d, z = self._gradient(h.shape[0]), self._raw_logits(h)
             part = self.kernels.row_loss_(
                 z[:count], d[:count], target_ids, terms, config, rule, return_entropy=has_entropy
             )
             return ChunkGradients(d), part
-        # A kernel of its own gives the logps wherever no gradient is wanted: the same one must give
-        # them here.
         stats = self.logps(h, target_ids, rule, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        z = self.workspace(h.shape[0])
-        self.kernels.row_grad_(
-            z[:count], target_ids, stats, g, terms.grad_entropy, rule, out=d[:count]
-        )
-        return ChunkGradients(d), RowLoss(*stats, losses, g)
+        gradients = self.gradients(h, target_ids, rule, stats, g, terms.grad_entropy, held=True)
+        return gradients, RowLoss(*stats, losses, g)
 
     def gradients(
         self,

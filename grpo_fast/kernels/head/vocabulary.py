@@ -26,10 +26,8 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gradients import ChunkGradients
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
+from grpo_fast.kernels.types import LogitRule, RowStats
 from grpo_fast.kernels.workspace import unset
-from grpo_fast.objective.coefficients import RowTerms
-from grpo_fast.objective.config import LossConfig
 
 ELSEWHERE = -1  # the target of a row whose target another rank holds
 
@@ -107,7 +105,7 @@ class VocabularyChunks(LogitChunks):
         self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
     ) -> None:
         super().__init__(weight, bias, route)
-        self.shard = shard
+        self.shard, self.in_one_pass = shard, False  # between two passes the ranks join
         self.row_logps = self.kernels.row_logps
         if route.backend == "torch":
             self.row_logps = row_statistics
@@ -125,15 +123,6 @@ class VocabularyChunks(LogitChunks):
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
         return self.shard.joined(stats, target_ids)
-
-    def row_loss(
-        self, h: Tensor, target_ids: Tensor, terms: RowTerms, config: LossConfig, rule: LogitRule
-    ) -> tuple[ChunkGradients, RowLoss]:
-        """The d-logits, and the losses of the first C = len(target_ids) rows."""
-        stats = self.logps(h, target_ids, rule, return_entropy=config.needs_entropy)
-        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        d = self.gradients(h, target_ids, rule, stats, g, terms.grad_entropy, held=True)
-        return d, RowLoss(*stats, losses, g)
 
     def gradients(
         self,

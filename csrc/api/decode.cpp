@@ -4,133 +4,22 @@
 // grpo_fast/rollout/cache.py.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "api/tensors.h"
+#include "attention/products.h"
 #include "rows/chunk.h"
 
 namespace grpo_fast {
 namespace {
 
-constexpr int64_t kTile = 16;         // tokens; a whole number of registers
 constexpr int64_t kRowsTogether = 4;  // completions of a group that one thread takes at a time
-constexpr int kQueries = 4;           // queries in registers at a time
-static_assert(kTile % kLanes == 0);
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-int64_t whole_tiles(int64_t tokens) {
-  return (tokens + kTile - 1) / kTile * kTile;
-}
 
 // Tokens [first, end) of a prompt or a completion, in one head.
 struct Tokens {
-  const float *keys, *values;  // (tiles, D, kTile) and (room, D)
+  const float *keys, *values;  // (tiles, D, kTile) and (tiles, kTile, D)
   int64_t first, end;
 };
-
-// kQueries pointers, a query's each.
-template <class T>
-using Each = T* [kQueries];
-
-// The scores of a tile, scale q.k; -inf for tokens that are not seen.
-template <int kCount>
-void score_tile(const Each<const float>& q, const Tokens& on, int64_t depth, float scale,
-                int64_t tile, const Each<float>& to) {
-  constexpr int kParts = kTile / kLanes;
-  const float* keys = on.keys + tile * depth;
-  Floats sums[2][kCount][kParts] = {};  // over even and odd dimensions
-  const auto add = [&](int64_t d, int half) GRPO_FAST_BODY {
-#pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) {
-      const Floats key = load(keys + d * kTile + part * kLanes);
-#pragma GCC unroll 4
-      for (int i = 0; i < kCount; ++i)
-        sums[half][i][part] = fma(key, splat(q[i][d]), sums[half][i][part]);
-    }
-  };
-  int64_t d = 0;
-  for (; d + 2 <= depth; d += 2) add(d, 0), add(d + 1, 1);
-  if (d < depth) add(d, 0);
-#pragma GCC unroll 4
-  for (int part = 0; part < kParts; ++part) {
-    const int64_t at = tile + part * kLanes;
-    const Ints token = lane_numbers() + static_cast<int32_t>(at);
-    const Ints seen =
-        (token >= static_cast<int32_t>(on.first)) & (token < static_cast<int32_t>(on.end));
-#pragma GCC unroll 4
-    for (int i = 0; i < kCount; ++i) {
-      const Floats score = (sums[0][i][part] + sums[1][i][part]) * scale;
-      store(to[i] + at, seen ? score : splat(kNothing));
-    }
-  }
-}
-
-template <int kCount>
-void score(const Each<const float>& q, const Tokens& on, int64_t depth, float scale,
-           const Each<float>& to) {
-  for (int64_t tile = on.first / kTile * kTile; tile < on.end; tile += kTile)
-    score_tile<kCount>(q, on, depth, scale, tile, to);
-}
-
-// kParts vectors of the sum of weight * value from dimension `d` on, added to `out`.
-template <int kCount, int kParts>
-GRPO_FAST_INLINE void add_values(const Each<float>& weights, const Tokens& on, int64_t depth,
-                                 int64_t d, const Each<float>& out) {
-  Floats sums[2][kCount][kParts] = {};  // of even and odd tokens
-  const auto add = [&](int64_t token, int half) GRPO_FAST_BODY {
-#pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t at = d + part * kLanes;
-      const float* from = on.values + token * depth + at;
-      const Floats value = kParts > 1 ? load(from) : load_up_to(from, depth - at);
-#pragma GCC unroll 4
-      for (int i = 0; i < kCount; ++i)
-        sums[half][i][part] = fma(value, splat(weights[i][token]), sums[half][i][part]);
-    }
-  };
-  int64_t token = on.first;
-  for (; token + 2 <= on.end; token += 2) add(token, 0), add(token + 1, 1);
-  if (token < on.end) add(token, 0);
-#pragma GCC unroll 4
-  for (int i = 0; i < kCount; ++i)
-#pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t at = d + part * kLanes;
-      const Floats sum = sums[0][i][part] + sums[1][i][part];
-      store_up_to(out[i] + at, load_up_to(out[i] + at, depth - at) + sum, depth - at);
-    }
-}
-
-template <int kCount>
-void add_values(const Each<float>& weights, const Tokens& on, int64_t depth,
-                const Each<float>& out) {
-  int64_t d = 0;
-  for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
-    add_values<kCount, 2>(weights, on, depth, d, out);
-  for (; d < depth; d += kLanes) add_values<kCount, 1>(weights, on, depth, d, out);
-}
-
-// run(first, constant) for the queries from `begin` to `end`, as many at a time as registers hold.
-template <class Run>
-void by_queries(int64_t begin, int64_t end, const Run& run) {
-  for (; begin + 4 <= end; begin += 4) run(begin, std::integral_constant<int, 4>{});
-  if (end - begin >= 2) run(begin, std::integral_constant<int, 2>{}), begin += 2;
-  if (begin < end) run(begin, std::integral_constant<int, 1>{});
-}
-
-// Scores become e^(score - largest); -> their sum. NaN among them stays NaN.
-float exponentials(float* scores, int64_t count) {
-  Floats largest = splat(kNothing), sums = {};
-  for (int64_t at = 0; at < count; at += kLanes) largest = max(load(scores + at), largest);
-  const float shift = max_lane(largest);
-  for (int64_t at = 0; at < count; at += kLanes) {
-    const Floats e = exp_floored(floor_exponent(load(scores + at) - shift));
-    store(scores + at, e);
-    sums += e;
-  }
-  return static_cast<float>(sum_lanes(widen(sums)));
-}
 
 struct Problem {
   const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): of the new tokens
@@ -173,53 +62,47 @@ Tokens own_of(const Problem& p, int64_t row, int64_t head) {
 
 // The attention of one key-value head of a share: its queries are (row, repeat), row by row.
 void attend(const Problem& p, const Share& share, int64_t head) {
-  thread_local std::vector<float> buffer;
   const int64_t split = whole_tiles(p.lengths[share.prompt]);
-  const int64_t width = split + whole_tiles(p.time + 1);
-  const int64_t queries = share.rows * p.repeats;
-  buffer.assign(queries * width, kNothing);
-  const auto query = [&](int64_t i) {
-    const int64_t row = share.first + i / p.repeats, of = head * p.repeats + i % p.repeats;
-    return p.q + of * p.q_head + row * p.q_row;
-  };
-  const auto result = [&](int64_t i) {
-    const int64_t row = share.first + i / p.repeats, of = head * p.repeats + i % p.repeats;
-    return p.out + (row * p.heads * p.repeats + of) * p.depth;
-  };
-  // body(what a group of queries sees, the group's first, its size, its column in the buffer)
+  const int64_t width = split + whole_tiles(p.time + 1), queries = share.rows * p.repeats;
+  thread_local std::vector<float> buffer;
+  buffer.assign(queries * width, kUnseen);
+  const int64_t head_of_q = head * p.repeats;
+  // body(what some queries see, the first, how many, their scores of it)
   const auto each = [&](const auto& body) {
-    by_queries(0, queries, [&](int64_t first, auto count) {
-      body(prompt_of(p, share, head), first, count, 0);
+    by_rows(0, queries, [&](int64_t i, auto count) {
+      body(prompt_of(p, share, head), i, count, Rows<float>{buffer.data() + i * width, width});
     });
     for (int64_t r = 0; r < share.rows; ++r)
-      by_queries(r * p.repeats, (r + 1) * p.repeats, [&](int64_t first, auto count) {
-        body(own_of(p, share.first + r, head), first, count, split);
+      by_rows(r * p.repeats, (r + 1) * p.repeats, [&](int64_t i, auto count) {
+        body(own_of(p, share.first + r, head), i, count,
+             Rows<float>{buffer.data() + i * width + split, width});
       });
   };
-  for (int64_t r = 0; r < share.rows; ++r) keep(p, share.first + r, head);
-  each([&](const Tokens& on, int64_t first, auto count, int64_t column) {
-    Each<const float> q;
-    Each<float> to;
-    for (int i = 0; i < count; ++i)
-      q[i] = query(first + i), to[i] = buffer.data() + (first + i) * width + column;
-    score<count>(q, on, p.depth, p.scale, to);
-  });
-  std::vector<float> sums(queries);
-  for (int64_t i = 0; i < queries; ++i) {
-    sums[i] = exponentials(buffer.data() + i * width, width);
-    std::memset(result(i), 0, p.depth * sizeof(float));
+  std::vector<float> q(queries * p.depth), sums(queries * p.depth);
+  for (int64_t r = 0; r < share.rows; ++r) {
+    const int64_t row = share.first + r;
+    keep(p, row, head);
+    for (int64_t j = 0; j < p.repeats; ++j)
+      write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
+                   q.data() + (r * p.repeats + j) * p.depth);
   }
-  each([&](const Tokens& on, int64_t first, auto count, int64_t column) {
-    Each<float> weights, out;
-    for (int i = 0; i < count; ++i)
-      weights[i] = buffer.data() + (first + i) * width + column, out[i] = result(first + i);
-    add_values<count>(weights, on, p.depth, out);
+  each([&](const Tokens& on, int64_t i, auto count, const Rows<float>& scores) {
+    multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
+                           scores);
+    for (int row = 0; row < count; ++row) hide_tokens(scores[row], on.first, on.end);
+  });
+  std::vector<float> totals(queries);
+  for (int64_t i = 0; i < queries; ++i)
+    totals[i] = exponentials(buffer.data() + i * width, width).sum;
+  each([&](const Tokens& on, int64_t i, auto count, const Rows<float>& scores) {
+    const Rows<const float> values{on.values + on.first * p.depth, p.depth};
+    add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
+                      {sums.data() + i * p.depth, p.depth});
   });
   for (int64_t i = 0; i < queries; ++i) {
-    float* to = result(i);
-    by_vectors(p.depth, [&](int64_t d, int64_t count) GRPO_FAST_BODY {
-      store_up_to(to + d, load_up_to(to + d, count) / sums[i], count);
-    });
+    const int64_t row = share.first + i / p.repeats, of = head_of_q + i % p.repeats;
+    write_scaled(sums.data() + i * p.depth, 1 / totals[i], p.depth,
+                 p.out + (row * p.heads * p.repeats + of) * p.depth);
   }
 }
 

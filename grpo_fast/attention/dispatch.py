@@ -8,6 +8,7 @@ of input.
 | fa2        | CUDA from sm80, 16 bit, distribution `flash-attn` ≥ 2.8      | yes    | yes     |
 | flash_aten | CUDA from sm80, 16 bit: FlashAttention 2 inside torch        | yes    | no      |
 | flex       | other CUDA: flex_attention, compiled                         | yes    | yes     |
+| csrc       | CPU, fp32: our own in C++, without padding                   | no     | no      |
 | flash_cpu  | CPU: torch's FlashAttention, similar lengths in one call     | no     | no      |
 | explicit   | any device: explicit scores in chunks of queries             | yes    | yes     |
 
@@ -29,12 +30,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import flex, kernels_cpu, kernels_explicit, reference
+from grpo_fast.attention import flex, kernels_cpu, kernels_csrc, kernels_explicit, reference
 from grpo_fast.attention import kernels_cuda as cuda
 from grpo_fast.attention.kernel import Kernel
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.shared_prefix import attend
 from grpo_fast.attention.spans import Rule
+from grpo_fast.kernels.cpu import loader
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +251,14 @@ def _no_flash_aten(kind: Kind) -> str | None:
     return "has no softcap" if kind.has_softcap else _flash_cuda(kind, 80)
 
 
+def _no_csrc(kind: Kind) -> str | None:
+    if kind.device != "cpu" or kind.dtype != torch.float32:
+        return "needs a CPU and fp32"
+    if kind.has_window or kind.has_softcap:
+        return "has neither window nor softcap"
+    return loader.load("attention")
+
+
 def _no_flash_cpu(kind: Kind) -> str | None:
     if kind.device != "cpu" or kind.dtype == torch.float16:
         return "needs a CPU and fp32, fp64 or bf16"
@@ -267,6 +277,7 @@ PROVIDERS = (
     _partial("fa2", _no_fa2, cuda.fa2_forward, cuda.fa2_backward),
     _partial("flash_aten", _no_flash_aten, cuda.aten_forward, cuda.aten_backward),
     Provider("flex", lambda kind: None if kind.device == "cuda" else "needs CUDA", flex.attend),
+    _partial("csrc", _no_csrc, kernels_csrc.forward, kernels_csrc.backward),
     _partial("flash_cpu", _no_flash_cpu, kernels_cpu.forward, kernels_cpu.backward),
     _partial("explicit", lambda kind: None, kernels_explicit.forward, kernels_explicit.backward),
 )

@@ -44,7 +44,9 @@ def names(kind):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Kind("cpu", FP32, 64), ["flash_cpu", "explicit"]),
+        (Kind("cpu", FP32, 64), ["csrc", "flash_cpu", "explicit"]),
+        (Kind("cpu", FP32, 64, has_window=True), ["explicit"]),
+        (Kind("cpu", FP32, 64, has_softcap=True), ["explicit"]),
         (Kind("cpu", FP64, 20), ["flash_cpu", "explicit"]),
         (Kind("cpu", BF16, 64, has_window=True), ["explicit"]),
         (Kind("cpu", BF16, 64, has_softcap=True), ["explicit"]),
@@ -65,6 +67,7 @@ def test_candidates_with_every_package_on_a_hopper(monkeypatch, kind, expected):
     monkeypatch.setattr(dispatch, "_has_distribution", lambda name: True)
     monkeypatch.setattr(dispatch, "_compute_capability", lambda index: 90)
     monkeypatch.setattr(dispatch.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(dispatch.loader, "load", lambda name: None)
     assert names(kind) == expected
 
 

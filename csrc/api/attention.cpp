@@ -1,0 +1,325 @@
+// Attention of packed rows, forward and backward, in fp32: span n of the queries looks on span n of
+// the keys. What it computes is said in grpo_fast/attention/kernels_explicit.py.
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "api/tensors.h"
+#include "attention/products.h"
+#include "rows/chunk.h"
+
+namespace grpo_fast {
+namespace {
+
+constexpr int64_t kForwardRows = 128;  // rows of queries that one thread takes at a time
+constexpr int64_t kBackwardRows = 32;  // rows and keys whose scores are in cache at a time
+constexpr int64_t kBackwardKeys = 128;
+
+// (T, heads, D) as it lies in memory, neighbours along D.
+struct Packed {
+  float* data;
+  int64_t row, head;
+
+  explicit Packed(const Tensor& x) : data(grpo_fast::data<float>(x)), row(x.stride(0)), head(x.stride(1)) {}
+  Rows<float> of(int64_t first, int64_t head_) const { return {data + first * row + head_ * head, row}; }
+  Rows<const float> read(int64_t first, int64_t head_) const {
+    return {data + first * row + head_ * head, row};
+  }
+};
+
+struct Problem {
+  const int32_t *starts_q, *starts_k;  // (N + 1,)
+  int64_t spans, heads, repeats, depth;  // N, H_kv, H / H_kv, D
+  bool causal;
+  float scale;
+};
+
+// One span in one key-value head. Its rows are (query, repeat), query by query.
+struct Span {
+  int64_t first_q, first_k, queries, keys, head, repeats;
+  bool causal;
+
+  Span(const Problem& p, int64_t n, int64_t head_)
+      : first_q(p.starts_q[n]), first_k(p.starts_k[n]), queries(p.starts_q[n + 1] - first_q),
+        keys(p.starts_k[n + 1] - first_k), head(head_), repeats(p.repeats), causal(p.causal) {}
+
+  int64_t rows() const { return queries * repeats; }
+  // Keys that a row sees: the last query sees all.
+  int64_t seen(int64_t row) const {
+    return causal ? row / repeats + 1 + keys - queries : keys;
+  }
+  // The first row that sees a key.
+  int64_t first_row(int64_t key) const {
+    return causal ? std::max<int64_t>(0, key + queries - keys) * repeats : 0;
+  }
+
+  // body(row of the span, its numbers in x)
+  template <class Body>
+  void each(const Packed& x, int64_t begin, int64_t end, const Body& body) const {
+    for (int64_t row = begin; row < end; ++row)
+      body(row, x.data + (first_q + row / repeats) * x.row + (head * repeats + row % repeats) * x.head);
+  }
+
+  // The rows of x from `begin` to `end`, times factor, one after another.
+  void gather(const Packed& x, int64_t begin, int64_t end, int64_t depth, float factor,
+              float* to) const {
+    each(x, begin, end, [&](int64_t row, const float* from) {
+      write_scaled(from, factor, depth, to + (row - begin) * depth);
+    });
+  }
+};
+
+// (H, T) numbers of the rows of a span.
+struct PerRow {
+  float* data;
+  int64_t head, row;
+
+  explicit PerRow(const Tensor& x) : data(grpo_fast::data<float>(x)), head(x.stride(0)), row(x.stride(1)) {}
+  float& at(const Span& span, int64_t i) const {
+    return data[(span.head * span.repeats + i % span.repeats) * head +
+                (span.first_q + i / span.repeats) * row];
+  }
+};
+
+// Memory of one thread for its tasks, unset.
+float* scratch(int64_t count) {
+  thread_local std::vector<float> buffer;
+  if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
+  return buffer.data();
+}
+
+void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q, const Packed& k,
+             const Packed& v, const Packed& out, const PerRow& lse) {
+  const int64_t end = std::min(span.rows(), begin + kForwardRows), seen = span.seen(end - 1);
+  const int64_t width = whole_tiles(seen), rows = end - begin;
+  float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
+  float* queries = tiles + width * p.depth;
+  const Rows<float> scores{queries + rows * p.depth, width}, sums{scores[4], p.depth};
+  write_tiles(k.read(span.first_k, span.head), seen, p.depth, tiles);
+  span.gather(q, begin, end, p.depth, p.scale, queries);
+  by_rows(begin, end, [&](int64_t row, auto count) {
+    const int64_t last = span.seen(row + count - 1);
+    multiply_tokens<count>({queries + (row - begin) * p.depth, p.depth}, tiles, p.depth, 0, last,
+                           scores);
+    SoftmaxSums found[4];
+    for (int i = 0; i < count; ++i) {
+      std::fill(scores[i] + span.seen(row + i), scores[i] + whole_tiles(last), kUnseen);
+      found[i] = exponentials(scores[i], whole_tiles(last));
+      std::memset(sums[i], 0, p.depth * sizeof(float));
+    }
+    add_tokens<count>({scores.data, 1, width}, v.read(span.first_k, span.head), last, p.depth,
+                      sums);
+    span.each(out, row, row + count, [&](int64_t at, float* to) {
+      const SoftmaxSums& s = found[at - row];
+      write_scaled(sums[at - row], 1 / s.sum, p.depth, to);
+      lse.at(span, at) = s.largest + std::log(s.sum);
+    });
+  });
+}
+
+struct Given {
+  Packed grad, q, k, v, out;
+  PerRow lse;
+};
+
+struct Wanted {
+  Packed dq, dk, dv;
+};
+
+// Rows of one span from `begin` on, as the backward pass reads them, and what they add up.
+struct Block {
+  int64_t begin, rows;
+  float *queries, *grads, *sums;  // (rows, D): scaled q, dO, dQ
+  float *lse, *delta;             // (rows,): delta = rowsum(dO * O)
+  float *weights, *slopes;        // (rows, kBackwardKeys): P and dS
+};
+
+void read_block(const Problem& p, const Span& span, const Given& from, const Block& to) {
+  const int64_t end = to.begin + to.rows;
+  span.gather(from.q, to.begin, end, p.depth, p.scale, to.queries);
+  span.gather(from.grad, to.begin, end, p.depth, 1.0f, to.grads);
+  std::memset(to.sums, 0, to.rows * p.depth * sizeof(float));
+  span.each(from.out, to.begin, end, [&](int64_t row, const float* out) {
+    const int64_t i = row - to.begin;
+    Floats sum = {};
+    double rest = 0;
+    by_vectors(p.depth, [&](int64_t d, int64_t count) {
+      const Floats x = load_up_to(out + d, count) * load_up_to(to.grads + i * p.depth + d, count);
+      if (count >= kLanes) sum += x;
+      else
+        for (int64_t lane = 0; lane < count; ++lane) rest += x[lane];
+    });
+    to.delta[i] = static_cast<float>(sum_lanes(widen(sum)) + rest);
+    to.lse[i] = from.lse.at(span, row);
+  });
+}
+
+// P and dS of the block on keys [key, end).
+void weigh(const Problem& p, const Span& span, const Block& block, const float* k_tiles,
+           const float* v_tiles, int64_t key, int64_t end) {
+  const int64_t count = end - key;
+  by_rows(0, block.rows, [&](int64_t i, auto rows) {
+    const int64_t at = i * kBackwardKeys, row = i * p.depth;
+    multiply_tokens<rows>({block.queries + row, p.depth}, k_tiles + key * p.depth, p.depth, 0, count,
+                          {block.weights + at, kBackwardKeys});
+    multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0, count,
+                          {block.slopes + at, kBackwardKeys});
+  });
+  for (int64_t i = 0; i < block.rows; ++i) {
+    const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
+    float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;
+    for (int64_t t = 0; t < whole_tiles(count); t += kLanes) {
+      const Ints is_seen = lane_numbers() + static_cast<int32_t>(t) < static_cast<int32_t>(seen);
+      const Floats e = exp_floored(floor_exponent(load(weights + t) - block.lse[i]));
+      store(weights + t, keep_where(is_seen, e));
+      store(slopes + t, keep_where(is_seen, e * (load(slopes + t) - block.delta[i])));
+    }
+  }
+}
+
+void backward(const Problem& p, const Span& span, const Given& from, const Wanted& to) {
+  const int64_t depth = p.depth, width = whole_tiles(span.keys);
+  const int64_t scores = kBackwardRows * kBackwardKeys, in_rows = kBackwardRows * depth;
+  float* k_tiles = scratch(2 * width * depth + 3 * in_rows + 2 * scores + 2 * kBackwardRows);
+  float *v_tiles = k_tiles + width * depth, *free = v_tiles + width * depth;
+  const auto k = from.k.read(span.first_k, span.head), v = from.v.read(span.first_k, span.head);
+  const auto dk = to.dk.of(span.first_k, span.head), dv = to.dv.of(span.first_k, span.head);
+  write_tiles(k, span.keys, depth, k_tiles), write_tiles(v, span.keys, depth, v_tiles);
+  for (int64_t key = 0; key < span.keys; ++key) {
+    std::memset(dk[key], 0, depth * sizeof(float));
+    std::memset(dv[key], 0, depth * sizeof(float));
+  }
+  Block block{0, 0, free, free + in_rows, free + 2 * in_rows, nullptr, nullptr, nullptr, nullptr};
+  block.weights = block.sums + in_rows, block.slopes = block.weights + scores;
+  block.lse = block.slopes + scores, block.delta = block.lse + kBackwardRows;
+  for (; block.begin < span.rows(); block.begin += kBackwardRows) {
+    block.rows = std::min(kBackwardRows, span.rows() - block.begin);
+    read_block(p, span, from, block);
+    const int64_t last = span.seen(block.begin + block.rows - 1);
+    for (int64_t key = 0; key < last; key += kBackwardKeys) {
+      const int64_t end = std::min(last, key + kBackwardKeys);
+      weigh(p, span, block, k_tiles, v_tiles, key, end);
+      by_rows(0, block.rows, [&](int64_t i, auto rows) {
+        const int64_t seen = std::min(end, span.seen(block.begin + i + rows - 1)) - key;
+        add_tokens<rows>({block.slopes + i * kBackwardKeys, 1, kBackwardKeys}, k.from(key), seen,
+                         depth, {block.sums + i * depth, depth});
+      });
+      by_rows(key, end, [&](int64_t at, auto keys) {
+        const int64_t first = std::max<int64_t>(0, span.first_row(at) - block.begin);
+        const int64_t count = block.rows - first, place = first * kBackwardKeys + at - key;
+        if (count <= 0) return;
+        add_tokens<keys>({block.weights + place, kBackwardKeys, 1},
+                         {block.grads + first * depth, depth}, count, depth, dv.from(at));
+        add_tokens<keys>({block.slopes + place, kBackwardKeys, 1},
+                         {block.queries + first * depth, depth}, count, depth, dk.from(at));
+      });
+    }
+    span.each(to.dq, block.begin, block.begin + block.rows, [&](int64_t row, float* x) {
+      write_scaled(block.sums + (row - block.begin) * depth, p.scale, depth, x);
+    });
+  }
+}
+
+void check(const Tensor& x, const char* name, int64_t rows, int64_t heads, int64_t depth) {
+  STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
+  STD_TORCH_CHECK(x.dim() == 3 && x.size(0) == rows && x.size(1) == heads && x.size(2) == depth,
+                  name, ": expected (", rows, ", ", heads, ", ", depth, ")");
+  STD_TORCH_CHECK(x.stride(2) == 1 || depth == 1, name, ": expected a contiguous last axis");
+}
+
+const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
+                      x.is_contiguous() && x.size(0) == count && count > 0,
+                  name, ": expected ", count, " int32 numbers on the CPU");
+  const auto* starts = data<int32_t>(x);
+  bool rises = starts[0] == 0 && starts[count - 1] == end;
+  for (int64_t i = 1; i < count; ++i) rises &= starts[i - 1] <= starts[i];
+  STD_TORCH_CHECK(rises, name, ": expected numbers that never fall, from 0 to ", end);
+  return starts;
+}
+
+Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
+                const Tensor& cu_k, bool causal, double scale) {
+  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q and k: expected (tokens, heads, D)");
+  const int64_t heads = k.size(1), depth = q.size(2), spans = cu_q.size(0);
+  STD_TORCH_CHECK(heads > 0 && q.size(1) % heads == 0, "q: expected a multiple of ", heads,
+                  " heads, got ", q.size(1));
+  check(q, "q", q.size(0), q.size(1), depth), check(k, "k", k.size(0), heads, depth);
+  check(v, "v", k.size(0), heads, depth);
+  const int32_t* starts_q = checked_starts(cu_q, spans, q.size(0), "cu_q");
+  const int32_t* starts_k = checked_starts(cu_k, spans, k.size(0), "cu_k");
+  for (int64_t n = 0; n + 1 < spans; ++n) {
+    const int64_t queries = starts_q[n + 1] - starts_q[n], keys = starts_k[n + 1] - starts_k[n];
+    STD_TORCH_CHECK(keys >= (causal ? queries : std::min<int64_t>(queries, 1)),
+                    "cu_k: expected a key for every query of span ", n, ", got ", keys, " for ",
+                    queries);
+  }
+  return {starts_q, starts_k, spans - 1, heads, q.size(1) / heads, depth, causal,
+          static_cast<float>(scale)};
+}
+
+// -> out (Tq, H, D), lse (H, Tq)
+std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k,
+                                     bool causal, double scale) {
+  const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
+  const Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)});
+  const Tensor lse = torch::stable::new_empty(q, {q.size(1), q.size(0)});
+  struct Task {
+    int64_t span, head, begin;
+  };
+  std::vector<Task> tasks;
+  for (int64_t n = 0; n < p.spans; ++n)
+    for (int64_t head = 0; head < p.heads; ++head)
+      for (int64_t row = 0; row < Span(p, n, head).rows(); row += kForwardRows)
+        tasks.push_back({n, head, row});
+  const int64_t count = static_cast<int64_t>(tasks.size());
+  const int64_t numbers = q.size(0) * q.size(1) * p.depth / std::max<int64_t>(1, count);
+  for_each_row(count, numbers, [&](int64_t i) {
+    const Task& task = tasks[i];
+    forward(p, Span(p, task.span, task.head), task.begin, Packed(q), Packed(k), Packed(v),
+            Packed(out), PerRow(lse));
+  });
+  return {out, lse};
+}
+
+// -> dq, dk, dv. out and lse may be those of more keys than these.
+std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v,
+                                                      Tensor out, Tensor lse, Tensor cu_q,
+                                                      Tensor cu_k, bool causal, double scale) {
+  const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
+  check(grad, "grad", q.size(0), q.size(1), p.depth), check(out, "out", q.size(0), q.size(1), p.depth);
+  STD_TORCH_CHECK(lse.is_cpu() && is_fp32(lse) && lse.dim() == 2 && lse.size(0) == q.size(1) &&
+                      lse.size(1) == q.size(0),
+                  "lse: expected (", q.size(1), ", ", q.size(0), ") float32");
+  const auto like = [](const Tensor& x) {
+    return torch::stable::new_empty(x, {x.size(0), x.size(1), x.size(2)});
+  };
+  const Tensor dq = like(q), dk = like(k), dv = like(v);
+  const Given given{Packed(grad), Packed(q), Packed(k), Packed(v), Packed(out), PerRow(lse)};
+  const Wanted wanted{Packed(dq), Packed(dk), Packed(dv)};
+  const int64_t count = p.spans * p.heads;
+  const int64_t numbers = q.size(0) * q.size(1) * p.depth / std::max<int64_t>(1, count);
+  for_each_row(count, numbers, [&](int64_t i) {
+    backward(p, Span(p, i / p.heads, i % p.heads), given, wanted);
+  });
+  return {dq, dk, dv};
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_attention, library) {
+  library.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, bool causal, float scale)"
+      " -> (Tensor, Tensor)");
+  library.def(
+      "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+      " Tensor cu_q, Tensor cu_k, bool causal, float scale) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_attention, CPU, library) {
+  library.impl("attention", TORCH_BOX(&grpo_fast::attention));
+  library.impl("attention_backward", TORCH_BOX(&grpo_fast::attention_backward));
+}

@@ -1,0 +1,153 @@
+// The matrix products of attention, a few rows at a time, in fp32. Keys come in tiles of kTile
+// tokens, (D, kTile) each, so that neighbours in a register are tokens.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "vec/storage.h"
+
+namespace grpo_fast {
+
+constexpr int64_t kTile = 16;  // tokens; a whole number of registers
+static_assert(kTile % kLanes == 0);
+
+inline int64_t whole_tiles(int64_t tokens) {
+  return (tokens + kTile - 1) / kTile * kTile;
+}
+
+// A matrix whose rows are neighbours in memory.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t stride;
+
+  T* operator[](int64_t row) const { return data + row * stride; }
+  Rows from(int64_t row) const { return {data + row * stride, stride}; }
+};
+
+// The tokens of x, (count, D), as tiles; zeros behind the last one.
+inline void write_tiles(const Rows<const float>& x, int64_t count, int64_t depth, float* tiles) {
+  for (int64_t token = 0; token < whole_tiles(count); ++token) {
+    float* to = tiles + token / kTile * kTile * depth + token % kTile;
+    for (int64_t d = 0; d < depth; ++d) to[d * kTile] = token < count ? x[token][d] : 0.0f;
+  }
+}
+
+// run(first, constant) for the rows from `begin` to `end`, as many at a time as registers hold.
+template <class Run>
+void by_rows(int64_t begin, int64_t end, const Run& run) {
+  for (; begin + 4 <= end; begin += 4) run(begin, std::integral_constant<int, 4>{});
+  if (end - begin >= 2) run(begin, std::integral_constant<int, 2>{}), begin += 2;
+  if (begin < end) run(begin, std::integral_constant<int, 1>{});
+}
+
+// to[i][token] = x[i] . tokens, for kParts registers of tokens from `first` on.
+template <int kRows, int kParts>
+GRPO_FAST_INLINE void multiply_tokens(const Rows<const float>& x, const float* tiles, int64_t depth,
+                                      int64_t first, const Rows<float>& to) {
+  Floats sums[kRows][kParts] = {};
+  const float* from[kParts];
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t token = first + part * kLanes;
+    from[part] = tiles + token / kTile * kTile * depth + token % kTile;
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const Floats tokens = load(from[part] + d * kTile);
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) sums[i][part] = fma(tokens, splat(x[i][d]), sums[i][part]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) store(to[i] + first + part * kLanes, sums[i][part]);
+}
+
+// to[i][token] = x[i] . tokens, for the tiles that hold the tokens from `first` to `end`.
+template <int kRows>
+void multiply_tokens(const Rows<const float>& x, const float* tiles, int64_t depth, int64_t first,
+                     int64_t end, const Rows<float>& to) {
+  int64_t token = first / kTile * kTile;
+  for (; token + 2 * kLanes <= whole_tiles(end); token += 2 * kLanes)
+    multiply_tokens<kRows, 2>(x, tiles, depth, token, to);
+  for (; token < end; token += kLanes) multiply_tokens<kRows, 1>(x, tiles, depth, token, to);
+}
+
+// Weights of a sum over tokens: that of token t in row i is data[t * along + i * across].
+struct Weights {
+  const float* data;
+  int64_t along, across;
+};
+
+// kParts registers of out[i] += the sum of weight * x[t] over `count` tokens, from dimension d on.
+template <int kRows, int kParts>
+GRPO_FAST_INLINE void add_tokens(const Weights& w, const Rows<const float>& x, int64_t count,
+                                 int64_t depth, int64_t d, const Rows<float>& out) {
+  Floats sums[kRows][kParts] = {};
+  const float* weights = w.data;
+  for (int64_t t = 0; t < count; ++t, weights += w.along) {
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const float* from = x[t] + d + part * kLanes;
+      const Floats numbers = kParts > 1 ? load(from) : load_up_to(from, depth - d);
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i)
+        sums[i][part] = fma(numbers, splat(weights[i * w.across]), sums[i][part]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      float* to = out[i] + d + part * kLanes;
+      const int64_t left = depth - d - part * kLanes;
+      store_up_to(to, load_up_to(to, left) + sums[i][part], left);
+    }
+}
+
+template <int kRows>
+void add_tokens(const Weights& w, const Rows<const float>& x, int64_t count, int64_t depth,
+                const Rows<float>& out) {
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
+    add_tokens<kRows, 2>(w, x, count, depth, d, out);
+  for (; d < depth; d += kLanes) add_tokens<kRows, 1>(w, x, count, depth, d, out);
+}
+
+constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+
+// In the tiles of [first, end): -inf as the score of tokens outside of it.
+inline void hide_tokens(float* scores, int64_t first, int64_t end) {
+  std::fill(scores + first / kTile * kTile, scores + first, kUnseen);
+  std::fill(scores + end, scores + whole_tiles(end), kUnseen);
+}
+
+struct SoftmaxSums {
+  float largest, sum;  // of the scores; of e^(score - largest)
+};
+
+// Scores become e^(score - largest), a whole number of registers of them. NaN stays NaN.
+inline SoftmaxSums exponentials(float* scores, int64_t count) {
+  Floats most = splat(kUnseen), sums = {};
+  for (int64_t at = 0; at < count; at += kLanes) most = max(load(scores + at), most);
+  const float largest = max_lane(most);
+  for (int64_t at = 0; at < count; at += kLanes) {
+    const Floats e = exp_floored(floor_exponent(load(scores + at) - largest));
+    store(scores + at, e);
+    sums += e;
+  }
+  return {largest, static_cast<float>(sum_lanes(widen(sums)))};
+}
+
+// to = factor * x
+inline void write_scaled(const float* x, float factor, int64_t count, float* to) {
+  by_vectors(count, [&](int64_t at, int64_t left) GRPO_FAST_BODY {
+    store_up_to(to + at, load_up_to(x + at, left) * factor, left);
+  });
+}
+
+}  // namespace grpo_fast

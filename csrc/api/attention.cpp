@@ -22,7 +22,9 @@ struct Packed {
   float* data;
   int64_t row, head;
 
-  explicit Packed(const Tensor& x) : data(grpo_fast::data<float>(x)), row(x.stride(0)), head(x.stride(1)) {}
+  explicit Packed(const Tensor& x)
+      : data(grpo_fast::data<float>(x)), row(x.stride(0)), head(x.stride(1)) {}
+  float* at(int64_t token, int64_t of) const { return data + token * row + of * head; }
   Rows<float> of(int64_t first, int64_t head_) const { return {data + first * row + head_ * head, row}; }
   Rows<const float> read(int64_t first, int64_t head_) const {
     return {data + first * row + head_ * head, row};
@@ -55,32 +57,33 @@ struct Span {
     return causal ? std::max<int64_t>(0, key + queries - keys) * repeats : 0;
   }
 
-  // body(row of the span, its numbers in x)
+  // body(row of the span, its token, its head)
   template <class Body>
-  void each(const Packed& x, int64_t begin, int64_t end, const Body& body) const {
-    for (int64_t row = begin; row < end; ++row)
-      body(row, x.data + (first_q + row / repeats) * x.row + (head * repeats + row % repeats) * x.head);
+  void each(int64_t begin, int64_t end, const Body& body) const {
+    int64_t query = begin / repeats, repeat = begin % repeats;
+    for (int64_t row = begin; row < end; ++row) {
+      body(row, first_q + query, head * repeats + repeat);
+      if (++repeat == repeats) repeat = 0, ++query;
+    }
   }
 
   // The rows of x from `begin` to `end`, times factor, one after another.
   void gather(const Packed& x, int64_t begin, int64_t end, int64_t depth, float factor,
               float* to) const {
-    each(x, begin, end, [&](int64_t row, const float* from) {
-      write_scaled(from, factor, depth, to + (row - begin) * depth);
+    each(begin, end, [&](int64_t row, int64_t token, int64_t of) {
+      write_scaled(x.at(token, of), factor, depth, to + (row - begin) * depth);
     });
   }
 };
 
-// (H, T) numbers of the rows of a span.
+// (H, T) numbers.
 struct PerRow {
   float* data;
   int64_t head, row;
 
-  explicit PerRow(const Tensor& x) : data(grpo_fast::data<float>(x)), head(x.stride(0)), row(x.stride(1)) {}
-  float& at(const Span& span, int64_t i) const {
-    return data[(span.head * span.repeats + i % span.repeats) * head +
-                (span.first_q + i / span.repeats) * row];
-  }
+  explicit PerRow(const Tensor& x)
+      : data(grpo_fast::data<float>(x)), head(x.stride(0)), row(x.stride(1)) {}
+  float& at(int64_t token, int64_t of) const { return data[of * head + token * row]; }
 };
 
 // Memory of one thread for its tasks, unset.
@@ -111,10 +114,10 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
     }
     add_tokens<count>({scores.data, 1, width}, v.read(span.first_k, span.head), last, p.depth,
                       sums);
-    span.each(out, row, row + count, [&](int64_t at, float* to) {
+    span.each(row, row + count, [&](int64_t at, int64_t token, int64_t of) {
       const SoftmaxSums& s = found[at - row];
-      write_scaled(sums[at - row], 1 / s.sum, p.depth, to);
-      lse.at(span, at) = s.largest + std::log(s.sum);
+      write_scaled(sums[at - row], 1 / s.sum, p.depth, out.at(token, of));
+      lse.at(token, of) = s.largest + std::log(s.sum);
     });
   });
 }
@@ -141,8 +144,9 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   span.gather(from.q, to.begin, end, p.depth, p.scale, to.queries);
   span.gather(from.grad, to.begin, end, p.depth, 1.0f, to.grads);
   std::memset(to.sums, 0, to.rows * p.depth * sizeof(float));
-  span.each(from.out, to.begin, end, [&](int64_t row, const float* out) {
+  span.each(to.begin, end, [&](int64_t row, int64_t token, int64_t of) {
     const int64_t i = row - to.begin;
+    const float* out = from.out.at(token, of);
     Floats sum = {};
     double rest = 0;
     by_vectors(p.depth, [&](int64_t d, int64_t count) {
@@ -152,7 +156,7 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
         for (int64_t lane = 0; lane < count; ++lane) rest += x[lane];
     });
     to.delta[i] = static_cast<float>(sum_lanes(widen(sum)) + rest);
-    to.lse[i] = from.lse.at(span, row);
+    to.lse[i] = from.lse.at(token, of);
   });
 }
 
@@ -216,8 +220,9 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
                          {block.queries + first * depth, depth}, count, depth, dk.from(at));
       });
     }
-    span.each(to.dq, block.begin, block.begin + block.rows, [&](int64_t row, float* x) {
-      write_scaled(block.sums + (row - block.begin) * depth, p.scale, depth, x);
+    const int64_t end = block.begin + block.rows;
+    span.each(block.begin, end, [&](int64_t row, int64_t token, int64_t of) {
+      write_scaled(block.sums + (row - block.begin) * depth, p.scale, depth, to.dq.at(token, of));
     });
   }
 }

@@ -101,9 +101,13 @@ def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 def forward(policy: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
     """(T,) token ids at their positions → (T, H) final hidden states."""
+    # While decoding, a mask of four axes, which models hand on as it is and nobody reads: without
+    # one they look through the positions for packed sequences, on a GPU with a wait for each token.
+    mask = None if cache.layout is not None else ids.new_zeros(1, 1, 1, 1)
     output = policy.lm.base_model(
-        input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_cache=cache
-    )
+        input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False,
+        rollout_cache=cache,
+    )  # fmt: skip
     states: Tensor = output.last_hidden_state[0]
     return states
 

@@ -52,24 +52,22 @@ def unset(empty: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU: large ones from pages that Linux hands over as zeros, a share of them asked
-    for by each thread, and that nobody fills again.
+    """Zeros on the CPU: large ones from pages that Linux hands over as zeros, asked for by several
+    threads, and that nobody fills again.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     x = torch.frombuffer(pages, dtype=dtype).view(*shape)
-    threads = torch.get_num_threads()
-    step = -(-size // threads // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def take(start: int) -> None:  # where Linux does not know this, whoever writes takes the page
-        length = min(step, size - start)
+        length = min(HUGE_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
         _libc().madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(take, range(0, size, step)))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(take, range(0, size, HUGE_FROM)))
     return x
 
 

@@ -12,6 +12,7 @@ namespace grpo_fast {
 
 constexpr int64_t kTile = 16;  // tokens; a whole number of registers
 static_assert(kTile % kLanes == 0);
+constexpr int64_t kTermsTogether = 64;  // of a dot product, before their sum is added to the others
 
 inline int64_t whole_tiles(int64_t tokens) {
   return (tokens + kTile - 1) / kTile * kTile;
@@ -47,24 +48,31 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Rows<const float>& x, const float* tiles, int64_t depth,
                                       int64_t first, const Rows<float>& to) {
-  Floats sums[kRows][kParts] = {};
+  Floats totals[kRows][kParts] = {};
   const float* from[kParts];
   for (int part = 0; part < kParts; ++part) {
     const int64_t token = first + part * kLanes;
     from[part] = tiles + token / kTile * kTile * depth + token % kTile;
   }
-  for (int64_t d = 0; d < depth; ++d) {
+  for (int64_t begin = 0; begin < depth; begin += kTermsTogether) {
+    Floats sums[kRows][kParts] = {};
+    for (int64_t d = begin; d < std::min(depth, begin + kTermsTogether); ++d) {
 #pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) {
-      const Floats tokens = load(from[part] + d * kTile);
+      for (int part = 0; part < kParts; ++part) {
+        const Floats tokens = load(from[part] + d * kTile);
 #pragma GCC unroll 4
-      for (int i = 0; i < kRows; ++i) sums[i][part] = fma(tokens, splat(x[i][d]), sums[i][part]);
+        for (int i = 0; i < kRows; ++i) sums[i][part] = fma(tokens, splat(x[i][d]), sums[i][part]);
+      }
     }
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) totals[i][part] += sums[i][part];
   }
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) store(to[i] + first + part * kLanes, sums[i][part]);
+    for (int part = 0; part < kParts; ++part) store(to[i] + first + part * kLanes, totals[i][part]);
 }
 
 // to[i][token] = x[i] . tokens, for the tiles that hold the tokens from `first` to `end`.

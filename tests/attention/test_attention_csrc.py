@@ -31,6 +31,7 @@ LAYOUTS = {  # lengths of segments; of the first ones, how many completions look
 }
 HEADS = [(4, 4, 32), (4, 2, 20), (6, 1, 64), (7, 1, 131)]  # of queries, of keys, D
 RULE = Rule(0.3)
+ROUNDING = 4 * 2**-23
 
 
 def inputs(layout, heads=(4, 2, 32), seed=0):
@@ -49,7 +50,9 @@ def results(kernel, given, layout, dtype=torch.float32, **options):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_values_against_fp64(name, heads, poisoned_memory):
-    """At most twice the error of torch's own kernel in the same dtype (gradients: three times)."""
+    """At most twice the error of torch's own kernel in the same dtype (gradients: three times),
+    beside the rounding of a dot product of D terms, as some of these rows are very few.
+    """
     lengths, sharing = LAYOUTS[name]
     layout = PackedLayout.of(lengths, sharing=sharing)
     given = inputs(layout, heads)
@@ -58,7 +61,7 @@ def test_values_against_fp64(name, heads, poisoned_memory):
     for gather in (None, True) if sharing else (None,):
         found = results(CSRC, given, layout, gather=gather)
         for i, (x, y, z) in enumerate(zip(found, exact, of_torch, strict=True)):
-            allowed = (3 if i else 2) * (z - y).abs().max() + 1e-6
+            allowed = (3 if i else 2) * (z - y).abs().max() + ROUNDING * heads[2] ** 0.5
             assert (x - y).abs().max() <= allowed, ("out", "dq", "dk", "dv")[i]
 
 

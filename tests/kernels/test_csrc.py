@@ -600,6 +600,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
             str(ROOT / "tests/kernels/test_linear_cpu.py"),
             str(ROOT / "tests/kernels/test_support_doors.py"),
             str(ROOT / "tests/kernels/test_decode_cpu.py"),
+            str(ROOT / "tests/attention/test_attention_csrc.py"),
         ]
         processes.append(
             subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -608,6 +609,6 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
         assert " passed" in output and "skipped" not in output, output
-    libraries = ("rows", "gemm", "linear", "support", "decode")
+    libraries = ("rows", "gemm", "linear", "support", "decode", "attention")
     for (instruction_set, _), library in itertools.product(variants, libraries):
         assert list((tmp_path / instruction_set).glob(f"{library}-*.so"))

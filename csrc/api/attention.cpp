@@ -25,14 +25,12 @@ struct Packed {
   explicit Packed(const Tensor& x)
       : data(grpo_fast::data<float>(x)), row(x.stride(0)), head(x.stride(1)) {}
   float* at(int64_t token, int64_t of) const { return data + token * row + of * head; }
-  Rows<float> of(int64_t first, int64_t head_) const { return {data + first * row + head_ * head, row}; }
-  Rows<const float> read(int64_t first, int64_t head_) const {
-    return {data + first * row + head_ * head, row};
-  }
+  Rows<float> of(int64_t first, int64_t head_) const { return {at(first, head_), row}; }
+  Rows<const float> read(int64_t first, int64_t head_) const { return {at(first, head_), row}; }
 };
 
 struct Problem {
-  const int32_t *starts_q, *starts_k;  // (N + 1,)
+  const int32_t *starts_q, *starts_k;    // (N + 1,)
   int64_t spans, heads, repeats, depth;  // N, H_kv, H / H_kv, D
   bool causal;
   float scale;
@@ -49,9 +47,7 @@ struct Span {
 
   int64_t rows() const { return queries * repeats; }
   // Keys that a row sees: the last query sees all.
-  int64_t seen(int64_t row) const {
-    return causal ? row / repeats + 1 + keys - queries : keys;
-  }
+  int64_t seen(int64_t row) const { return causal ? row / repeats + 1 + keys - queries : keys; }
   // The first row that sees a key.
   int64_t first_row(int64_t key) const {
     return causal ? std::max<int64_t>(0, key + queries - keys) * repeats : 0;
@@ -160,16 +156,16 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   });
 }
 
-// P and dS of the block on keys [key, end).
+// P = e^(s - lse) and dS = P (dP - delta) of the block on keys [key, end).
 void weigh(const Problem& p, const Span& span, const Block& block, const float* k_tiles,
            const float* v_tiles, int64_t key, int64_t end) {
   const int64_t count = end - key;
   by_rows(0, block.rows, [&](int64_t i, auto rows) {
     const int64_t at = i * kBackwardKeys, row = i * p.depth;
-    multiply_tokens<rows>({block.queries + row, p.depth}, k_tiles + key * p.depth, p.depth, 0, count,
-                          {block.weights + at, kBackwardKeys});
-    multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0, count,
-                          {block.slopes + at, kBackwardKeys});
+    multiply_tokens<rows>({block.queries + row, p.depth}, k_tiles + key * p.depth, p.depth, 0,
+                          count, {block.weights + at, kBackwardKeys});
+    multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
+                          count, {block.slopes + at, kBackwardKeys});
   });
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
@@ -183,6 +179,8 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
   }
 }
 
+// One thread has a span in one head: it owns dK and dV of it, and adds to them in the order of the
+// rows.
 void backward(const Problem& p, const Span& span, const Given& from, const Wanted& to) {
   const int64_t depth = p.depth, width = whole_tiles(span.keys);
   const int64_t scores = kBackwardRows * kBackwardKeys, in_rows = kBackwardRows * depth;
@@ -294,7 +292,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Ten
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {
   const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
-  check(grad, "grad", q.size(0), q.size(1), p.depth), check(out, "out", q.size(0), q.size(1), p.depth);
+  check(grad, "grad", q.size(0), q.size(1), p.depth);
+  check(out, "out", q.size(0), q.size(1), p.depth);
   STD_TORCH_CHECK(lse.is_cpu() && is_fp32(lse) && lse.dim() == 2 && lse.size(0) == q.size(1) &&
                       lse.size(1) == q.size(0),
                   "lse: expected (", q.size(1), ", ", q.size(0), ") float32");

@@ -77,8 +77,10 @@ def script(folder: Path, text: str) -> str:
 def copying(folder: Path, before: str = "true") -> None:
     find_output = 'while [ "$1" != -o ]; do shift; done'
     write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
-    os.environ["CXX"] = script(folder, f"{before}; {find_output}; {write}")
-    os.environ["GRPO_FAST_GEMM"] = "vendor"  # the only other library that these shapes ask for
+    compiler = " ".join(csrc_loader.compiler() or ["false"])
+    others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'  # a run has attention
+    os.environ["CXX"] = script(folder, f"{before}; {others}; {find_output}; {write}")
+    os.environ["GRPO_FAST_GEMM"] = "vendor"  # the only other library that a loss asks for here
 
 
 @case(one_loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -86,7 +87,7 @@ class Manager:
     """In place of transformers' manager: gives these results, then nothing."""
 
     def __init__(self, results=(), running=True):
-        self.results, self.running = list(results), running
+        self.results, self.running, self.idle_from = list(results), running, None
 
     def __enter__(self):
         return self
@@ -98,7 +99,11 @@ class Manager:
         return [f"r{i}" for i in range(len(inputs))]
 
     def get_result(self, timeout):
-        return self.results.pop(0) if self.results else None
+        if self.results:
+            return self.results.pop(0)
+        self.idle_from = self.idle_from or time.monotonic()
+        assert time.monotonic() - self.idle_from < 5, "still waited for"
+        return None
 
     def is_running(self):
         return self.running

@@ -2,8 +2,8 @@
 of support_reference.py.
 
 A row's bits depend on that row only. The gradient of the weight has one owner for each id, which
-adds the terms in the order of the rows: the same bits for any number of threads, and each element
-of it is written once.
+adds the terms in the order of the rows: the same bits for any number of threads. Rows of ids that
+do not occur are not touched where zeros are there already.
 """
 
 from __future__ import annotations

@@ -200,6 +200,14 @@ def detached(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Detached, as the C++ kernels read it: neighbours along the last axis are neighbours in
+    memory.
+    """
+    x = detached(x)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def widened(x: Tensor) -> Tensor:
     """16-bit numbers, POSITIVE16 included, in fp32; others as they are."""
     if x.dtype == POSITIVE16:

@@ -6,15 +6,12 @@ batch, nor on the number of threads.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.types import detached
+from grpo_fast.kernels.types import contiguous_rows
 from grpo_fast.kernels.workspace import unset
 
 TILE = 16  # tokens
@@ -44,12 +41,6 @@ def with_room(held: Tiles | tuple[()], like: Tensor, tokens: int) -> Tiles:
     return k, v
 
 
-@functools.cache
-def _door() -> Any:
-    loader.require("decode")
-    return torch.ops.grpo_fast_decode.decode_.default
-
-
 def decode_(
     q: Tensor,  # (H, B, D) fp32
     k: Tensor,  # (H_kv, B, D) fp32
@@ -71,5 +62,7 @@ def decode_(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernel does not take.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in map(detached, (q, k, v)))
-    return _door()(q, k, v, *prompts, *own, lengths, counts, time, scale, window)
+    q, k, v = map(contiguous_rows, (q, k, v))
+    return loader.door("decode", "decode_")(
+        q, k, v, *prompts, *own, lengths, counts, time, scale, window
+    )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +72,6 @@ def _is_right(tiles: bool) -> bool:
     return error <= 1e-4
 
 
-@functools.cache
-def _door() -> Any:
-    return torch.ops.grpo_fast_gemm.mm_.default
-
-
 def mm_(
     a: Tensor,  # (M, K) fp32, bf16 or POSITIVE16; or the transpose of such a matrix
     b: Tensor,  # (K, N) fp32 or bf16, likewise
@@ -109,7 +103,9 @@ def mm_(
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = detached(added.coefficients), values, added.ids, added.rows
     layout = a_transposed, b_transposed, add, uses_tiles(b)
-    _door()(detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra)
+    loader.door("gemm", "mm_")(
+        detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra
+    )
     return out
 
 

@@ -11,10 +11,8 @@ beside them in fp32.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
@@ -26,14 +24,8 @@ from grpo_fast.kernels.types import (
     Exponentials,
     LogitRule,
     RowStats,
-    detached,
+    contiguous_rows,
 )
-
-
-@functools.cache
-def _door() -> Any:
-    loader.require("linear")
-    return torch.ops.grpo_fast_linear.linear_rows.default
 
 
 def _rows(
@@ -46,10 +38,8 @@ def _rows(
 ) -> tuple:
     out, has_weights, known, return_entropy = more
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
-    hidden, weight = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (detached(hidden), detached(weight))
-    )
-    return _door()(
+    hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
+    return loader.door("linear", "linear_rows")(
         hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps,
         *rule_arguments(rule), return_entropy, uses_tiles(weight),
     )  # fmt: skip

@@ -27,6 +27,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -109,6 +110,13 @@ def require(library: str = "rows") -> None:
     reason = load(library)
     if reason:
         raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
+
+
+@functools.cache
+def door(library: str, name: str) -> Any:
+    """An operator of a library. Raises CsrcUnavailable like `require`."""
+    require(library)
+    return getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
 
 
 def _load(library: str) -> str | None:

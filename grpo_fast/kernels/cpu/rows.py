@@ -10,7 +10,6 @@ the chunk.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +20,6 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-
-
-@functools.cache
-def door(name: str) -> Any:
-    loader.require("rows")
-    return getattr(torch.ops.grpo_fast_rows, name).default
 
 
 def rule_arguments(rule: LogitRule) -> tuple[float, float | None, float, Tensor | None]:
@@ -59,7 +52,7 @@ def row_logps(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy = door("row_logps")(
+    lse, logps, entropy = loader.door("rows", "row_logps")(
         detached(logits), target_ids.contiguous(), *rule_arguments(rule), return_entropy, None
     )
     return lse, logps, entropy if return_entropy else None
@@ -86,7 +79,7 @@ def row_grad_(
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     entropy = None if grad_entropy is None else entropy
-    door("row_grad_")(
+    loader.door("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
         vector(grad_logps), vector(grad_entropy), *rule_arguments(rule), None,
     )  # fmt: skip
@@ -139,7 +132,7 @@ def row_loss_(
         CsrcUnavailable: the library can neither be found nor compiled.
         RuntimeError: a dtype, shape or stride that the kernels do not take.
     """
-    lse, logps, entropy, losses, grad_logps = door("row_loss_")(
+    lse, logps, entropy, losses, grad_logps = loader.door("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),
         *leaf_arguments(config.key), *rule_arguments(rule), return_entropy,
     )  # fmt: skip

@@ -8,22 +8,12 @@ do not occur are not touched where zeros are there already.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.cpu.rows import door, rule_arguments, vector
+from grpo_fast.kernels.cpu.rows import rule_arguments, vector
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import LogitRule, RowStats, detached
-
-
-@functools.cache
-def _door(name: str) -> Any:
-    loader.require("support")
-    return getattr(torch.ops.grpo_fast_support, name).default
+from grpo_fast.kernels.types import LogitRule, RowStats, contiguous_rows
 
 
 def target_places(
@@ -33,12 +23,12 @@ def target_places(
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """See support_reference.target_places."""
-    return _door("support_places")(ids, offsets, target_ids, vocab_size)
+    return loader.door("support", "support_places")(ids, offsets, target_ids, vocab_size)
 
 
 def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
     """See support_reference.row_logps."""
-    lse, logps, entropy = door("row_logps")(
+    lse, logps, entropy = loader.door("rows", "row_logps")(
         raw[None], rows.places, *rule_arguments(rule), return_entropy, rows.offsets
     )
     return lse, logps, entropy if return_entropy else None
@@ -54,7 +44,7 @@ def row_grad_(
 ) -> Tensor:  # (nnz,)
     """See support_reference.row_grad_."""
     lse, logps, entropy = (vector(x) for x in stats)
-    door("row_grad_")(
+    loader.door("rows", "row_grad_")(
         raw[None], raw[None], rows.places, lse, logps, None if grad_entropy is None else entropy,
         vector(grad_logps), vector(grad_entropy), *rule_arguments(rule), rows.offsets,
     )  # fmt: skip
@@ -75,9 +65,9 @@ def head_rows(
     """See support_reference.head_rows. A row of the weight comes from memory once: its part of the
     slope is added while it is in cache.
     """
-    raw, lse, logps, entropy, slopes = _door("support_rows")(
-        _lying(hidden), _lying(weight), vector(bias), rows.ids, rows.offsets, rows.places, index,
-        *rule_arguments(rule), return_entropy, return_slopes,
+    raw, lse, logps, entropy, slopes = loader.door("support", "support_rows")(
+        contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
+        rows.places, index, *rule_arguments(rule), return_entropy, return_slopes,
     )  # fmt: skip
     stats = lse, logps, entropy if return_entropy else None
     return HeadRows(raw, stats, slopes if return_slopes else None)
@@ -85,7 +75,9 @@ def head_rows(
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     """(R, H) fp32; see support_reference.head_hidden."""
-    return _door("support_hidden")(d, _lying(weight), rows.ids, rows.offsets)
+    return loader.door("support", "support_hidden")(
+        d, contiguous_rows(weight), rows.ids, rows.offsets
+    )
 
 
 def head_weight(
@@ -98,9 +90,6 @@ def head_weight(
     add: bool,
 ) -> None:
     """See support_reference.head_weight."""
-    _door("support_weight_")(d, _lying(hidden), rows.ids, rows.offsets, index, out, add)
-
-
-def _lying(x: Tensor) -> Tensor:
-    """As the kernels read it: neighbours of a row are neighbours in memory."""
-    return detached(x) if x.stride(-1) == 1 else detached(x).contiguous()
+    loader.door("support", "support_weight_")(
+        d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
+    )

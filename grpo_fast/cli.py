@@ -61,13 +61,13 @@ def train(
     from grpo_fast.rewards import RewardError
     from grpo_fast.rollout import EngineError, NonFiniteLogits
     from grpo_fast.train import loop
-    from grpo_fast.train.checkpoint import CheckpointError
-    from grpo_fast.train.distributed import RankError, launched_rank
-    from grpo_fast.train.folder import free_folder, run_folder
-    from grpo_fast.train.lines import WriteError
-    from grpo_fast.train.optimizer import NonFiniteGradient
-    from grpo_fast.train.settings import load_recipe, recipe_names
-    from grpo_fast.train.stopping import SAVED, Stopped
+    from grpo_fast.train.config.recipes import load_recipe, recipe_names
+    from grpo_fast.train.files import WriteError
+    from grpo_fast.train.ranks.distributed import RankError, launched_rank
+    from grpo_fast.train.runs.checkpoint import CheckpointError
+    from grpo_fast.train.runs.folder import free_folder, run_folder
+    from grpo_fast.train.runs.stopping import SAVED, Stopped
+    from grpo_fast.train.update.optimizer import NonFiniteGradient
 
     failures = (RewardError, NonFiniteGradient, NonFiniteLogits, EngineError, CheckpointError,
                 WriteError, RankError)  # fmt: skip
@@ -102,9 +102,9 @@ def reward_model(
     debug: Debug = False,
 ) -> None:
     """Train a model that scores completions, on pairs of a better and a worse one."""
+    from grpo_fast.train.config.recipes import load_settings
     from grpo_fast.train.config.reward_model import RewardModelConfig
-    from grpo_fast.train.reward_model import accuracy_line, train_reward_model
-    from grpo_fast.train.settings import load_settings
+    from grpo_fast.train.experiments.reward_model import accuracy_line, train_reward_model
 
     with told(debug):
         config = load_settings(RewardModelConfig, recipe, expand_data(settings or []))
@@ -132,8 +132,8 @@ def evaluate(
     Two models get the same questions: their paired difference, its standard error, its p-value.
     """
     from grpo_fast.rollout import NonFiniteLogits
-    from grpo_fast.train import eval_command as command
-    from grpo_fast.train.eval_settings import is_model, parse_settings
+    from grpo_fast.train.evaluation import command
+    from grpo_fast.train.evaluation.settings import is_model, parse_settings
 
     with told(debug, NonFiniteLogits, OSError):
         others = [word for word in words or () if is_model(word)]
@@ -173,7 +173,7 @@ def plot(
     debug: Debug = False,
 ) -> None:
     """Draw the curves of one or several runs in one picture."""
-    from grpo_fast.train.curves import plot_runs
+    from grpo_fast.train.report.curves import plot_runs
 
     with told(debug, OSError, code=USAGE_ERROR):
         folders = [os.path.expanduser(run) for run in runs]
@@ -186,7 +186,7 @@ def audit(
     debug: Debug = False,
 ) -> None:
     """What became of each prompt that a run has drawn; status 1 where one was skipped."""
-    from grpo_fast.train.audit import audit as follow
+    from grpo_fast.train.runs.audit import audit as follow
 
     with told(debug):
         found = follow(os.path.expanduser(run))
@@ -214,8 +214,8 @@ def compare(
 ) -> None:
     """Train by a recipe under every setting of a grid: one table, one picture; resumes."""
     from grpo_fast.train import loop
-    from grpo_fast.train.compare import compare as run_all
-    from grpo_fast.train.compare import table
+    from grpo_fast.train.experiments.compare import compare as run_all
+    from grpo_fast.train.experiments.compare import table
 
     with told(debug, OSError):
         words = expand_data([*(grid or []), *(settings or [])])

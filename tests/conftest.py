@@ -35,7 +35,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw no curves, which take longer than a tiny run."""
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", lambda *_: None)
+    monkeypatch.setattr("grpo_fast.train.report.report.plot_runs", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 
-from grpo_fast.train import checkpoint, loop, report
-from grpo_fast.train.checkpoint import problem_of
-from grpo_fast.train.distributed import RankError
-from grpo_fast.train.stopping import Stopping
+from grpo_fast.train import loop
+from grpo_fast.train.ranks.distributed import RankError
+from grpo_fast.train.report import report
+from grpo_fast.train.runs import checkpoint
+from grpo_fast.train.runs.checkpoint import problem_of
+from grpo_fast.train.runs.stopping import Stopping
 from tests.train.ranks import free_port
 from tests.train.resuming import config_of, result, run
 

@@ -62,7 +62,7 @@ def tiny_model(
 def tiny_policy(family: str = "llama", **changes: Any) -> Any:
     """A `Policy` whose model has a token for each of SYMBOLS: "3 1 2 =" is a prompt."""
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
-    from grpo_fast.train.policy import Policy
+    from grpo_fast.train.models.policy import Policy
 
     tokenizer = build_symbol_tokenizer(SYMBOLS)
     return Policy(tiny_model(family, vocab_size=len(tokenizer), **changes), tokenizer)

@@ -141,7 +141,7 @@ def prompts_of(shape: Shape) -> list[str]:
 
 
 def policy_of(model: Any, tokenizer: Any) -> Any:
-    from grpo_fast.train.policy import Policy
+    from grpo_fast.train.models.policy import Policy
 
     return Policy(model, tokenizer)
 
@@ -175,9 +175,9 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     """A step of our trainer on the same prompts."""
     from grpo_fast.data import Example
     from grpo_fast.rewards import build_rewards
-    from grpo_fast.train.prompts import PromptQueue
-    from grpo_fast.train.settings import load_recipe
-    from grpo_fast.train.trainer import Trainer
+    from grpo_fast.train.collect.prompts import PromptQueue
+    from grpo_fast.train.config.recipes import load_recipe
+    from grpo_fast.train.update.trainer import Trainer
 
     config = load_recipe("gsm8k-tiny", [
         f"rollout.group_size={shape.group}", f"rollout.prompts_per_step={shape.prompts}",

@@ -33,7 +33,7 @@ def build(vocab: int, device: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
-    from grpo_fast.train.policy import Policy
+    from grpo_fast.train.models.policy import Policy
 
     torch.manual_seed(0)
     config = LlamaConfig(

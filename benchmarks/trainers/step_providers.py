@@ -17,12 +17,12 @@ from torch import Tensor
 
 from grpo_fast import LossConfig, logits_grpo_loss
 from grpo_fast.rollout import Rollout
-from grpo_fast.train.accumulate import accumulate
-from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.long_context import apply_options
-from grpo_fast.train.metrics import LossMetrics
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.metrics.losses import LossMetrics
+from grpo_fast.train.models.memory_options import apply_options
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.gradients import accumulate
 
 LEARNING_RATE = 1e-9  # the weights stay as they are: every round does the same work
 Logps = list[Tensor]  # (len(completion),) fp32 per completion

@@ -18,7 +18,7 @@ from grpo_fast.doctor.selftest_runs import run_checks
 from grpo_fast.doctor.settings import Words
 from grpo_fast.rollout import build_engine
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.loading import build_tokenizer, load_policy
+from grpo_fast.train.models.loading import build_tokenizer, load_policy
 
 
 def examine(words: Sequence[str]) -> Report:

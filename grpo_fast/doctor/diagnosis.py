@@ -18,7 +18,7 @@ from grpo_fast.doctor.search import explain, limit, noise_of, options, shares
 from grpo_fast.doctor.view import KEPT, OWN, View
 from grpo_fast.rollout import Engine, Rollout, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
 
 
 class Diagnosis(NamedTuple):

@@ -14,7 +14,7 @@ from grpo_fast.doctor.rows import Truncation, row_logps
 from grpo_fast.doctor.view import BF16, CURRENT, FITTED, KEPT, OWN, PREVIOUS, View
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import Kept, Rollout
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
 
 BUDGET = 8192  # trunk tokens of a packed row
 GRID, WIDEST, FINEST = 17, 4.0, 2e-5  # temperatures at a time; how far off; relative steps at last

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from grpo_fast.data import escape_control
 from grpo_fast.doctor.diagnosis import Diagnosis
 from grpo_fast.doctor.selftest import Check
-from grpo_fast.train.lines import plain_json
+from grpo_fast.train.files import plain_json
 
 
 class Report(NamedTuple):

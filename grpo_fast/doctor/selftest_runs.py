@@ -18,10 +18,10 @@ from grpo_fast.doctor.selftest import Check, timed
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import loop
-from grpo_fast.train.checkpoint import checkpoints_in
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.loading import load_policy
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.runs.checkpoint import checkpoints_in
 
 MODEL: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

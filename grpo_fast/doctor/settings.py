@@ -11,8 +11,7 @@ from pydantic import Field, ValidationError
 
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.train.config import ModelConfig, RunConfig, Section, UserPath
-from grpo_fast.train.eval_settings import Source
-from grpo_fast.train.settings import (
+from grpo_fast.train.config.recipes import (
     apply_override,
     nearest,
     parse_config,
@@ -20,6 +19,7 @@ from grpo_fast.train.settings import (
     read_recipe,
     read_yaml,
 )
+from grpo_fast.train.evaluation.settings import Source
 
 BUILT_IN: dict[str, Any] = {  # where no recipe says what is asked: temperature shows if it is lost
     "data": {"task": "open"},

@@ -23,27 +23,27 @@ from grpo_fast.rollout import (
     build_engine,
     check_prompts,
 )
-from grpo_fast.train import distributed
-from grpo_fast.train.checkpoint import CheckpointError
+from grpo_fast.train.collect.prompts import PromptQueue
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.critic import load_critic
-from grpo_fast.train.evaluate import EvalResult, build_evaluation
-from grpo_fast.train.lines import written
-from grpo_fast.train.loading import build_tokenizer, load_policy
-from grpo_fast.train.metrics import finite, is_policy_alone
-from grpo_fast.train.optimizer import NonFiniteGradient
-from grpo_fast.train.planning.budget import host_peak
-from grpo_fast.train.policy import Policy
-from grpo_fast.train.prompts import PromptQueue
-from grpo_fast.train.reference import check_reference
-from grpo_fast.train.report import RunReport, kernels_line, memory_line, support_line
-from grpo_fast.train.resume import Start, find_start
-from grpo_fast.train.run_state import RunState
-from grpo_fast.train.silent_report import SilentReport
-from grpo_fast.train.stopping import SAVED, Stopped, Stopping
-from grpo_fast.train.trackers import check_trackers
-from grpo_fast.train.trainer import Trainer
-from grpo_fast.train.warm_start import warm_start
+from grpo_fast.train.evaluation.evaluate import EvalResult, build_evaluation
+from grpo_fast.train.files import written
+from grpo_fast.train.metrics.losses import finite, is_policy_alone
+from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.reference import check_reference
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report.report import RunReport, kernels_line, memory_line, support_line
+from grpo_fast.train.report.silent_report import SilentReport
+from grpo_fast.train.report.trackers import check_trackers
+from grpo_fast.train.runs.checkpoint import CheckpointError
+from grpo_fast.train.runs.resume import Start, find_start
+from grpo_fast.train.runs.run_state import RunState
+from grpo_fast.train.runs.stopping import SAVED, Stopped, Stopping
+from grpo_fast.train.update.budget import host_peak
+from grpo_fast.train.update.critic import load_critic
+from grpo_fast.train.update.optimizer import NonFiniteGradient
+from grpo_fast.train.update.trainer import Trainer
+from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 

@@ -104,7 +104,7 @@ def test_the_table_of_losses_is_the_table_of_the_code():
 
 
 def test_every_recipe_is_listed():
-    from grpo_fast.train.settings import recipe_names
+    from grpo_fast.train.config.recipes import recipe_names
 
     text = (ROOT / "grpo_fast" / "train" / "README.md").read_text()
     listed = [row[0].strip("`") for row in rows_of(text, "## Recipes")]

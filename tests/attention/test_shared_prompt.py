@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast import attention
 from grpo_fast.attention import Share, pack_groups, plan_packs, register
-from grpo_fast.train.long_context import enable_checkpointing
+from grpo_fast.train.models.memory_options import enable_checkpointing
 from tests.tiny import FAMILIES, tiny_model
 
 # Ragged completions from one token, several groups in a row, groups with nothing to share.

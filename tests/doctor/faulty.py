@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.rollout import Completion, Engine, Kept
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
 from tests.tiny import TEXTS, tiny_model
 
 BOS = "<|bos|>"

@@ -10,7 +10,7 @@ from grpo_fast.doctor import causes, command, settings
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.doctor.settings import Words
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.loading import load_policy
+from grpo_fast.train.models.loading import load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_folder

@@ -10,7 +10,7 @@ import torch
 from grpo_fast.attention.dispatch import Provider
 from grpo_fast.doctor import selftest, selftest_runs
 from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
-from grpo_fast.train import run_state
+from grpo_fast.train.runs import run_state
 
 CPU = torch.device("cpu")
 VALUES, GRADIENTS, BITS = "loss and logps against fp64", "gradients against fp64", "same bits"

@@ -23,7 +23,7 @@ import grpo_fast
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.train import loop
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
 
 CACHE = "GRPO_FAST_CACHE"
 AT_ONCE = {"three_builds": 3}

@@ -10,7 +10,7 @@ SAMPLER, HF, DECODE, CACHE, KEPT, ENGINE, CONTINUOUS = (
 )
 CPP, TILES = "csrc/api/decode.cpp", "grpo_fast/kernels/cpu/decode.py"
 PRODUCTS = "csrc/attention/products.h"
-AGREEMENT = "grpo_fast/train/agreement.py"
+AGREEMENT = "grpo_fast/train/metrics/agreement.py"
 
 MUTANTS = [
     Mutant("sampler-temperature-twice", SAMPLER,

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-COLLECT, OPTIMIZER = (f"grpo_fast/train/{x}.py" for x in ("collect", "optimizer"))
+COLLECT, OPTIMIZER = (
+    f"grpo_fast/{x}.py" for x in ("train/collect/collect", "train/update/optimizer")
+)
 CALLING, CAUSAL_LM = "grpo_fast/rewards/calling.py", "grpo_fast/integrations/causal_lm.py"
 METRICS, EVALUATE, BATCH, REFERENCE, PROMPTS = (
-    f"grpo_fast/train/{x}.py" for x in ("metrics", "evaluate", "batch", "reference", "prompts")
+    f"grpo_fast/{x}.py"
+    for x in (
+        "train/metrics/losses",
+        "train/evaluation/evaluate",
+        "train/update/batch",
+        "train/models/reference",
+        "train/collect/prompts",
+    )
 )
 PACKING, GENERATED = "grpo_fast/attention/packing.py", "grpo_fast/data/generated.py"
 

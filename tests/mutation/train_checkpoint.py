@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 CHECKPOINT, RUN_STATE, UNDERWAY, RESUME, STOPPING, LINES, TRAINER, LOOP, WEIGHTS, AUDIT, FOLDER = (
-    f"grpo_fast/train/{x}.py"
-    for x in ("checkpoint", "run_state", "underway", "resume", "stopping", "lines", "trainer",
-              "loop", "weights", "audit", "folder")
+    f"grpo_fast/{x}.py"
+    for x in ("train/runs/checkpoint", "train/runs/run_state", "train/step", "train/runs/resume", "train/runs/stopping", "train/files", "train/update/trainer",
+              "train/loop", "train/update/weights", "train/runs/audit", "train/runs/folder")
 )  # fmt: skip
 
 MUTANTS = [

@@ -5,7 +5,12 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 COMPARE, PLOT, VARIANCE = (
-    f"grpo_fast/train/{x}.py" for x in ("compare", "compare_plot", "variance")
+    f"grpo_fast/{x}.py"
+    for x in (
+        "train/experiments/compare",
+        "train/experiments/compare_plot",
+        "train/update/variance",
+    )
 )
 
 MUTANTS = [

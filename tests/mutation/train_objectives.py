@@ -9,8 +9,16 @@ from tests.mutation.mutants import Mutant
 RATIOS, ADVANTAGES = (f"grpo_fast/objective/{x}.py" for x in ("ratios", "advantages"))
 DOOR = "grpo_fast/loss/exact_kl.py"
 TERM, ACCUMULATE, BATCH, REFERENCE, BASELINE, COLLECT, LECTURE = (
-    f"grpo_fast/train/{x}.py"
-    for x in ("exact_kl", "accumulate", "batch", "reference", "baseline", "collect", "lecture")
+    f"grpo_fast/{x}.py"
+    for x in (
+        "train/update/exact_kl",
+        "train/update/gradients",
+        "train/update/batch",
+        "train/models/reference",
+        "objective/baseline",
+        "train/collect/collect",
+        "train/models/lecture",
+    )
 )
 
 MUTANTS = [

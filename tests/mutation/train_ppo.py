@@ -6,16 +6,16 @@ from tests.mutation.mutants import Mutant
 
 ADVANTAGES, VALUE = (f"grpo_fast/objective/{x}.py" for x in ("advantages", "value"))
 CRITIC, FIXED, BATCH, TRAINER, UPDATES, KL_WEIGHT, ACCUMULATE, OPTIMIZER = (
-    f"grpo_fast/train/{x}.py"
+    f"grpo_fast/{x}.py"
     for x in (
-        "critic",
-        "fixed",
-        "batch",
-        "trainer",
-        "updates",
-        "kl_weight",
-        "accumulate",
-        "optimizer",
+        "train/update/critic",
+        "train/update/precompute",
+        "train/update/batch",
+        "train/update/trainer",
+        "train/update/updates",
+        "train/models/kl_weight",
+        "train/update/gradients",
+        "train/update/optimizer",
     )
 )
 

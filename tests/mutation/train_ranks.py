@@ -7,11 +7,11 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 DISTRIBUTED, SHARES, SHARDING, BATCH, ACCUMULATE, FIXED, METRICS, BUDGET, POLICY, WEIGHTS, LOOP = (
-    f"grpo_fast/train/{x}.py"
-    for x in ("distributed", "shares", "sharding", "batch", "accumulate", "fixed", "metrics",
-              "planning/budget", "policy", "weights", "loop")
+    f"grpo_fast/{x}.py"
+    for x in ("train/ranks/distributed", "train/ranks/rollouts", "train/ranks/sharding", "train/update/batch", "train/update/gradients", "train/update/precompute", "train/metrics/losses",
+              "train/update/budget", "train/models/policy", "train/update/weights", "train/loop")
 )  # fmt: skip
-VARIANCE = "grpo_fast/train/variance.py"
+VARIANCE = "grpo_fast/train/update/variance.py"
 
 MUTANTS = [
     Mutant("ranks-gradients-stay", DISTRIBUTED,

@@ -7,13 +7,28 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
-    f"grpo_fast/train/{x}.py"
-    for x in ("fixed", "accumulate", "batch", "reference", "exact_kl", "stored", "metrics")
+    f"grpo_fast/{x}.py"
+    for x in (
+        "train/update/precompute",
+        "train/update/gradients",
+        "train/update/batch",
+        "train/models/reference",
+        "train/update/exact_kl",
+        "rollout/stored",
+        "train/metrics/losses",
+    )
 )
 DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
 AHEAD, TRAINER, RUN_STATE, COLLECT, RUN, PLOT = (
-    f"grpo_fast/train/{x}.py"
-    for x in ("ahead", "trainer", "run_state", "collect", "config/run", "compare_plot")
+    f"grpo_fast/{x}.py"
+    for x in (
+        "train/collect/ahead",
+        "train/update/trainer",
+        "train/runs/run_state",
+        "train/collect/collect",
+        "train/config/run",
+        "train/experiments/compare_plot",
+    )
 )
 SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/kept.py"
 
@@ -105,7 +120,7 @@ MUTANTS = [
            "if max(ages) > most:", "if max(ages) > most + 1:",
            "weights of two steps ago are taken", "ahead"),
     Mutant("ahead-own-share-alone", AHEAD,
-           "rollout = shares.joined(own.rollout, self.config.rollout.group_size)",
+           "rollout = rollouts.joined(own.rollout, self.config.rollout.group_size)",
            "rollout = own.rollout",
            "a rank trains on what it sampled itself", "ahead_ranks"),
     Mutant("ahead-uncorrected", RUN,

@@ -8,8 +8,8 @@ REWARDS, TRAIN = "grpo_fast/rewards", "grpo_fast/train"
 CALLING, ISOLATED, SET = (f"{REWARDS}/{x}.py" for x in ("calling", "isolated", "reward_set"))
 COLUMNS, SHAPING, SCORER = (f"{REWARDS}/{x}.py" for x in ("columns", "shaping", "reward_model"))
 INIT, PATTERN = f"{REWARDS}/__init__.py", f"{REWARDS}/workers/pattern.py"
-GROUPS, PROMPTS, COLLECT = (f"{TRAIN}/{x}.py" for x in ("groups", "prompts", "collect"))
-TRAINING, PAIRS = f"{TRAIN}/reward_model.py", "grpo_fast/data/pairs.py"
+GROUPS, PROMPTS, COLLECT = (f"{TRAIN}/collect/{x}.py" for x in ("groups", "prompts", "collect"))
+TRAINING, PAIRS = f"{TRAIN}/experiments/reward_model.py", "grpo_fast/data/pairs.py"
 
 MUTANTS = [
     Mutant("rewards-own-code-here", INIT,

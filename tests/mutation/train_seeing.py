@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 PAGE, SAMPLES, LOOP, REPORT, TRACKERS, FOLDER, PAIRED, SETTINGS, EVALUATE = (
-    f"grpo_fast/train/{x}.py"
-    for x in ("page", "samples", "loop", "report", "trackers", "folder", "paired", "eval_settings",
-              "evaluate")
+    f"grpo_fast/{x}.py"
+    for x in ("train/report/page", "train/report/samples", "train/loop", "train/report/report", "train/report/trackers", "train/runs/folder", "train/evaluation/statistics", "train/evaluation/settings",
+              "train/evaluation/evaluate")
 )  # fmt: skip
 GENERATED, FILES, DATA, CLI = (
     f"grpo_fast/{x}.py" for x in ("data/generated", "data/files", "data/__init__", "cli")

@@ -138,7 +138,7 @@ def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
     """All advantages would be 0: by the call, and by the configuration before a model is loaded."""
-    from grpo_fast.train.settings import load_recipe
+    from grpo_fast.train.config.recipes import load_recipe
 
     rewards = torch.tensor([1.0, 0.0, 0.5])
     settings = ["rollout.group_size=1", f"advantages={mode}"]

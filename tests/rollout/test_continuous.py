@@ -14,7 +14,7 @@ from grpo_fast.rollout.continuous import ContinuousEngine, ContinuousOptions
 from grpo_fast.rollout.engine import say_that_kept_is_unknown
 from grpo_fast.train import loop
 from grpo_fast.train.config.data import HeldOut
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_model
 from tests.train.resuming import config_of
 

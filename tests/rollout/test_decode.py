@@ -13,7 +13,7 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.rollout import NonFiniteLogits, Sampling, decode, hf
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
 from tests.tiny import FAMILIES, tiny_model
 
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6

@@ -15,7 +15,7 @@ from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.rollout.vllm import VLLMEngine, build
 from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.rollout.vllm_sampling import BadAnswer
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 ="]

@@ -21,9 +21,9 @@ from grpo_fast.data import load_examples
 from grpo_fast.rollout import EngineError, awake, build_engine
 from grpo_fast.rollout.vllm_http import ServerError
 from grpo_fast.train import loop
-from grpo_fast.train.batch import MicroBatch
-from grpo_fast.train.loading import build_tokenizer, load_policy
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.update.batch import MicroBatch
 from tests.train.resuming import result
 
 pytestmark = pytest.mark.skipif(

@@ -17,8 +17,8 @@ from grpo_fast.rollout.vllm_http import ServerError
 from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.rollout.vllm_sampling import BadAnswer
 from grpo_fast.rollout.vllm_server import StaleWeights, VLLMServers, build
-from grpo_fast.train.batch import MicroBatch
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.update.batch import MicroBatch
 from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import SYMBOLS, tiny_model, tiny_policy
 

@@ -10,7 +10,7 @@ import pytest
 from grpo_fast.data import load_examples
 from grpo_fast.rollout import EngineError, vllm_server
 from grpo_fast.train import loop
-from grpo_fast.train.loading import build_tokenizer, load_policy
+from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.rollout.vllm_stand_in import StandIn
 from tests.train.resuming import config_of, run

@@ -24,10 +24,13 @@ from safetensors.torch import load_file
 
 from grpo_fast.rollout import engine, hf
 from grpo_fast.rollout.hf import TransformersEngine
-from grpo_fast.train import accumulate, distributed, loop, optimizer, report, trackers
-from grpo_fast.train.metrics import is_timing
-from grpo_fast.train.settings import load_recipe
-from grpo_fast.train.stopping import Stopped, Stopping
+from grpo_fast.train import loop
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report import report, trackers
+from grpo_fast.train.runs.stopping import Stopped, Stopping
+from grpo_fast.train.update import gradients, optimizer
 from tests.command_line import ROOT
 from tests.train.resuming import TINY
 
@@ -116,7 +119,7 @@ def leave_generate(folder: str) -> Any:
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
     """The same, with a fault in the second update: of the last rank, if there are several."""
-    calls, own = 0, accumulate.policy_loss
+    calls, own = 0, gradients.policy_loss
     is_here = distributed.rank() == distributed.size() - 1
 
     def failing(policy: Any, *rest: Any) -> Any:
@@ -129,11 +132,11 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
             loss = loss * float("nan")
         return loss, hidden, output
 
-    accumulate.policy_loss = failing
+    gradients.policy_loss = failing
     try:
         return train(case, kind, folder, *words)
     finally:
-        accumulate.policy_loss = own
+        gradients.policy_loss = own
 
 
 def raise_together(*kinds: str | None) -> Any:
@@ -215,7 +218,7 @@ def ended(folder: str, rank: int) -> Any:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        accumulate.policy_loss = die
+        gradients.policy_loss = die
     began = time.monotonic()
     return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
 

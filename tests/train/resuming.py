@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from grpo_fast.train import loop
-from grpo_fast.train.metrics import is_timing
-from grpo_fast.train.settings import load_recipe
-from grpo_fast.train.stopping import Stopped, Stopping
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.runs.stopping import Stopped, Stopping
 
 TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",
         "model.config.num_hidden_layers=1", "model.config.num_attention_heads=2",

@@ -10,13 +10,13 @@ import threading
 import pytest
 
 from grpo_fast.rollout.hf import TransformersEngine
-from grpo_fast.train import collect as collecting
 from grpo_fast.train import loop
-from grpo_fast.train.ahead import Ahead
-from grpo_fast.train.checkpoint import checkpoints_in
-from grpo_fast.train.optimizer import Optimizer
-from grpo_fast.train.settings import load_recipe
-from grpo_fast.train.stopping import Stopped
+from grpo_fast.train.collect import collect
+from grpo_fast.train.collect.ahead import Ahead
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.runs.checkpoint import checkpoints_in
+from grpo_fast.train.runs.stopping import Stopped
+from grpo_fast.train.update.optimizer import Optimizer
 from tests.train.resuming import Leave, config_of, run
 
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
@@ -105,7 +105,7 @@ def test_weights_that_stand_still_are_sampled_with_the_same_random_numbers(tmp_p
 
 def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_path, monkeypatch):
     words = [*AHEAD, "rollout.dynamic={rounds: 1}", "rollout.group_size=2", "data.digits=2"]
-    calls, generate = [], collecting.generate
+    calls, generate = [], collect.generate
 
     def counted(*args, **options):
         calls.append(None)
@@ -114,7 +114,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
         return generate(*args, **options)
 
     last = 0
-    monkeypatch.setattr(collecting, "generate", counted)
+    monkeypatch.setattr(collect, "generate", counted)
     whole = run(tmp_path / "whole", *words)
     last, _ = len(calls), calls.clear()  # prompts that are asked in place of some that were dropped
     with pytest.raises(Stopped):

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_fast.cli import app
-from grpo_fast.train import compare as module
 from grpo_fast.train import loop
-from grpo_fast.train.compare import compare, parse_word, plan_arms, table
-from grpo_fast.train.compare_plot import band, grouped, is_telling
-from grpo_fast.train.settings import load_recipe, save_config
+from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.experiments import compare as module
+from grpo_fast.train.experiments.compare import compare, parse_word, plan_arms, table
+from grpo_fast.train.experiments.compare_plot import band, grouped, is_telling
 from tests.train.test_train_loop import TINY_SORT
 
 MODES, STEPS = "advantages=centered,rloo", "steps=20"
@@ -24,7 +24,9 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 @pytest.fixture(autouse=True)
 def no_panels(monkeypatch, request):
     if "numbers" not in request.node.name:
-        monkeypatch.setattr("grpo_fast.train.compare_plot.plot", lambda *arguments: arguments[-1])
+        monkeypatch.setattr(
+            "grpo_fast.train.experiments.compare_plot.plot", lambda *arguments: arguments[-1]
+        )
 
 
 class FakeRun:

@@ -21,10 +21,10 @@ from grpo_fast.data import Example
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.rewards import RewardResult, scorer_for
 from grpo_fast.rollout import Rollout
-from grpo_fast.train import page
-from grpo_fast.train.collect import Collected
-from grpo_fast.train.page import CompletionsPage, step_html, text_html, token_html
-from grpo_fast.train.samples import rows_of, token_texts, write_parquet
+from grpo_fast.train.collect.collect import Collected
+from grpo_fast.train.report import page
+from grpo_fast.train.report.page import CompletionsPage, step_html, text_html, token_html
+from grpo_fast.train.report.samples import rows_of, token_texts, write_parquet
 from tests.tiny import TEXTS
 
 HOSTILE = (
@@ -292,7 +292,7 @@ def test_a_browser_shows_the_page_and_runs_nothing(tmp_path):
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_leaves_rows_and_page(tmp_path):
     from grpo_fast.train import loop
-    from grpo_fast.train.settings import load_recipe
+    from grpo_fast.train.config.recipes import load_recipe
     from tests.train.test_train_loop import TINY_SORT
 
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "log.completions_every=2", "steps=5"]
@@ -312,7 +312,7 @@ def test_a_run_leaves_rows_and_page(tmp_path):
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_with_a_critic_shows_the_advantage_of_each_token(tmp_path):
     from grpo_fast.train import loop
-    from grpo_fast.train.settings import load_recipe
+    from grpo_fast.train.config.recipes import load_recipe
     from tests.train.test_train_loop import TINY_SORT
 
     words = [*TINY_SORT, f"output_dir={tmp_path}/run", "steps=1"]

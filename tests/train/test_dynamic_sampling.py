@@ -12,13 +12,13 @@ import torch
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rollout import Rollout
-from grpo_fast.train import collect as module
 from grpo_fast.train import loop
-from grpo_fast.train.collect import collect
-from grpo_fast.train.groups import Drawn, uses_of
-from grpo_fast.train.metrics import Clock
-from grpo_fast.train.prompts import Asked, PromptQueue
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.collect import collect as module
+from grpo_fast.train.collect.collect import collect
+from grpo_fast.train.collect.groups import Drawn, uses_of
+from grpo_fast.train.collect.prompts import Asked, PromptQueue
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import Clock
 from tests.command_line import invoke, refused, write_recipe
 from tests.train.test_train_loop import TINY_SORT
 

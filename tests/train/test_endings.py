@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from grpo_fast.train import lines
-from grpo_fast.train.audit import WAITING, audit
-from grpo_fast.train.checkpoint import checkpoints_in, problem_of
-from grpo_fast.train.lines import JsonLines, WriteError
-from grpo_fast.train.stopping import SAVED
+from grpo_fast.train import files
+from grpo_fast.train.files import JsonLines, WriteError
+from grpo_fast.train.runs.audit import WAITING, audit
+from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
+from grpo_fast.train.runs.stopping import SAVED
 from tests.command_line import ROOT, invoke, refused, write_recipe
 from tests.train.resuming import result, run
 
@@ -97,7 +97,7 @@ def _children(pid):
 def test_a_second_signal_ends_at_once(tmp_path):
     script = (
         "import os, signal, time, torch\n"
-        "from grpo_fast.train.stopping import Stopping\n"
+        "from grpo_fast.train.runs.stopping import Stopping\n"
         "with Stopping().listening(torch.nn.Linear(1, 1)):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('goes on', flush=True)\n"
@@ -184,7 +184,7 @@ def test_a_line_is_whole_or_absent(tmp_path, monkeypatch):
                 return write(handle, text[:4])  # the disk takes the beginning
             raise OSError(28, "No space left on device")
 
-        patched.setattr(lines.os, "write", full)
+        patched.setattr(files.os, "write", full)
         with pytest.raises(WriteError, match=r"lines\.jsonl.*No space left on device"):
             file.append([{"b": 2222}])
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
@@ -201,7 +201,7 @@ def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeyp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("grpo_fast.train.policy.Policy.save", full)
+    monkeypatch.setattr("grpo_fast.train.models.policy.Policy.save", full)
     result = invoke("train", write_recipe(tmp_path), "log.progress=false")
     assert refused(result, "run/model", "No space left on device", code=1)
     assert (tmp_path / "run" / "summary.json").is_file()
@@ -209,7 +209,7 @@ def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeyp
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     """As in a folder that allows reading only."""
-    from grpo_fast.train.stopping import Stopped
+    from grpo_fast.train.runs.stopping import Stopped
     from tests.train.resuming import Leave
 
     Leave(monkeypatch, 20)
@@ -235,7 +235,7 @@ def test_a_shipped_recipe_goes_on_in_its_own_folder(tmp_path, monkeypatch):
 
 
 def test_the_audit_follows_every_prompt(tmp_path, monkeypatch):
-    from grpo_fast.train.stopping import Stopped
+    from grpo_fast.train.runs.stopping import Stopped
     from tests.train.resuming import Leave
 
     options = ["rollout.dynamic={rounds: 1}", "rollout.group_size=2", "minibatches=2"]

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from grpo_fast.train.eval_command import compare_models, run_eval
-from grpo_fast.train.eval_settings import (
+from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.evaluation.command import compare_models, run_eval
+from grpo_fast.train.evaluation.settings import (
     Source,
     complete,
     data_of,
@@ -15,7 +16,6 @@ from grpo_fast.train.eval_settings import (
     is_sampled,
     parse_settings,
 )
-from grpo_fast.train.settings import load_recipe, save_config
 from tests.command_line import invoke, refused, write_recipe
 from tests.tiny import tiny_folder
 

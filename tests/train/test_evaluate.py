@@ -10,7 +10,7 @@ import pytest
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward, scorer_for
-from grpo_fast.train.evaluate import evaluate, majority, mean_and_error, pass_at_k
+from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
 
 NUMBERS = scorer_for("gsm8k")
 

@@ -13,13 +13,13 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import loop
-from grpo_fast.train.accumulate import accumulate
-from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.loading import load_policy
-from grpo_fast.train.metrics import is_timing
-from grpo_fast.train.reference import Reference, check_reference
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.reference import Reference, check_reference
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_folder
 from tests.train.test_train_loop import TINY_SORT
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from grpo_fast.data.model_files import MOST_LAYERS
-from grpo_fast.train import loading
+from grpo_fast.train.models import loading
 from tests.command_line import invoke, refused, write_recipe
 
 ESCAPE = "\x1b"
@@ -29,7 +29,7 @@ def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
     def fail(*_, **__):
         raise KeyError(f"{ESCAPE}[31mboo")
 
-    monkeypatch.setattr("grpo_fast.train.eval_command.run_eval", fail)
+    monkeypatch.setattr("grpo_fast.train.evaluation.command.run_eval", fail)
     result = invoke("eval", str(run))
     assert refused(result, "grpo-fast: unexpected KeyError: '\\x1b[31mboo'", code=1)
     shown = invoke("eval", str(run), "--debug")
@@ -40,7 +40,7 @@ def test_a_missing_package_is_left_to_the_one_who_names_it(run, monkeypatch):
     def fail(*_, **__):
         raise ModuleNotFoundError("No module named 'peft'", name="peft")
 
-    monkeypatch.setattr("grpo_fast.train.eval_command.run_eval", fail)
+    monkeypatch.setattr("grpo_fast.train.evaluation.command.run_eval", fail)
     with pytest.raises(ModuleNotFoundError):
         invoke("eval", str(run))
 
@@ -49,7 +49,7 @@ def test_a_tracebacks_text_is_escaped(run, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError(f"{ESCAPE}]0;boo\x07")
 
-    monkeypatch.setattr("grpo_fast.train.eval_command.run_eval", fail)
+    monkeypatch.setattr("grpo_fast.train.evaluation.command.run_eval", fail)
     for words in ((), ("--debug",)):
         assert ESCAPE not in invoke("eval", str(run), *words).stderr
 
@@ -188,7 +188,7 @@ def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("'bogus' is no backend")
 
-    monkeypatch.setattr("grpo_fast.train.report.plot_runs", fail)
+    monkeypatch.setattr("grpo_fast.train.report.report.plot_runs", fail)
     result = invoke("train", write_recipe(tmp_path), "steps=1", "log.progress=false")
     assert result.exit_code == 0 and "no curves.png: 'bogus' is no backend" in result.stdout
     assert (tmp_path / "run" / "model").is_dir()

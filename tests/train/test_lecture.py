@@ -14,8 +14,8 @@ from grpo_fast.rewards.rules import sort_inclusion_ordering, sort_positions
 from grpo_fast.rollout import generate
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.loading import load_policy
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models.loading import load_policy
 
 QUICK = ["log.progress=false", "log.save_model=false", "log.completions_every=0",
          "log.every_update=false", "eval.every=0"]  # fmt: skip

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, in_a_process, write_recipe
 
 ASCII = {

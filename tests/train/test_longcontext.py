@@ -9,15 +9,15 @@ from grpo_fast import LossConfig
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
-from grpo_fast.train import optimizer
-from grpo_fast.train.accumulate import accumulate
-from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig, OptimConfig, ReferenceConfig
-from grpo_fast.train.loading import load_policy
-from grpo_fast.train.long_context import apply_options, freeze, tile_mlps
-from grpo_fast.train.optimizer import Optimizer, build_adam
-from grpo_fast.train.policy import Policy
-from grpo_fast.train.reference import Reference
+from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.memory_options import apply_options, freeze, tile_mlps
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.update import optimizer
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update.optimizer import Optimizer, build_adam
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from grpo_fast.train import loop
-from grpo_fast.train.metrics import is_timing
-from grpo_fast.train.policy import Policy
-from grpo_fast.train.report import memory_line
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.report.report import memory_line
 from tests.tiny import tiny_folder
 
 TINY_SORT = [
@@ -158,7 +158,7 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
 def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
     packed = sort_run(tmp_path / "packed", "shared_prompt=false")
     monkeypatch.setattr(
-        "grpo_fast.train.policy.shared_prompt_supported", lambda _: "rope_type: 'some'"
+        "grpo_fast.train.models.policy.shared_prompt_supported", lambda _: "rope_type: 'some'"
     )
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         fallen_back = sort_run(tmp_path / "back")
@@ -181,7 +181,7 @@ def test_shared_prompts_are_the_default_and_change_no_result(tmp_path):
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default budget follows the machine's memory: one of 1 GiB takes the batch in pieces.
-    monkeypatch.setattr("grpo_fast.train.planning.budget._host_memory", lambda: 8 << 30)
+    monkeypatch.setattr("grpo_fast.train.update.budget._host_memory", lambda: 8 << 30)
     lines = [
         {
             "question": f"Tom has {i} apples, then {i + 1} more. Sum?",

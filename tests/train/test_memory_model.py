@@ -12,7 +12,9 @@ import torch
 from grpo_fast.attention import pack_groups, trunk_tokens
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, OptimConfig
-from grpo_fast.train.long_context import apply_options
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models.memory_options import apply_options
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.planning.memory_model import (
     Memory,
     Shape,
@@ -21,8 +23,6 @@ from grpo_fast.train.planning.memory_model import (
     trainable_parameters,
 )
 from grpo_fast.train.planning.plan import CASES, KNOWN_MODELS, OPTIONS, Case, plan, render
-from grpo_fast.train.policy import Policy
-from grpo_fast.train.settings import load_recipe
 from tests.tiny import SYMBOLS, tiny_model
 
 SIZES = {

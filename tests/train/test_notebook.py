@@ -15,9 +15,9 @@ from grpo_fast.data import load_examples
 from grpo_fast.rewards import build_rewards
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.loading import load_policy
-from grpo_fast.train.metrics import is_timing
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.models.loading import load_policy
 from tests.tiny import tiny_folder
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -10,8 +10,8 @@ from fractions import Fraction
 
 import pytest
 
-from grpo_fast.train import paired as module
-from grpo_fast.train.paired import paired, sign_flip_p
+from grpo_fast.train.evaluation import statistics as module
+from grpo_fast.train.evaluation.statistics import paired, sign_flip_p
 
 
 def by_counting(differences):

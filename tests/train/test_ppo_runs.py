@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_fast.train import loop, trainer
+from grpo_fast.train import loop
 from grpo_fast.train.config import KLConfig
-from grpo_fast.train.critic import Critic, load_critic
-from grpo_fast.train.kl_weight import KLWeight
-from grpo_fast.train.loading import load_policy
-from grpo_fast.train.metrics import is_timing
-from grpo_fast.train.optimizer import Optimizer, schedule
-from grpo_fast.train.planning import budget
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.models.kl_weight import KLWeight
+from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.planning.memory_model import Shape, predict_run
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.update import budget, trainer
+from grpo_fast.train.update.critic import Critic, load_critic
+from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",

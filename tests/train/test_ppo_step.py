@@ -12,12 +12,12 @@ from torch import nn
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.attention import pack_groups
 from grpo_fast.rollout import Rollout
-from grpo_fast.train.accumulate import accumulate
-from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
-from grpo_fast.train.critic import Critic, token_weights, value_metrics
-from grpo_fast.train.fixed import RewardKL, add_fixed
-from grpo_fast.train.reference import Reference
+from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.critic import Critic, token_weights, value_metrics
+from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update.precompute import RewardKL, add_fixed
 from tests.tiny import tiny_policy
 
 GROUP = 3

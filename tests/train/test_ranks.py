@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.train.batch import balanced
-from grpo_fast.train.checkpoint import checkpoints_in
-from grpo_fast.train.settings import load_recipe
-from grpo_fast.train.stopping import SAVED
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.runs.checkpoint import checkpoints_in
+from grpo_fast.train.runs.stopping import SAVED
+from grpo_fast.train.update.batch import balanced
 from tests.train.ranks import CASES, SMALL, Ranks, differences
 
 FINE = {"skipped": 0, "tokens": 30}

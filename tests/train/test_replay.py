@@ -13,14 +13,14 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.rollout import Kept, Rollout, generate
 from grpo_fast.rollout.vllm_sampling import Answer, to_completion
 from grpo_fast.train import loop
-from grpo_fast.train.accumulate import accumulate
-from grpo_fast.train.batch import MicroBatch, StepBatch, support_of
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
-from grpo_fast.train.exact_kl import policy_term
-from grpo_fast.train.fixed import add_fixed
-from grpo_fast.train.metrics import kept_metrics
-from grpo_fast.train.reference import Reference
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import kept_metrics
+from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.update.batch import MicroBatch, StepBatch, support_of
+from grpo_fast.train.update.exact_kl import policy_term
+from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update.precompute import add_fixed
 from tests.tiny import SYMBOLS, tiny_policy
 from tests.train.resuming import TINY
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from grpo_fast.data import escape_control
-from grpo_fast.train.curves import plot_runs, read_metrics, series, smooth
-from grpo_fast.train.folder import OutputFolderError, check_folder, free_folder, run_folder
-from grpo_fast.train.report import RunReport, final_line
-from grpo_fast.train.settings import load_recipe, parse_config
+from grpo_fast.train.config.recipes import load_recipe, parse_config
+from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
+from grpo_fast.train.report.report import RunReport, final_line
+from grpo_fast.train.runs.folder import OutputFolderError, check_folder, free_folder, run_folder
 from tests.train.test_completions import row
 
 

@@ -16,10 +16,10 @@ from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.reward_model import RewardModel, encode_pairs
 from grpo_fast.train import loop
+from grpo_fast.train.config.recipes import load_recipe, load_settings, recipe_names
 from grpo_fast.train.config.reward_model import RewardModelConfig
-from grpo_fast.train.evaluate import mean_and_error
-from grpo_fast.train.reward_model import bradley_terry, collate, train_reward_model
-from grpo_fast.train.settings import load_recipe, load_settings, recipe_names
+from grpo_fast.train.evaluation.evaluate import mean_and_error
+from grpo_fast.train.experiments.reward_model import bradley_terry, collate, train_reward_model
 from tests.command_line import invoke, refused
 from tests.reward_specs import spec
 from tests.tiny import SIZES, TEXTS, tiny_folder, tiny_model

@@ -10,7 +10,7 @@ import os
 import pytest
 
 from grpo_fast.train import loop
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, invoke, refused, write_recipe
 
 TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").replace(
@@ -26,7 +26,7 @@ def recipe(tmp_path):
 @pytest.fixture
 def no_model(monkeypatch):
     """Whoever asks for a model has asked too early."""
-    for name in ("grpo_fast.train.loop.load_policy", "grpo_fast.train.loading.load_policy"):
+    for name in ("grpo_fast.train.loop.load_policy", "grpo_fast.train.models.loading.load_policy"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
 
 

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from grpo_fast.train import collect, loop
-from grpo_fast.train.baseline import RunningBaseline, running_baseline
-from grpo_fast.train.metrics import is_timing
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.objective.baseline import RunningBaseline, running_baseline
+from grpo_fast.train import loop
+from grpo_fast.train.collect import collect
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.losses import is_timing
 from tests.train.test_train_loop import TINY_SORT
 
 RUNNING = ["advantages=baseline", "advantage_options.running=true"]

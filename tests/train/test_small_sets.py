@@ -9,7 +9,7 @@ import os
 import pytest
 
 from grpo_fast.train import loop
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
 from tests.train.test_train_loop import TINY_SORT
 

@@ -8,8 +8,8 @@ import pytest
 from accelerate import tracking
 
 from grpo_fast.train import loop
-from grpo_fast.train.settings import load_recipe
-from grpo_fast.train.trackers import Trackers, check_trackers, flat
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.report.trackers import Trackers, check_trackers, flat
 from tests.train.test_train_loop import TINY_SORT
 
 WORDS = [*TINY_SORT, "log.completions_every=0"]
@@ -69,7 +69,7 @@ def test_a_run_goes_to_its_tracker(tmp_path, fake):
 
 
 def test_what_has_no_number_is_not_logged(tmp_path, fake):
-    from grpo_fast.train.report import RunReport
+    from grpo_fast.train.report.report import RunReport
 
     config = load_recipe("sort", [*WORDS, "log.trackers=[trackio]"])
     with RunReport(tmp_path / "a", config) as report:

@@ -9,7 +9,7 @@ import yaml
 
 from grpo_fast import LossConfig
 from grpo_fast.train.config import LossSettings, RunConfig
-from grpo_fast.train.settings import load_recipe, parse_config, recipe_names, save_config
+from grpo_fast.train.config.recipes import load_recipe, parse_config, recipe_names, save_config
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}, "tokenizer": "symbols"},

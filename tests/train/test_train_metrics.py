@@ -11,9 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_fast.attention import pack_groups
-from grpo_fast.train import loop, metrics
-from grpo_fast.train.policy import Policy
-from grpo_fast.train.settings import load_recipe
+from grpo_fast.train import loop
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics import losses as metrics
+from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_folder, tiny_model
 
 TINY = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=8",

@@ -11,11 +11,11 @@ from torch import nn
 from grpo_fast.attention import head_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
-from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.loading import load_policy
-from grpo_fast.train.policy import Policy
-from grpo_fast.train.reference import Reference
+from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.update.batch import MicroBatch, StepBatch
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
 
 

@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Sampling, generate
-from grpo_fast.train.variance import gradient_variance
+from grpo_fast.train.update.variance import gradient_variance
 from tests.tiny import tiny_policy
 from tests.train.test_train_loop import sort
 

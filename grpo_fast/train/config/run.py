@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 from pydantic import Field, create_model, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
+from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig, choice
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.train.baseline import split_options
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (

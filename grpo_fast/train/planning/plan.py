@@ -14,8 +14,7 @@ from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.model_files import check_fields, check_files
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
-from grpo_fast.train.settings import (
+from grpo_fast.train.config.recipes import (
     apply_override,
     load_recipe,
     parse_config,
@@ -23,6 +22,7 @@ from grpo_fast.train.settings import (
     recipe_names,
     set_key,
 )
+from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 
 # Sizes of public models, as fields of their transformers configs: nobody has to ask the hub.
 _QWEN2: dict[str, Any] = {

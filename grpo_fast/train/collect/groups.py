@@ -1,0 +1,84 @@
+"""Groups of scored completions: joined, chosen from, judged by the spread of their rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rewards import RewardResult
+from grpo_fast.rollout import Rollout
+from grpo_fast.train.collect.prompts import Asked
+from grpo_fast.train.metrics.losses import spread_of
+
+
+class Drawn(NamedTuple):
+    """What was sampled for some prompts, the G completions of each side by side."""
+
+    asked: list[Asked]  # of each group
+    rollout: Rollout
+    scores: RewardResult
+
+    def joined(self, other: Drawn) -> Drawn:
+        """These groups and then the other ones."""
+        names = [field.name for field in dataclasses.fields(Rollout)]
+        lists = {n: getattr(self.rollout, n) + getattr(other.rollout, n) for n in names}
+        a, b = self.scores, other.scores
+        scores = RewardResult(
+            torch.cat([a.total, b.total]),
+            {name: torch.cat([values, b.per_fn[name]]) for name, values in a.per_fn.items()},
+            {name: why + b.reasons[name] for name, why in a.reasons.items()},
+        )
+        return Drawn(self.asked + other.asked, Rollout(**lists), scores)
+
+    def select(self, groups: Sequence[int]) -> Drawn:
+        """Some of the groups; the reasons of lost samples, which are of all, are left behind."""
+        size = len(self.scores.total) // len(self.asked)
+        places = [group * size + i for group in groups for i in range(size)]
+        names = [field.name for field in dataclasses.fields(Rollout)]
+        lists = {name: [getattr(self.rollout, name)[i] for i in places] for name in names}
+        scores = RewardResult(
+            self.scores.total[places],
+            {name: values[places] for name, values in self.scores.per_fn.items()},
+            {name: Counter() for name in self.scores.reasons},
+        )
+        return Drawn([self.asked[i] for i in groups], Rollout(**lists), scores)
+
+    def judged(self, name: str | None) -> Tensor:  # (groups, G)
+        """The rewards of the function `name`, or their sum, a row for each group."""
+        values = self.scores.total if name is None else self.scores.per_fn[name]
+        return values.view(len(self.asked), -1)
+
+
+def uses_of(judged: Tensor, wanted: int) -> list[str]:
+    """What becomes of each group: kept with a spread; without one filled in, or dropped.
+
+    `wanted` groups are kept or filled in; lost samples (NaN) make no spread.
+    """
+    low = judged.nan_to_num(nan=torch.inf).amin(1)
+    spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
+    missing = wanted - sum(spread)
+    uses = []
+    for has_spread in spread:
+        uses.append("kept" if has_spread else "filled" if missing > 0 else "dropped")
+        missing -= uses[-1] == "filled"
+    return uses
+
+
+def difficulties(
+    asked: Sequence[Asked], judged: Tensor, uses: Sequence[str], step: int
+) -> list[dict[str, Any]]:
+    """Of each prompt the mean and the spread of its rewards; null where no sample has any."""
+    rows = []
+    for one, group, use in zip(asked, judged.double(), uses, strict=True):
+        known = group[~group.isnan()]
+        mean, spread = None, None
+        if len(known):
+            mean, spread = float(known.mean()), float(spread_of(known))
+        row = {"step": step, "prompt": one.number, "reward": mean, "reward_std": spread, "use": use}
+        rows.append(row)
+    return rows

@@ -1,0 +1,183 @@
+"""`grpo-fast eval`: a model or a run's folder on held-out questions, or two side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.data import Example, load_examples, read_examples
+from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.rewards import build_rewards, check_examples, scorer_for
+from grpo_fast.train.config import DataConfig, ModelConfig
+from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, policy_generate
+from grpo_fast.train.evaluation.settings import (
+    EvalSettings,
+    Source,
+    complete,
+    data_of,
+    is_sampled,
+    recipe_of,
+    rewards_of,
+)
+from grpo_fast.train.evaluation.statistics import Paired, paired
+from grpo_fast.train.files import plain_json
+from grpo_fast.train.models import loading
+
+RESULTS_BEGIN = b'{\n  "greedy": {'  # how `out` begins: another file is not overwritten
+
+
+def run_eval(
+    model: str, settings: EvalSettings, *, allow_code: bool = False
+) -> dict[str, dict[str, float]]:
+    """Evaluate and return {"greedy": metrics, "sampled": metrics}, the latter where asked for.
+
+    Args:
+        model: a model's folder or hub id, or the folder of a finished run.
+        allow_code: run code that such a folder brings along: rewards by import path, and the
+            model's own classes (of a run, if its configuration says `trust_remote_code`).
+
+    Raises:
+        ValueError: data or a model that cannot be loaded, or code that was not allowed.
+        OSError: `settings.out` cannot be written after all; the message holds the results.
+    """
+    passes = _asked([model], settings, allow_code)
+    found = {mode: results[0].metrics for mode, results in passes.items()}
+    _save(found, settings.out, table(found))
+    return found
+
+
+def compare_models(
+    first: str, second: str, settings: EvalSettings, *, allow_code: bool = False
+) -> dict[str, dict[str, Paired]]:
+    """Ask two models the same questions, with the same random numbers, and compare them in pairs.
+
+    Returns {"greedy": {metric: its values and their difference}, "sampled": …}. Arguments and
+    errors as in `run_eval`; a run as `first` says how both are asked.
+    """
+    passes = _asked([first, second], settings, allow_code)
+    found = {
+        mode: {name: paired(a.per_question[name], b.per_question[name]) for name in a.per_question}
+        for mode, (a, b) in passes.items()
+    }
+    plain = {
+        mode: {name: metric._asdict() for name, metric in metrics.items()}
+        for mode, metrics in found.items()
+    }
+    _save({**plain, "models": {"a": first, "b": second}}, settings.out, paired_table(found))
+    return found
+
+
+def _asked(
+    models: Sequence[str], settings: EvalSettings, allow_code: bool
+) -> dict[str, list[EvalResult]]:
+    """Pass → the results of each model, which are loaded one after the other."""
+    _check_out(settings.out)
+    sources = [Source.of(model) for model in models]
+    recipe = recipe_of(settings, sources, allow_code)
+    data, asked = data_of(settings, recipe), complete(settings, recipe)
+    tasks = {source.run.data.task: source.name for source in sources if source.run}
+    if len(tasks) > 1:
+        listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
+        raise ValueError(f"task: expected two runs of one task, got {listed}")
+    configs = [source.model_config_for(asked, allow_code) for source in sources]
+    examples = _examples(data, asked, configs[0])
+    rewards = build_rewards(rewards_of(data, recipe))
+    check_examples(rewards, examples, "test")
+    ask = _questionnaire(examples, data, asked, rewards)
+    passes: dict[str, list[EvalResult]] = {}
+    for config in configs:
+        for mode, result in ask(loading.load_policy(config)).items():
+            passes.setdefault(mode, []).append(result)
+    return passes
+
+
+def _questionnaire(
+    examples: Sequence[Example], data: DataConfig, asked: EvalSettings, rewards: Any
+) -> Callable[[Any], dict[str, EvalResult]]:
+    """A function of a policy: the same questions and random numbers for each that it is given."""
+    scorer = scorer_for(data.task, [e.answer for e in examples if e.answer])
+
+    def ask(policy: Any) -> dict[str, EvalResult]:
+        generate = policy_generate(policy, asked)
+        common: dict[str, Any] = {"seed": asked.seed}
+        results = {"greedy": evaluate(generate, examples, rewards, scorer, **common)}
+        if is_sampled(asked):
+            k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
+            common |= {"samples": asked.samples, "temperature": asked.temperature, "k": k}
+            results["sampled"] = evaluate(generate, examples, rewards, scorer, **common)
+        return results
+
+    return ask
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """The metrics as aligned lines, value ± one standard error."""
+    lines = []
+    for mode, metrics in results.items():
+        n, samples = metrics["eval_n"], metrics["eval_samples"]
+        lines.append(f"{mode} (n={n:.0f} questions, {samples:.0f} sample(s) each)")
+        for name, value in metrics.items():
+            if name + "_se" in metrics:
+                shown, error = name.removeprefix("eval_"), metrics[name + "_se"]
+                spread = f" ± {error:.4f}" if math.isfinite(error) else ""  # of one question: none
+                lines.append(f"  {shown:<28}{value:8.4f}{spread}")
+    return "\n".join(lines)
+
+
+def paired_table(results: dict[str, dict[str, Paired]]) -> str:
+    """The comparison as aligned lines: both values, B − A ± one standard error, p."""
+    lines = []
+    for mode, metrics in results.items():
+        n = max(metric.n for metric in metrics.values())
+        lines.append(f"{mode:<30}{'A':>8}{'B':>9}   B − A, n={n} questions")
+        for name, m in metrics.items():
+            spread = f" ± {m.se:.4f}" if math.isfinite(m.se) else ""
+            values = f"{m.a:8.4f} {m.b:8.4f}   {m.difference:+.4f}{spread}"
+            lines.append(f"  {name:<28}{values}   p = {m.p:.2g}")
+    lines.append("p: of the two-sided sign-flip test over questions")
+    return "\n".join(lines)
+
+
+def _check_out(out: str | None) -> None:
+    """Refuse a place that cannot be written to before there is anything to write."""
+    if out is None:
+        return
+    folder = os.path.dirname(out) or "."
+    if not os.path.isdir(folder) or os.path.isdir(out):
+        raise ValueError(f"out: expected a file in a folder that exists, got {out!r}")
+    if not os.access(out if os.path.exists(out) else folder, os.W_OK):
+        raise ValueError(f"out: expected a file that can be written, got {out!r}")
+    if os.path.isfile(out):
+        with open(out, "rb") as file:
+            begins = file.read(len(RESULTS_BEGIN))
+        if begins not in (b"", RESULTS_BEGIN):
+            raise ValueError(f"out: expected a new file or an earlier evaluation's, got {out!r}")
+
+
+def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
+    """The results as JSON where `out` names a file; numbers that are not finite are null."""
+    if out is None:
+        return
+    try:
+        text = json.dumps(plain_json(results), indent=2)
+        Path(out).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OSError(f"out: cannot write {out}: {error.strerror}\n{shown}") from error
+
+
+def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
+    # A file given by name is asked in full.
+    if settings.data is not None and data.path and os.path.isfile(data.path):
+        examples: Sequence[Example] = read_examples(
+            data.path, gsm8k=data.task == "gsm8k", prompt_template=data.prompt_template,
+            chat=data.chat, system=data.system_prompt,
+        )  # fmt: skip
+    else:
+        counts = data.shots_tokens is not None
+        count_tokens = token_counter(loading.load_tokenizer(model)) if counts else None
+        examples = load_examples(data, split="test", seed=settings.seed, count_tokens=count_tokens)
+    return examples[: settings.n]

@@ -1,0 +1,222 @@
+"""Evaluation on held-out questions: accuracy strict and lenient, mean reward, pass@k, maj@k.
+
+The samples of a question are not independent: a standard error is that of the mean over questions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from grpo_fast import rollout
+from grpo_fast.data import Example, load_examples
+from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
+from grpo_fast.rollout import Engine, Sampling
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.ranks import rollouts
+
+
+class Generate(Protocol):
+    """Returns `len(prompts) * samples` texts, the samples of a prompt side by side; 0 is greedy."""
+
+    def __call__(
+        self, prompts: list[Any], *, samples: int, temperature: float, seed: int
+    ) -> list[str]: ...
+
+
+class Sampled(list[str]):
+    """Texts of a model, with the tokens that they are made of."""
+
+    def __init__(self, texts: Sequence[str], ids: list[list[int]]) -> None:
+        super().__init__(texts)
+        self.ids = ids
+
+
+class Judged(NamedTuple):
+    """One question with what the model said to it."""
+
+    example: Example
+    completions: list[str]
+    strict: list[Hashable | None]  # the answers found, None where none was
+    lenient: list[Hashable | None]
+    gold: Hashable | None
+
+
+class EvalResult(NamedTuple):
+    """What an evaluation found."""
+
+    metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
+    judged: list[Judged]
+    per_question: dict[str, list[float]]  # what the metrics are means of; NaN: does not count
+
+
+def evaluate(
+    generate: Generate,
+    examples: Sequence[Example],
+    rewards: RewardSet | None,
+    scorer: Scorer,
+    *,
+    samples: int = 1,
+    temperature: float = 0.0,
+    k: Sequence[int] = (),
+    batch_size: int | None = None,
+    seed: int = 0,
+) -> EvalResult:
+    """Ask every question `samples` times and count.
+
+    Args:
+        rewards: also report their mean; samples that a reward failed on do not count in it.
+        samples: completions per question; with temperature 0 there is only one different.
+        k: values for pass@k and maj@k, each at most `samples`.
+        batch_size: completions per call of `generate` (at least one question); None: one call for
+            all, which leaves the size of batches to `generate`: samples do not depend on it.
+
+    Returns:
+        eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each), eval_rewards/<fn>,
+        eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n, eval_samples.
+
+    Raises:
+        ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of
+            generated texts.
+    """
+    if not len(examples):
+        raise ValueError("examples: expected at least one, got none")
+    if samples < 1:
+        raise ValueError(f"samples: expected at least 1, got {samples}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature: expected a number ≥ 0 (0: greedy), got {temperature}")
+    for value in k:
+        if not 1 <= value <= samples:
+            raise ValueError(f"k: expected values from 1 to samples = {samples}, got {value}")
+    judged: list[Judged] = []
+    per_question: dict[str, list[float]] = {}
+    stride = len(examples) if batch_size is None else max(1, batch_size // samples)
+    for start in range(0, len(examples), stride):
+        batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
+        prompts = [e.prompt for e in batch]
+        texts = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
+        if len(texts) != len(batch) * samples:
+            expected = f"expected {len(batch)}·{samples} texts"
+            raise ValueError(f"generate: {expected}, it returned {len(texts)}")
+        for i, example in enumerate(batch):
+            judged.append(_judge(example, texts[i * samples : (i + 1) * samples], scorer))
+        if rewards is not None:
+            for name, values in _rewards_of(rewards, batch, texts, samples).items():
+                per_question.setdefault(name, []).extend(values)
+    per_question |= _accuracies(judged, k)
+    metrics = {"eval_n": float(len(judged)), "eval_samples": float(samples)}
+    for name, values in per_question.items():
+        mean, error = mean_and_error([v for v in values if not math.isnan(v)])
+        metrics[f"eval_{name}"], metrics[f"eval_{name}_se"] = mean, error
+    return EvalResult(metrics, judged, per_question)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, sqrt(Σ(v − mean)² / (n−1) / n); NaN where n is too small."""
+    n = len(values)
+    if n == 0:
+        return math.nan, math.nan
+    mean = math.fsum(values) / n
+    if n == 1:
+        return mean, math.nan
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of n samples hold a correct one: 1 − C(n−c, k) / C(n, k).
+
+    Unbiased (Chen et al. 2021, 2107.03374), as a product so that no large binomial is formed.
+    """
+    if not 0 <= correct <= n or not 1 <= k <= n:
+        expected = "expected 0 ≤ correct ≤ n and 1 ≤ k ≤ n"
+        raise ValueError(f"pass_at_k: {expected}, got n={n}, correct={correct}, k={k}")
+    if n - correct < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
+
+
+def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
+    """The most frequent answer, the first of equals; None (not found) has no vote."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    return max(votes, key=votes.__getitem__) if votes else None  # max keeps the first of equals
+
+
+def _judge(example: Example, completions: list[str], scorer: Scorer) -> Judged:
+    return Judged(
+        example,
+        completions,
+        [scorer.strict(text) for text in completions],
+        [scorer.lenient(text) for text in completions],
+        None if example.answer is None else scorer.gold(example.answer),
+    )
+
+
+def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]]:
+    """Name → one value per question that has an answer; nothing where none has."""
+    judged = [j for j in judged if j.example.answer is not None]
+    values: dict[str, list[float]] = {}
+    if not judged:
+        return values
+    for suffix in ("strict", "lenient"):
+        found = [(getattr(j, suffix), j.gold) for j in judged]
+        right = [sum(a is not None and a == gold for a in answers) for answers, gold in found]
+        values[f"accuracy_{suffix}"] = [c / len(a) for c, (a, _) in zip(right, found, strict=True)]
+        ending = "" if suffix == "strict" else "_lenient"
+        for size in k:
+            values[f"pass@{size}{ending}"] = [
+                pass_at_k(len(a), c, size) for c, (a, _) in zip(right, found, strict=True)
+            ]
+            values[f"maj@{size}{ending}"] = [_majority_rate(a, gold, size) for a, gold in found]
+    return values
+
+
+def _majority_rate(answers: list[Hashable | None], gold: Hashable | None, k: int) -> float:
+    """How often the vote of k samples is right, over the disjoint blocks of k among the samples."""
+    blocks = (answers[i : i + k] for i in range(0, len(answers) - k + 1, k))
+    votes = [majority(block) for block in blocks]
+    return sum(v is not None and v == gold for v in votes) / len(votes)
+
+
+def _rewards_of(
+    rewards: RewardSet, batch: list[Example], texts: list[str], samples: int
+) -> dict[str, list[float]]:
+    """Name → one value per question."""
+    repeated = [e for e in batch for _ in range(samples)]
+    result = rollouts.score(rewards, repeated, texts, getattr(texts, "ids", None))
+    scores = {"reward": result.total, **{f"rewards/{n}": s for n, s in result.per_fn.items()}}
+    return {n: s.view(-1, samples).nanmean(dim=1).tolist() for n, s in scores.items()}
+
+
+def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = None) -> Generate:
+    """The rollout of a `Policy`, or of its engine, in the form `evaluate` asks for."""
+
+    def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> list[str]:
+        options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
+        done = rollouts.generate(
+            policy, prompts, options, group_size=samples, seed=key, engine=engine
+        )
+        return Sampled(done.texts, done.completion_ids)
+
+    return generate
+
+
+def build_evaluation(
+    config: RunConfig, policy: Any, rewards: RewardSet
+) -> Callable[[Engine], EvalResult]:
+    """A function that asks an engine, with the same prompts and seed each time."""
+    counted, asked = token_counter(policy.tokenizer), config.eval
+    examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
+    examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]
+    check_examples(rewards, examples, "test")
+    scorer = scorer_for(config.data.task, [e.answer for e in examples if e.answer is not None])
+    length = asked.max_new_tokens or config.rollout.max_new_tokens
+    rollout.check_prompts(policy, [e.prompt for e in examples], length)
+    # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.
+    sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
+    return lambda engine: evaluate(
+        policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,
+        temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=config.seed,
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""What `grpo-fast eval` is told: its settings, and the recipe or run they complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from grpo_fast.data import is_local
+from grpo_fast.train.config import (
+    DataConfig,
+    HeldOut,
+    ModelConfig,
+    Positive,
+    RewardConfig,
+    RunConfig,
+    UserPath,
+    home_path,
+)
+from grpo_fast.train.config.recipes import load_recipe, nearest, quoted, read_yaml
+
+DEFAULT_REWARDS = {
+    "gsm8k": ("gsm8k_correct", "gsm8k_format"),
+    "sort": ("sort_positions",),
+    "arithmetic": ("exact_match",),
+    "jsonl": ("exact_match",),
+}
+NEW_TOKENS, TEMPERATURE = 256, 0.7  # where neither settings nor a recipe say it
+# What a recipe's section `eval` says unless a setting does.
+OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")
+
+
+class EvalSettings(HeldOut):
+    """The `key=value` settings of `grpo-fast eval`.
+
+    A run's folder, or `recipe`, brings data, system prompt, rewards, lengths and sampling. With
+    more than one sample per question, or a temperature, a sampled pass follows the greedy one.
+    """
+
+    recipe: str | None = None  # a recipe's name or a YAML file
+    data: UserPath | None = None  # jsonl file, folder or hub id
+    task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+    chat: bool | None = None
+    temperature: float = Field(TEMPERATURE, gt=0)  # of the sampled pass
+    k: list[Positive] | None = None  # for pass@k and maj@k; None: 1, 2, 4, … up to samples
+    batch_size: Positive = 64
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    seed: int = 0
+    out: UserPath | None = None  # also write the metrics to this JSON file
+
+
+class Source(NamedTuple):
+    """A model to evaluate: its own folder or hub id, and the run that made it, if it is a run's."""
+
+    name: str
+    path: str
+    run: RunConfig | None
+
+    @classmethod
+    def of(cls, model: str) -> Source:
+        folder = home_path(model)
+        file = os.path.join(folder, "config.yaml")
+        if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):
+            return cls(model, os.path.join(folder, "model"), load_recipe(file, []))
+        if os.path.isfile(file) and not os.path.isfile(os.path.join(folder, "config.json")):
+            expected = "a run that has ended and saved its model (log.save_model: true)"
+            raise ValueError(f"model: expected {expected}, found no model/ in {model!r}")
+        return cls(model, folder, None)
+
+    def model_config_for(self, settings: EvalSettings, allow_code: bool) -> ModelConfig:
+        """How to load it; of a run its own classes only if its configuration says so."""
+        trusted = self.run is None or self.run.model.trust_remote_code
+        return ModelConfig(
+            path=self.path, dtype=settings.dtype, device=settings.device,
+            trust_remote_code=allow_code and trusted,
+        )  # fmt: skip
+
+
+def is_model(word: str) -> bool:
+    """Whether a word behind the first model names a second one rather than a setting."""
+    return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
+
+
+def parse_settings(assignments: Sequence[str]) -> EvalSettings:
+    """`key=value` words as settings. Raises ValueError naming the unknown key or misfit value."""
+    given: dict[str, Any] = {}
+    for word in assignments:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            second = "a second model is a folder or a hub id owner/name"
+            raise ValueError(f"expected key=value, got {word!r} ({second})")
+        given[key] = read_yaml(value, key)
+    if "k" in given and given["k"] is not None and not isinstance(given["k"], list):
+        given["k"] = str(given["k"]).split(",")  # k=1,4,8
+    try:
+        settings = EvalSettings.model_validate(given)
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(e) for e in error.errors())) from None
+    if settings.recipe is None or "samples" in given:  # else the recipe says how many there are
+        _check_k(settings)
+    return settings
+
+
+def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) -> RunConfig | None:
+    """What completes the settings: the named recipe, else the first model's run, else the second's.
+
+    Raises ValueError where rewards name code to import that was not allowed.
+    """
+    runs = [(f"{source.name}/config.yaml", source.run) for source in sources if source.run]
+    if settings.recipe is not None:
+        runs = [(settings.recipe, load_recipe(settings.recipe, []))]
+    for where, run in runs[:1]:
+        for reward in run.rewards:
+            if ":" in reward.name and not allow:
+                raise ValueError(
+                    f"rewards: expected built-in ones in {where}, got {reward.name!r}, whose code "
+                    "would be run; --allow-code allows that to a folder that you trust"
+                )
+        return run
+    return None
+
+
+def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
+    """The settings with what the recipe's evaluation says where they say nothing themselves."""
+    given, asked = settings.model_fields_set, {} if recipe is None else dict(recipe.eval)
+    changes = {name: asked[name] for name in OF_THE_RECIPE if name in asked and name not in given}
+    if asked.get("temperature") and "temperature" not in given:  # 0 is the greedy pass
+        changes["temperature"] = asked["temperature"]
+    samples = changes.get("samples", settings.samples)
+    if "k" in changes:
+        changes["k"] = [size for size in changes["k"] if size <= samples] or None
+    whole = settings.model_copy(update=changes)
+    if whole.max_new_tokens is None:
+        length = NEW_TOKENS if recipe is None else recipe.rollout.max_new_tokens
+        whole = whole.model_copy(update={"max_new_tokens": length})
+    _check_k(whole)
+    return whole
+
+
+def is_sampled(settings: EvalSettings) -> bool:
+    """Whether completed settings ask for a sampled pass."""
+    return settings.samples > 1 or "temperature" in settings.model_fields_set
+
+
+def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
+    """Where the questions come from. Raises ValueError where nothing says it."""
+    fields: dict[str, Any] = recipe.data.model_dump() if recipe else {"task": "gsm8k"}
+    if settings.data is not None:
+        kind = "path" if is_local(settings.data) else "name"
+        fields |= {"path": None, "name": None, kind: settings.data}
+    for name in ("task", "prompt_template", "system_prompt", "chat"):
+        value = getattr(settings, name)
+        if value is not None:
+            fields[name] = value
+    if fields["task"] in ("gsm8k", "jsonl") and not (fields.get("path") or fields.get("name")):
+        whose = f"with task={fields['task']}" if recipe else "for a model without a recipe"
+        raise ValueError(f"data: expected data=<jsonl file, folder or hub id> {whose}, got nothing")
+    try:
+        return DataConfig.model_validate(fields)
+    except ValidationError as error:
+        reasons = (e["msg"].removeprefix("Value error, ") for e in error.errors())
+        raise ValueError("; ".join(reasons)) from None
+
+
+def rewards_of(data: DataConfig, recipe: RunConfig | None) -> list[RewardConfig]:
+    """The recipe's rewards, or those of the task."""
+    if recipe is not None:
+        return recipe.rewards
+    return [RewardConfig(name=name) for name in DEFAULT_REWARDS[data.task]]
+
+
+def _check_k(settings: EvalSettings) -> None:
+    for size in settings.k or ():
+        if not 1 <= size <= settings.samples:
+            raise ValueError(f"k: expected values from 1 to samples={settings.samples}, got {size}")
+
+
+def _explain(error: Any) -> str:
+    key = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key" + nearest(key, list(EvalSettings.model_fields))
+    return f"{key}: {error['msg']}, got {quoted(error['input'])}"

@@ -1,0 +1,241 @@
+"""`grpo-fast compare`: a recipe under every setting of a grid, with several seeds, side by side.
+
+In the folder: a run for each setting and seed, table.md, compare.json and compare.png. A run that
+is finished is not run again; one that was cut off begins anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_fast.data import escape_control, reason
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.evaluation.evaluate import mean_and_error
+from grpo_fast.train.experiments import compare_plot
+from grpo_fast.train.files import plain_json
+from grpo_fast.train.report.curves import Rows, read_metrics, series
+
+MOST_RUNS = 1000
+# Column of the table → metric. Of a training metric the last tenth of the steps is averaged.
+COLUMNS = {
+    "reward": "reward",
+    "held-out reward": "eval_reward",
+    "strict accuracy": "eval_accuracy_strict",
+    "loss": "loss",
+    "gradient variance": "grad_variance",
+    "KL": "kl",
+    "trainer / sampler": "sampling/importance_sampling_ratio/mean",
+}
+
+
+class Arm(NamedTuple):
+    """One setting of the grid."""
+
+    name: str  # of its folder and in the picture
+    values: dict[str, str]  # key of the grid → value
+    runs: list[RunConfig]  # one for each seed, each with its own output_dir
+
+
+@dataclass
+class Comparison:
+    """The runs of every arm, as far as they came."""
+
+    recipe: str
+    arms: list[Arm]
+    rows: dict[str, list[Rows]] = field(default_factory=dict)  # arm → metrics.jsonl of those `done`
+    failed: dict[str, str] = field(default_factory=dict)  # folder of a run → why it ended early
+
+    def done(self, arm: Arm) -> list[RunConfig]:
+        """The runs of an arm that came to their end, in the order of `rows`."""
+        return [config for config in arm.runs if config.output_dir not in self.failed]
+
+    def cell(self, arm: Arm, metric: str) -> tuple[float, float] | None:
+        """Mean over the seeds and its standard error (NaN for one seed)."""
+        found = [last_tenth(series(rows, metric)) for rows in self.rows[arm.name]]
+        values = [value for value in found if value is not None]
+        return mean_and_error(values) if values else None
+
+
+def compare(
+    recipe: str,
+    words: Sequence[str],
+    *,
+    seeds: int = 1,
+    out: str | Path | None = None,
+    run: Callable[[RunConfig], Any],
+    say: Callable[[str], None] = print,
+) -> Comparison:
+    """Run what is missing and write table, picture and numbers.
+
+    Args:
+        recipe: a recipe's name or file, or several with commas between them.
+        words: `key=a,b` are the keys of the grid, `key=a` is a change to every run.
+        seeds: runs of each setting, with the seeds config.seed, config.seed + 1, …
+        out: the folder; None: runs/compare-<recipe>.
+        run: trains by a configuration, as `grpo_fast.train.loop.train`.
+        say: shows a line to the person watching.
+
+    Raises:
+        ValueError: a setting that any of the runs refuses, before the first one starts; a folder
+            that holds runs of other settings.
+    """
+    stems = "-".join(Path(name).stem for name in recipe.split(","))
+    folder = Path(out) if out is not None else Path("runs") / f"compare-{stems}"
+    found = Comparison(recipe, plan_arms(recipe, words, seeds, folder))
+    runs = [config for arm in found.arms for config in arm.runs]
+    finished = {config.output_dir: is_finished(config) for config in runs}
+    for number, config in enumerate(runs, start=1):
+        label = f"run {number} of {len(runs)}: {config.output_dir}"
+        if finished[config.output_dir]:
+            say(f"{label} (finished before)")
+            continue
+        say(label)
+        shutil.rmtree(config.output_dir, ignore_errors=True)  # cut off: see `is_finished`
+        try:
+            run(config)
+        except (RuntimeError, OSError, ValueError) as error:
+            found.failed[config.output_dir] = escape_control(reason(error))
+            say(f"{config.output_dir} failed: {found.failed[config.output_dir]}")
+    for arm in found.arms:
+        found.rows[arm.name] = [read_metrics(config.output_dir) for config in found.done(arm)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(table(found), encoding="utf-8")
+    (folder / "compare.json").write_text(json.dumps(numbers(found), indent=2) + "\n", "utf-8")
+    if any(found.rows.values()):
+        settings = {arm.name: arm.values for arm in found.arms}
+        say(f"picture: {compare_plot.plot(found.rows, settings, folder / 'compare.png')}")
+    return found
+
+
+def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
+    """Every setting of the grid with its configurations. Raises ValueError for one refused."""
+    if seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {seeds}")
+    parsed = [parse_word(word) for word in words]
+    axes = {key: values for key, values in parsed if len(values) > 1}
+    common = [word for word, (_, values) in zip(words, parsed, strict=True) if len(values) == 1]
+    if len({key for key, _ in parsed}) != len(parsed):
+        raise ValueError(f"settings: expected each key once, got {' '.join(words)}")
+    recipes = recipe.split(",")
+    count = seeds * math.prod(map(len, [recipes, *axes.values()]))
+    if count > MOST_RUNS:
+        raise ValueError(f"grid: expected at most {MOST_RUNS} runs, got {count}")
+    arms = []
+    for chosen, *values in itertools.product(recipes, *axes.values()):
+        setting = dict(zip(axes, values, strict=True))
+        first = load_recipe(chosen, [*common, *(f"{key}={x}" for key, x in setting.items())])
+        if len(recipes) > 1:
+            setting = {"recipe": Path(chosen).stem, **setting}
+        name = arm_name(setting, chosen)
+        runs = []
+        for index in range(seeds):
+            place = folder / name / f"seed-{first.seed + index}"
+            changes = {"seed": first.seed + index, "output_dir": str(place)}
+            runs.append(first.model_copy(update=changes))
+        arms.append(Arm(name, setting, runs))
+    if len({arm.name for arm in arms}) != len(arms):
+        raise ValueError(f"grid: expected settings that differ, got {' '.join(words)}")
+    return arms
+
+
+def parse_word(word: str) -> tuple[str, list[str]]:
+    """`key=a,b` → key, [a, b]. Brackets, braces and quotes keep their commas."""
+    key, equals, text = word.partition("=")
+    if not (key and equals):
+        raise ValueError(f"grid: expected key=value or key=value,value, got {word!r}")
+    values, depth, quote, start = [], 0, "", 0
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[]{}":
+            depth += 1 if character in "[{" else -1
+        elif character == "," and depth == 0:
+            values.append(text[start:index])
+            start = index + 1
+    values.append(text[start:])
+    if any(not value.strip() for value in values):
+        raise ValueError(f"grid: expected a value between the commas, got {word!r}")
+    return key, values
+
+
+def arm_name(values: dict[str, str], recipe: str) -> str:
+    """`loss_type=grpo,advantages=max`, as a folder's name."""
+    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in values.items()]
+    name = ",".join(parts) or Path(recipe).stem
+    return re.sub(r"[^\w.+=,-]+", "-", name)[:120]
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether this very run lies in its folder, whole.
+
+    Raises ValueError where the folder holds something else: only a run of these settings that was
+    cut off may be replaced.
+    """
+    folder = Path(config.output_dir)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    saved = folder / "config.yaml"
+    differing = ["no config.yaml"]
+    if saved.is_file():
+        old, new = load_recipe(str(saved)).model_dump(), config.model_dump()
+        differing = [key for key in new if new[key] != old[key]]
+    if differing:
+        raise ValueError(
+            f"out: expected an empty folder or runs of these settings, {folder} holds others "
+            f"({', '.join(differing)}); choose another folder with -o"
+        )
+    return (folder / "summary.json").is_file()
+
+
+def last_tenth(points: list[tuple[float, float]]) -> float | None:
+    """The mean over the last tenth of a series, at least its last value; None of an empty one."""
+    values = [value for _, value in points[-max(1, len(points) // 10) :]]
+    return sum(values) / len(values) if values else None
+
+
+def table(found: Comparison) -> str:
+    """A line for each setting: mean ± standard error over the seeds."""
+    runs = [run for arm in found.arms for run in found.rows[arm.name]]
+    shown = [name for name, metric in COLUMNS.items() if compare_plot.is_telling(runs, metric)]
+    lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
+    for arm in found.arms:
+        cells = [_cell(found.cell(arm, COLUMNS[name])) for name in shown]
+        count = len(found.rows[arm.name])
+        lost = f" ({len(arm.runs) - count} failed)" if count < len(arm.runs) else ""
+        lines.append(" | ".join([f"| {arm.name}", *cells, f"{count}{lost} |"]))
+    return "\n".join(lines) + "\n"
+
+
+def numbers(found: Comparison) -> dict[str, Any]:
+    """The table's values, seed by seed; a run that failed has none."""
+    arms = [
+        {
+            "setting": arm.name,
+            "values": arm.values,
+            "seeds": [config.seed for config in found.done(arm)],
+            "metrics": {
+                metric: [last_tenth(series(rows, metric)) for rows in found.rows[arm.name]]
+                for metric in COLUMNS.values()
+            },
+        }
+        for arm in found.arms
+    ]
+    return plain_json({"recipe": found.recipe, "arms": arms, "failed": found.failed})
+
+
+def _cell(found: tuple[float, float] | None) -> str:
+    if found is None:
+        return "–"
+    mean, error = found
+    return f"{mean:.4g}" + (f" ± {error:.2g}" if error == error else "")

@@ -1,0 +1,1 @@
+"""Metrics of a step: losses, samples, timings, agreement with the sampler."""

@@ -1,0 +1,1 @@
+"""The models of a run: policy, reference, their loading and memory options."""

@@ -1,0 +1,261 @@
+"""A policy from a folder, the hub or a configuration: all of it, or a refusal.
+
+transformers fills weights that are missing, or of another shape, with random numbers and prints a
+table. Here that is a ValueError, and so is what a damaged file makes its reader raise, in one line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from grpo_fast.data import Example, reason, task_symbols
+from grpo_fast.data.model_files import check_fields, check_files
+from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
+from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
+from grpo_fast.train.config.reward_model import RewardModelConfig, ScorerConfig
+from grpo_fast.train.models.memory_options import apply_options
+from grpo_fast.train.models.policy import Policy, without_bars
+
+log = logging.getLogger(__name__)
+
+BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
+
+
+def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
+    """The model at `config.path`, or one with random weights (torch's seed) for `tokenizer`.
+
+    Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
+    """
+    device = _device(config.device)
+    if config.path is not None:
+        model = _load_model(config)
+        tokenizer = tokenizer or load_tokenizer(config)
+    else:
+        model = _from_config(dict(config.config or {}), tokenizer).to(getattr(torch, config.dtype))
+    model.to(device)
+    apply_options(model, config)
+    if config.lora is not None:
+        model = _with_adapter(model, config.lora, config.gradient_checkpointing)
+    autocast = None if config.autocast is None else getattr(torch, config.autocast)
+    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
+    _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
+    log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
+    return policy
+
+
+def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
+    """A sequence classification model with one output, and its tokenizer, as `load_policy`.
+
+    The output of a model that has none, as a causal LM, begins at random.
+    """
+    if config.config is not None:
+        kind = "AutoModelForSequenceClassification"
+        return _from_config(dict(config.config), tokenizer, kind, num_labels=1), tokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+
+    check_files(config.path)
+    given: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
+    try:
+        with without_bars(), _without_report():
+            check_fields(PreTrainedConfig.get_config_dict(config.path)[0])
+            tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(config.path, **given)
+    except Exception as error:  # every reader and every architecture has its own classes
+        _refuse(config.path, error, "a model's folder or hub id with a tokenizer")
+    return model, tokenizer
+
+
+def _load_model(config: ModelConfig) -> Any:
+    """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+    check_files(config.path)
+    try:
+        with without_bars(), _without_report():
+            fields, _ = PreTrainedConfig.get_config_dict(config.path)
+            check_fields(fields, config.trust_remote_code)
+            _register(fields)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                dtype=getattr(torch, config.dtype),
+                trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=True,  # they are refused below, with their shapes
+                output_loading_info=True,
+            )
+    except Exception as error:  # every reader and every architecture has its own classes
+        damaged = _damaged_weights(config.path)
+        if damaged:
+            raise ValueError(f"model.path: expected whole weights, got {damaged}") from error
+        _refuse(config.path, error, "a model's folder or hub id")
+    _check_keys(config.path, found)
+    return model
+
+
+def _check_keys(path: str | None, found: dict[str, Any]) -> None:
+    """What transformers found: other shapes and gaps are refused, what has no place is reported."""
+    others, missing = found["mismatched_keys"], found["missing_keys"]
+    extras = found["unexpected_keys"]
+    if others:
+        name, stored, expected = sorted(others)[0]
+        raise ValueError(
+            f"model.path: expected weights in the shapes of {path}/config.json, got others for "
+            f"{len(others)} of them: {name} is {tuple(stored)} in place of {tuple(expected)}"
+        )
+    if missing:
+        raise ValueError(
+            f"model.path: expected every weight that {path}/config.json asks for, got none for "
+            f"{len(missing)} of them: {_listed(missing)}"
+        )
+    if extras:
+        count, names = len(extras), _listed(extras)
+        log.warning("%s: %d weights have no place in the model: %s", path, count, names)
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer at `config.path`. Raises ValueError where there is none."""
+    from transformers import AutoTokenizer
+
+    check_files(config.path)
+    try:
+        with without_bars():
+            return AutoTokenizer.from_pretrained(
+                config.path, padding_side="left", trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:  # as above
+        _refuse(config.path, error, "a model with a tokenizer (tokenizer.json)")
+
+
+def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
+    """Raise a ValueError unless every token of a text, and the padding, has a row of the embedding.
+
+    Special tokens may lie beyond, as Gemma 3's for images: prompts with it are refused.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    largest = max([pad_id, *(i for i in tokenizer.get_vocab().values() if i not in special)])
+    if largest >= rows:
+        raise ValueError(
+            f"tokenizer: expected token ids below {rows}, the rows of the model's embedding, got "
+            f"{largest}: tokenizer and model do not belong together"
+        )
+
+
+def build_tokenizer(config: RunConfig | RewardModelConfig, questions: Sequence[Example]) -> Any:
+    """The tokenizer made from the training questions, or None where the model brings its own."""
+    if config.model.tokenizer == "symbols":
+        plain = config.data.model_copy(update={"shots_tokens": None})
+        return build_symbol_tokenizer(task_symbols(plain))
+    if config.model.tokenizer is None:
+        return None
+    chosen = itertools.islice(questions, BPE_TEXTS)
+    texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
+    return build_bpe_tokenizer(texts, config.model.vocab_size)
+
+
+def _from_config(
+    fields: dict[str, Any], tokenizer: Any, kind: str = "AutoModelForCausalLM", **more: Any
+) -> Any:
+    """A random model from the fields of a transformers config, for `tokenizer`."""
+    import transformers
+    from transformers import AutoConfig
+
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
+    given = {"vocab_size": len(tokenizer), **special, **more, **fields}
+    try:
+        check_fields(fields)
+        _register(fields)
+        # A config takes any keyword, so compare with one made of defaults.
+        plain = AutoConfig.for_model(fields["model_type"])
+        unknown = [name for name in fields if not hasattr(plain, name)]
+        model = None
+        if not unknown:
+            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**given))
+    except Exception as error:  # every architecture has its own words and classes for a misfit
+        refuses = f"{fields['model_type']} refuses it"
+        raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
+    if unknown:
+        raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
+    return model
+
+
+def _register(fields: dict[str, Any]) -> None:
+    """Make the model of this package known to transformers, where it is asked for."""
+    if fields.get("model_type") == "lecture":
+        from grpo_fast.train.models import lecture
+
+        lecture.register()
+
+
+def _with_adapter(model: Any, lora: LoraConfig, checkpointing: bool) -> Any:
+    """The model with a LoRA adapter to train."""
+    import peft
+
+    settings = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    if checkpointing:  # a checkpointed layer passes a gradient on only if its input asks for one
+        model.enable_input_require_grads()
+    return peft.get_peft_model(model, settings)
+
+
+def _device(name: str) -> torch.device:
+    """The device called `name`. Raises ValueError for one that is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.empty(0, device=name)
+        found.cpu()  # meta: it has no data
+        return found.device
+    except (RuntimeError, AssertionError) as error:  # unknown, or not here
+        why = str(error).splitlines()[0].partition(". ")[0]
+        expected = "expected auto or a device of this machine"
+        raise ValueError(f"model.device: {expected}, got {name!r}: {why}") from error
+
+
+def _refuse(path: str | None, error: Exception, expected: str) -> NoReturn:
+    why = reason(error)
+    if "custom code" in why:
+        why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
+    raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
+
+
+def _damaged_weights(path: str | None) -> str | None:
+    """The first of a folder's weight files that cannot be opened, and why (readers do not say)."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(str(path)).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception as error:  # the reader has no public class for it
+            return f"{file}: {error}"
+    return None
+
+
+def _listed(names: Any) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (", …" if len(names) > len(first) else "")
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Without transformers' table of missing and unexpected weights: `_check_keys` sums it up."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

@@ -1,0 +1,282 @@
+"""The policy: a transformers causal LM with its tokenizer.
+
+`hidden` gives the rows that predict completion tokens, `head` what turns them into logits,
+`generation()` the mode in which `generate` runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast import Support, linear_logps
+from grpo_fast.attention import (
+    NAME,
+    Head,
+    PackedGroups,
+    check_supported,
+    check_tolerance,
+    disable_dropout,
+    head_of,
+    pack_groups,
+    register,
+    shared_prompt_supported,
+)
+from grpo_fast.data import reason
+from grpo_fast.train.models.model_words import generation_attention, positions, special_ids
+from grpo_fast.train.ranks import sharding
+
+Result = TypeVar("Result")
+
+
+class Policy:
+    """A causal LM for training on packed rows.
+
+    Args:
+        model: a transformers causal LM, or a peft model around one.
+        tokenizer: its tokenizer.
+        attn: attention for `generate`; "auto": the model's default (eager where it has a softcap).
+        autocast: dtype the trunk runs in over fp32 weights, or None.
+
+    Raises:
+        ValueError: a model that packed attention or the fused head would compute wrongly.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, attn: str = "auto", autocast: torch.dtype | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
+        self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.kind = type(self.lm)  # of transformers; a sharded model's type is another
+        check_supported(self.lm)
+        # Why completions cannot share their prompt; None: they can.
+        self.unshared = shared_prompt_supported(self.lm)
+        disable_dropout(self.lm)
+        self.generation_attn = generation_attention(self.lm) if attn == "auto" else attn
+        try:
+            self.lm.set_attn_implementation(self.generation_attn)
+        except (ImportError, ValueError) as error:
+            expected = "expected auto or an attention that transformers has here"
+            raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
+        self.lm.set_attn_implementation(register())
+        self.is_sharded = self._is_apart = self._is_inside = False
+        self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
+        self.positions = positions(self.lm.config.get_text_config())
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def head(self) -> Head:
+        """Weight, bias and logit rule of the head, in the dtype of the hidden states."""
+        head = head_of(self.lm)
+        if self.autocast is None:
+            return head
+        bias = None if head.bias is None else head.bias.to(self.autocast)
+        return head._replace(weight=head.weight.to(self.autocast), bias=bias)
+
+    def inside(self, work: Callable[[], Result]) -> Result:
+        """`work()`, for which a sharded model has its head together, too; others just do it.
+
+        The tensors that it returns, with a graph, are those that lead back into the model.
+        """
+        if not self.is_sharded or self._is_inside:
+            return work()
+        self._is_inside = True
+        try:
+            return self.lm.inside(work)
+        finally:
+            self._is_inside = False
+            if not torch.is_grad_enabled():  # no backward pass follows, which would do it
+                self.lm.reshard()
+
+    def hidden(self, packed: PackedGroups) -> Tensor:
+        """(T, H) final hidden states of a packed row; `packed.predicting`: which predicts what."""
+        return self.inside(lambda: self._hidden(packed))
+
+    def _hidden(self, packed: PackedGroups) -> Tensor:
+        with self._autocast():
+            states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
+        return states if self.autocast is None else states.to(self.autocast)
+
+    def logps(
+        self,
+        packed: PackedGroups,
+        temperature: float = 1.0,
+        hidden: Tensor | None = None,
+        support: Support | None = None,
+    ) -> Tensor:
+        """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
+
+        hidden: what `hidden(packed)` gave, where that is known already.
+        support: of the completion tokens, as in `linear_logps`.
+        """
+
+        def logps() -> Tensor:
+            head, states = self.head, self.hidden(packed) if hidden is None else hidden
+            return linear_logps(
+                states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
+                bias=head.bias, temperature=temperature, support=support, **head.rule,
+            )  # fmt: skip
+
+        return self.inside(logps)
+
+    def shard(self, mesh: Any) -> None:
+        """Leave each rank a part of the weights."""
+        self._plain = sharding.skeleton(self.model)
+        sharding.shard(self.lm, mesh)
+        self.is_sharded = True
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the ranks wait for each other in every forward pass."""
+        return self.is_sharded and not self._is_apart
+
+    def gathered(self) -> Policy:
+        """Itself, or with all of its weights in rank 0's main memory (all ranks call it)."""
+        if not self.is_sharded:
+            return self
+        twin = copy.copy(self)
+        twin.model = sharding.filled(self._plain, self.model)
+        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
+        twin.is_sharded = False
+        return twin
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """`apart`, and a sharded model has all of its weights on every rank."""
+        with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
+            yield
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The ranks do different things, as in rollouts, whose lengths differ."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Evaluation mode with a cache-capable attention and a plain generation config; then back.
+
+        The attention is exchanged between whole steps only, never between a forward pass and its
+        backward.
+        """
+        training, saved = self.lm.training, self.lm.generation_config
+        # A shipped generation config may hold penalties and warpers; the sampler is ours alone.
+        self.lm.generation_config = type(saved)()
+        self.lm.set_attn_implementation(self.generation_attn)
+        self.lm.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                yield
+        finally:
+            self.lm.generation_config = saved
+            self.lm.set_attn_implementation(NAME)
+            self.lm.train(training)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """The model as it was before LoRA."""
+        if self.model is self.lm:
+            raise ValueError("model.lora: expected a peft model, came a plain one")
+        return self.model.disable_adapter()
+
+    def frozen_copy(self) -> Policy:
+        """A copy without gradients that shares nothing with this policy: the reference model."""
+        twin = copy.copy(self)
+        twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
+        return twin
+
+    def trainable_copy(self) -> Policy:
+        """A copy that trains what this policy trains, apart from the head that makes logits."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
+        twin.freeze_head()
+        return twin
+
+    def freeze_head(self) -> None:
+        """Leave the weights of the logits out of training, unless they are the embedding's, too."""
+        head = self.lm.get_output_embeddings()
+        if head.weight is not self.lm.get_input_embeddings().weight:
+            head.requires_grad_(False)
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def self_check(self) -> float:
+        """Compare packed logps with the model's own logits on a prompt with two completions.
+
+        Finds what no table can know: a head with an unknown rule, attention that ignores the
+        layout, positions that are not RoPE's. Returns the largest difference in nats; raises
+        ValueError beyond the dtype's tolerance.
+        """
+        if self.positions < 9:  # 4 tokens of prompt, 5 of a completion
+            raise ValueError(f"max_position_embeddings: expected at least 9, got {self.positions}")
+        rows = self.head.weight.shape[0]
+        prompt, *completions = (
+            [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
+        )
+        groups, is_shared = [(prompt, completions)], self.unshared is None
+        ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
+        with self.generation():
+            own = [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
+        theirs = torch.cat(own)
+        if theirs.isnan().any():
+            kind = self.lm.config.model_type
+            raise ValueError(f"model_type {kind}: expected weights with finite logits, got NaN")
+        difference = float((ours - theirs).abs().max())
+        dtype = self.autocast or self.head.weight.dtype
+        if not difference <= check_tolerance(dtype):
+            raise ValueError(
+                f"model_type {self.lm.config.model_type}: packed attention with the fused head "
+                f"differs from its own logits by {difference:.3g} nats (expected ≤ "
+                f"{check_tolerance(dtype)} in {dtype}); its head or attention has a rule this "
+                "trainer does not know"
+            )
+        return difference
+
+    def _own_logps(self, sequence: list[int]) -> Tensor:
+        ids = torch.tensor([sequence], device=self.device)
+        logits = self.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+    def save(self, directory: str | Path) -> None:
+        """Write model and tokenizer in transformers format (with LoRA: the merged model)."""
+        model = self.lm
+        if self.model is not self.lm:
+            model = copy.deepcopy(self.model).merge_and_unload()
+        model.set_attn_implementation(self.generation_attn)
+        with without_bars():
+            model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+        self.lm.set_attn_implementation(NAME)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' bars for weights, which would run through the run's own."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

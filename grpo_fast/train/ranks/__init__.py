@@ -1,0 +1,1 @@
+"""Several processes: who samples what, shards of weights, collectives."""

@@ -1,0 +1,287 @@
+"""The processes of a run: how many there are, what they tell each other, how they end together.
+
+Everything here is about torch's default process group; without one a process is alone, and every
+function does what it says for a single rank. What ranks tell each other travels as JSON and plain
+tensors over gloo, never as a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grpo_fast.rewards import RewardError
+from grpo_fast.rollout import EngineError, NonFiniteLogits
+from grpo_fast.train.files import WriteError
+from grpo_fast.train.runs.checkpoint import CheckpointError
+from grpo_fast.train.runs.stopping import Stopped
+
+Result = TypeVar("Result")
+
+LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
+HERE_S = 5.0  # how long the ranks that are left wait for each other's word
+# What one rank may raise and all raise then; another class becomes a RankError.
+SHARED: dict[str, Callable[[str], BaseException]] = {
+    kind.__name__: kind
+    for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
+                 RewardError, CheckpointError, WriteError)
+}  # fmt: skip
+_store: list[dist.Store] = []  # of the launcher, in which ranks say that they are still there
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, or does not answer; the message names it."""
+
+
+# ------------------------------------------------------------------------------- who is there
+def size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this one, from 0."""
+    return dist.get_rank() if size() > 1 else 0
+
+
+def launched_rank() -> int:
+    """The same before the ranks have met, as the launcher says it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_main() -> bool:
+    """Whether this rank writes."""
+    return rank() == 0
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """A rank that is gone, or does not come, is named, whoever waited for it: torch, or we."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
+            raise
+        missing = _missing()
+        said = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+        why = str(error).splitlines()[0][:200]
+        raise RankError(f"{said} has ended or does not answer in distributed_timeout seconds: "
+                        f"{why}") from error  # fmt: skip
+
+
+def _missing() -> list[int]:
+    """The ranks that do not say within some seconds that they, too, miss one."""
+    if not _store:
+        return []
+    others = set(range(size())) - {rank()}
+    try:
+        _store[0].set(f"here/{rank()}", "1")
+        until = time.monotonic() + HERE_S
+        while others and time.monotonic() < until:
+            others -= {r for r in others if _store[0].check([f"here/{r}"])}
+            time.sleep(0.05)
+    except RuntimeError:  # the store is gone with the rank or the launcher that had it
+        return []
+    return sorted(others)
+
+
+@contextmanager
+def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
+    """Meet the other ranks, and part from them at the end; a process on its own is left alone.
+
+    A group that is there already, of the caller's, is used and stays.
+
+    Raises:
+        ValueError: ranks that nobody asked for, or none where they were; replicas that do not fit.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    is_there = dist.is_available() and dist.is_initialized()
+    count = dist.get_world_size() if is_there else count
+    if kind is None and count > 1:
+        raise ValueError(f"distributed: expected ddp, fsdp2 or hsdp for {count} processes, came "
+                         "none")  # fmt: skip
+    if kind is not None and not is_there and "RANK" not in os.environ:
+        raise ValueError(f"distributed: expected processes ({LAUNCH}), came {kind} and only one")
+    if replicas is not None and count % replicas:
+        expected = f"expected a number that divides the {count} processes"
+        raise ValueError(f"distributed_replicas: {expected}, came {replicas}")
+    if kind is None or is_there:
+        with _answered(), _quiet(rank()):
+            yield
+        return
+    is_cuda = torch.cuda.is_available()
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    store, number, count = next(dist.rendezvous("env://"))
+    _store.append(store)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_s),
+        store=dist.PrefixStore("grpo_fast", store), rank=number, world_size=count,
+    )  # fmt: skip
+    try:
+        with _answered(), _quiet(number):
+            yield
+    finally:
+        _store.clear()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """What is built inside finds no launcher's word of other ranks in the environment."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= hidden
+
+
+@contextmanager
+def _quiet(number: int) -> Iterator[None]:
+    """What all ranks would warn of is said by rank 0 alone."""
+    logger = logging.getLogger("grpo_fast")
+    before = logger.level
+    logger.setLevel(before if number == 0 else logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# ------------------------------------------------------------------------ what they tell
+def gather_tensors(own: Tensor) -> list[Tensor]:  # (n,) on the CPU, any n
+    """The 1-D tensors of all ranks, in their order."""
+    if size() == 1:
+        return [own]
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size())]
+    dist.all_gather(counts, torch.tensor([own.numel()]))
+    sizes = [int(count) for count in counts]
+    padded = torch.zeros(max(sizes), dtype=own.dtype)
+    padded[: own.numel()] = own
+    found = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(found, padded)
+    return [values[:count] for values, count in zip(found, sizes, strict=True)]
+
+
+def gather(value: Any) -> list[Any]:
+    """What every rank says, in their order: anything that JSON has a word for, NaN too."""
+    if size() == 1:
+        return [value]
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(each.numpy().tobytes()) for each in gather_tensors(own)]
+
+
+def from_main(make: Callable[[], Result]) -> Result:
+    """What rank 0 makes, a value for JSON, on all of them; or what it raises."""
+    if size() == 1:
+        return make()
+    with together():
+        value = make() if is_main() else None
+    return gather(value)[0]
+
+
+def sum_(values: Tensor) -> Tensor:
+    """The sum over the ranks, in place and returned."""
+    if size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def exchange(own: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Tensors of `lengths` rows, each of which one rank has under its number: all of them.
+
+    Sums with zeros, which change no bit. `like`: a tensor of the same kind, with any rows.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)  # gloo adds neither bools nor bf16
+    every = torch.zeros(sum(lengths), *like.shape[1:], dtype=dtype, device=like.device)
+    views = every.split(list(lengths))
+    for number, values in own.items():
+        views[number].copy_(values)
+    return list(sum_(every).to(like.dtype).split(list(lengths)))
+
+
+@contextmanager
+def together(*, in_step: bool = False) -> Iterator[None]:
+    """Work of every rank on its own, without a word to the others: it succeeds or fails on all.
+
+    Where several fail, a signal counts before the error of the lowest rank. Each rank raises an
+    error of that class, whose message names the rank that it comes from.
+
+    in_step: the work of sharded models, whose ranks wait for each other inside of it. What only one
+        of them raises ends that rank, and the others miss it.
+    """
+    if size() == 1 or in_step:
+        yield
+        return
+    mine: BaseException | None = None
+    try:
+        yield
+    except (Exception, Stopped) as error:
+        mine = error
+    said = gather(None if mine is None else _described(mine))
+    failed = [(number, *one) for number, one in enumerate(said) if one is not None]
+    if not failed:
+        return
+    stopped = [one for one in failed if one[1] == Stopped.__name__]
+    number, kind, text = (stopped or failed)[0]
+    if mine is not None and number == rank():
+        raise mine
+    raise _twin(number, kind, text) from mine
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, Stopped):
+        return Stopped.__name__, str(error.number)
+    kinds = (kind.__name__ for kind in type(error).__mro__)
+    kind = next((name for name in kinds if name in SHARED), type(error).__name__)
+    return kind, str(error)
+
+
+def _twin(number: int, kind: str, text: str) -> BaseException:
+    if kind == Stopped.__name__:
+        return Stopped(int(text))
+    if kind in SHARED:
+        return SHARED[kind](f"rank {number}: {text}")
+    return RankError(f"rank {number}: {kind}: {text}")
+
+
+# ---------------------------------------------------------------------------------- weights
+@torch.no_grad()
+def align(modules: Iterable[nn.Module]) -> None:
+    """Every rank begins with the weights of rank 0."""
+    if size() == 1:
+        return
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor, 0)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add the ranks' gradients up; those of sharded parameters are sums already.
+
+    Losses are divided by the whole step's counts, so that gradients are added and never averaged.
+    Once for an optimizer step, behind its last micro-batch: what a hook in every backward pass
+    would overlap is less than what it would cost with many micro-batches in a step.
+    """
+    if size() == 1:
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
+    for work in [dist.all_reduce(grad, async_op=True) for grad in plain]:
+        work.wait()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that lies in shards on the ranks (all of them must ask); others as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

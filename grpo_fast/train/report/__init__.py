@@ -1,0 +1,1 @@
+"""The files that a run leaves for people: logs, tables, curves, the page of completions."""

@@ -1,0 +1,112 @@
+"""The completions of a step as rows, and as a parquet file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.rewards import Scorer
+from grpo_fast.train.collect.collect import Collected
+
+
+def rows_of(
+    collected: Collected, tokenizer: Any, scorer: Scorer, *, count: int, group_size: int
+) -> list[dict[str, Any]]:
+    """The first completions, at least `count` of them and whole groups.
+
+    A row holds the prompt, the completion and its answers as texts, the numbers that it was given,
+    and token by token: `tokens` (texts), `logps` (the sampler's), `advantages`.
+    """
+    rollout, examples, scores = collected.rollout, collected.examples, collected.scores
+    shown = min(len(rollout.texts), -(-count // group_size) * group_size)
+    advantages = token_advantages(collected.advantages, rollout.lengths)
+    rows = []
+    for i in range(shown):
+        ids, text, answer = rollout.completion_ids[i], rollout.texts[i], examples[i].answer
+        strict, gold = scorer.strict(text), scorer.gold(answer) if answer else None
+        correct = strict is not None and strict == gold if answer else None
+        rows.append({
+            "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
+            "answer": answer, "extracted": shown_answer(strict),
+            "extracted_lenient": shown_answer(scorer.lenient(text)),
+            "correct": correct, "reward": float(scores.total[i]),
+            **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
+            "advantage": float(advantages[i].mean()), "truncated": rollout.truncated[i],
+            "tokens": token_texts(tokenizer, ids), "token_ids": ids,
+            "logps": rollout.sampling_logps[i].tolist(), "advantages": advantages[i].tolist(),
+        })  # fmt: skip
+    return rows
+
+
+def token_advantages(advantages: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """(N·G,) of the completions or (R,) of their tokens, as one (|completion|,) for each."""
+    if advantages.numel() == len(lengths):
+        advantages = advantages.repeat_interleave(torch.tensor(lengths, device=advantages.device))
+    return list(advantages.detach().float().cpu().split(list(lengths)))
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text, special tokens too.
+
+    A character of several tokens stands at the last of them, the ones before are empty.
+    """
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    try:
+        texts = [stream.step(tokenizer.backend_tokenizer, i) or "" for i in ids]
+    except Exception:  # a tokenizer of another library, or bytes that the stream cannot follow
+        return [tokenizer.decode([i]) for i in ids]
+    whole, streamed = tokenizer.decode(ids), "".join(texts)
+    if texts and whole.startswith(streamed):  # a last character may lack bytes
+        texts[-1] += whole[len(streamed) :]
+    return texts
+
+
+def shown_answer(answer: Hashable | None) -> str | None:
+    """An answer that a scorer found, as a text; None where it found none."""
+    if answer is None:
+        return None
+    return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path) -> None:
+    """The rows as one table with a column `step`, written whole or not at all."""
+    import pyarrow
+    from pyarrow import parquet
+
+    texts, number = pyarrow.string(), pyarrow.float32()
+    kinds = {
+        "step": pyarrow.int64(), "group": pyarrow.int64(), "prompt": texts, "completion": texts,
+        "answer": texts, "extracted": texts, "extracted_lenient": texts, "reward": number,
+        "correct": pyarrow.bool_(), "advantage": number, "truncated": pyarrow.bool_(),
+        "tokens": pyarrow.list_(texts), "token_ids": pyarrow.list_(pyarrow.int64()),
+        "logps": pyarrow.list_(number), "advantages": pyarrow.list_(number),
+    }  # fmt: skip
+    table = pyarrow.table({
+        name: pyarrow.array([_storable(row[name]) for row in rows], kinds.get(name, number))
+        for name in rows[0]
+    })  # fmt: skip
+    table = table.add_column(0, "step", pyarrow.array([step] * len(rows), kinds["step"]))
+    part = Path(f"{path}.tmp")
+    parquet.write_table(table, part)
+    os.replace(part, path)
+
+
+def read_parquet(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a table that `write_parquet` wrote."""
+    from pyarrow import parquet
+
+    return parquet.read_table(path).drop_columns("step").to_pylist()
+
+
+def _storable(value: Any) -> Any:
+    r"""Half a character, as \ud800, is no UTF-8: written as its number."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    return [_storable(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,76 @@
+"""TensorBoard, Weights & Biases, trackio: a run's metrics go to them through accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.train.ranks import distributed
+
+PROJECT = "grpo_fast"  # the name under which a service lists the runs
+FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise a ValueError for a tracker whose package is not installed."""
+    if not names:
+        return
+    from accelerate.tracking import get_available_trackers
+
+    known = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
+    missing = [name for name in names if name not in known]
+    if missing:
+        packages = ", ".join(missing)
+        expected = "expected trackers whose packages are installed"
+        raise ValueError(f"log.trackers: {expected}, got {packages} (pip install {packages})")
+
+
+class Trackers:
+    """The trackers of one run, none of them by default.
+
+    Args:
+        names: of `log.trackers`.
+        folder: the run's; its name is the run's name.
+        settings: nested; stored with the run under dotted names.
+    """
+
+    def __init__(
+        self, names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
+    ) -> None:
+        self.accelerator: Any = None
+        if not names:
+            return
+        check_trackers(names)
+        from accelerate import Accelerator
+
+        with distributed.unnoticed():  # it is for rank 0's trackers alone
+            self.accelerator = Accelerator(
+                cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
+            )
+        run = Path(folder).name
+        options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
+        self.accelerator.init_trackers(PROJECT, config=flat(settings), init_kwargs=options)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.accelerator is not None:
+            self.accelerator.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """What the trackers hold back is written; later calls do nothing."""
+        if self.accelerator is not None:
+            for tracker in self.accelerator.trackers:  # end_training ends the ranks' group, too
+                tracker.finish()
+            self.accelerator = None
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names, as numbers and texts; None is a text, too."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{name}.")
+        else:
+            found[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return found

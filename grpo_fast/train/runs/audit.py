@@ -1,0 +1,97 @@
+"""`grpo-fast audit RUN`: what became of each prompt that a run has drawn.
+
+A run draws its training set in order, round and round. Its prompts.jsonl has a line for each prompt
+of the finished steps, its newest checkpoint knows those of a step that is under way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_fast.data import escape_control
+from grpo_fast.train.runs.checkpoint import newest, read_state
+
+FATES = {"kept": "trained", "filled": "trained (filled in)", "dropped": "dropped"}
+WAITING = "drawn and not yet trained"
+
+
+class Fate(NamedTuple):
+    """One drawing of a prompt: its place in the order of drawing, and what came of it."""
+
+    place: int
+    prompt: int
+    step: int
+    fate: str
+
+
+class Audit(NamedTuple):
+    """All drawings of a run, and where the order was broken."""
+
+    fates: list[Fate]
+    problems: list[str]  # prompts that were skipped or asked again
+    notes: list[str]  # damaged checkpoints
+
+    def lines(self) -> Iterator[str]:
+        """A line for each prompt, the counts, and what is wrong."""
+        for one in self.fates:
+            when = f"at step {one.step}" if one.fate != WAITING else f"step {one.step} is under way"
+            yield f"prompt {one.prompt}: {one.fate}, {when}"
+        counted = Counter(one.fate for one in self.fates)
+        total = ", ".join(f"{number} {fate}" for fate, number in counted.items())
+        yield f"{len(self.fates)} prompts drawn: {total or 'none'}"
+        yield from (escape_control(note) for note in self.notes)
+        yield from self.problems
+        if not self.problems:
+            yield "no prompt was skipped, none was repeated out of turn"
+
+
+def audit(run: str | Path) -> Audit:
+    """Follow the prompts of a run's folder, finished or not.
+
+    Raises:
+        ValueError: a folder without a prompts.jsonl that can be read.
+    """
+    folder, notes = Path(run), list[str]()
+    rows = _rows(folder / "prompts.jsonl")
+    checkpoint = newest(folder, notes.append)
+    state = {} if checkpoint is None else read_state(checkpoint)
+    fates = [_fate(place, row, FATES[row["use"]]) for place, row in enumerate(rows)]
+    underway = state.get("underway")
+    if underway is not None and all(row["step"] < underway["step"] for row in rows):
+        waiting = enumerate(underway["prompts"], start=len(rows))
+        fates += [
+            _fate(place, row, FATES["dropped"] if row["use"] == "dropped" else WAITING)
+            for place, row in waiting
+        ]
+    return Audit(fates, list(_problems(fates, state.get("training_set"))), notes)
+
+
+def _fate(place: int, row: dict[str, Any], fate: str) -> Fate:
+    return Fate(place, row["prompt"], row["step"], fate)
+
+
+def _problems(fates: list[Fate], size: int | None) -> Iterator[str]:
+    """Where the next prompt is not the one that follows. Without a size 0 may follow any."""
+    for before, now in zip([None, *fates], fates, strict=False):
+        expected = 0 if before is None else before.prompt + 1
+        if size is not None:
+            expected %= size
+        if now.prompt != expected and not (size is None and now.prompt == 0):
+            expectation = f"place {now.place}: expected prompt {expected}, found {now.prompt}"
+            yield f"{expectation} (step {now.step})"
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            if row["use"] not in FATES or not isinstance(row["prompt"] + row["step"], int):
+                raise ValueError(f"no line of a run: {str(row)[:100]}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = "expected a run's folder with a prompts.jsonl that can be read"
+        raise ValueError(f"audit: {expected}, got {file}: {error}") from error
+    return rows

@@ -1,0 +1,1 @@
+"""From a batch of completions to an optimizer step: gradients, critic, memory budget."""

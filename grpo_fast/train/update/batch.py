@@ -1,0 +1,285 @@
+"""From completions to packed micro-batches: every token is known before the first forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast import Support
+from grpo_fast.attention import PackedGroups, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.rollout import Rollout
+from grpo_fast.train.ranks import distributed
+
+# What is computed once for a batch, token by token, and stays while the batch is used.
+FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
+
+
+@dataclass
+class MicroBatch:
+    """B completions in one row: the trunk sees T tokens, the head the R that predict one."""
+
+    packed: PackedGroups
+    chosen: list[int]  # which completions of the step, in the order of B and R
+    completion_mask: Tensor  # (R,) bool: the token counts
+    advantages: Tensor  # (B,) fp32
+    sampling_logps: Tensor  # (R,) fp32
+    support: Support | None = None  # of the R tokens: what the sampler drew each from
+    old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
+    ref_logps: Tensor | None = None  # (R,) fp32
+    ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
+    old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
+    returns: Tensor | None = None  # (R,) fp32
+    token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
+    is_idle: bool = False  # no token counts: another rank has one micro-batch more
+
+    @classmethod
+    def pack(
+        cls,
+        rollout: Rollout,
+        advantages: Tensor,  # (N·G,)
+        groups: Sequence[Sequence[int]],
+        device: torch.device | str,
+        *,
+        shared: bool = True,
+        mask_truncated: bool = False,
+    ) -> MicroBatch:
+        """Pack completions of a rollout: each of `groups` lists completions of one prompt.
+
+        Tokens of a completion whose advantage is NaN, for want of a verdict, do not count.
+        """
+        chosen = [i for group in groups for i in group]
+        texts = [
+            (rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group])
+            for group in groups
+        ]
+        packed = pack_groups(texts, shared=shared, device=device)
+        cut = torch.tensor([mask_truncated and rollout.truncated[i] for i in chosen])
+        own = advantages[chosen].float()
+        counts = ~(cut | own.isnan().cpu())
+        return cls(
+            packed=packed,
+            chosen=chosen,
+            completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
+            advantages=own.nan_to_num(nan=0.0).to(device),
+            sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
+            support=support_of(rollout, chosen, device),
+        )
+
+    def idle(self) -> MicroBatch:
+        """The same row without a token that counts."""
+        nothing = torch.zeros_like(self.completion_mask)
+        return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
+
+    @property
+    def active_tokens(self) -> int:
+        return int(self.completion_mask.sum())
+
+    @property
+    def trunk_tokens(self) -> int:
+        """T."""
+        return self.packed.layout.total
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+
+class Totals(NamedTuple):
+    """Of an optimizer step, on all ranks together: what its losses are divided by."""
+
+    items: int  # tokens that count
+    completions: int
+    micro_batches: int
+    trunk_tokens: int
+
+    @classmethod
+    def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
+        """Of one rank alone."""
+        items = max(1, sum(batch.active_tokens for batch in minibatch))
+        completions = sum(len(batch) for batch in minibatch)
+        trunk = sum(batch.trunk_tokens for batch in minibatch)
+        return cls(items, completions, len(minibatch), trunk)
+
+
+def support_of(
+    rollout: Rollout, chosen: Sequence[int], device: torch.device | str
+) -> Support | None:
+    """The sets that the tokens of these completions were drawn from, one after another.
+
+    Those of a completion that was not truncated are empty: the whole vocabulary. None: no
+    completion of the rollout was.
+    """
+    if all(kept is None for kept in rollout.kept):
+        return None
+    ids, counts = [], []
+    for i in chosen:
+        kept = rollout.kept[i]
+        if kept is None:
+            counts.append(torch.zeros(len(rollout.completion_ids[i]), dtype=torch.int64))
+        else:
+            ids.append(kept.ids)
+            counts.append(kept.offsets.diff())
+    offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
+    joined = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
+    return Support(joined.to(device), offsets.to(device))
+
+
+class StepBatch:
+    """The completions of one step in micro-batches of at most `budget` trunk tokens.
+
+    `minibatches[k]` are the micro-batches of one optimizer step; a completion that exceeds the
+    budget gets one of its own. `pack` with another budget starts again, and keeps what was computed
+    about each completion where asked to.
+
+    Of several ranks each has a share of every minibatch, whole groups, with about as many tokens
+    as the others', and idle micro-batches behind its own until all have equally many. `totals[k]`
+    are those of all ranks, and so is what `of_each` gives.
+
+    Args:
+        rollout: N·G completions, the G of a prompt side by side.
+        advantages: (N·G,).
+        group_size: G.
+        minibatches: optimizer steps per pass; it divides N·G.
+        shared: the completions of a group share one copy of their prompt.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        group_size: int,
+        minibatches: int,
+        budget: int,
+        device: torch.device | str,
+        shared: bool = True,
+        mask_truncated: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
+        self.rank, self.ranks = rank, ranks
+        self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
+        self.size, self.budget = len(rollout.completion_ids) // minibatches, budget
+        self.minibatches: list[list[MicroBatch]] = []
+        self.totals: list[Totals] = []
+        self.has_fixed = False
+        self.deal(range(len(rollout.completion_ids)))
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return [batch for minibatch in self.minibatches for batch in minibatch]
+
+    @property
+    def trunk_tokens(self) -> int:
+        """Tokens that one pass over the batch sends through the trunk, on all ranks."""
+        return sum(each.trunk_tokens for each in self.totals)
+
+    @property
+    def largest(self) -> int:
+        """Trunk tokens of the largest micro-batch."""
+        return max(batch.trunk_tokens for batch in self.micro_batches)
+
+    def deal(self, order: Sequence[int]) -> None:
+        """Deal the completions to the minibatches in this order; what is fixed goes with them."""
+        hands = [order[first : first + self.size] for first in range(0, len(order), self.size)]
+        self.parts = [sorted(hand) for hand in hands]  # a prompt's completions side by side
+        self.pack(self.budget, keep_fixed=True)
+
+    def shuffle(self, seed: str, by_group: bool = False) -> None:
+        """Deal the completions, or whole groups of them, in an order that the seed fixes."""
+        size = self.group_size if by_group else 1
+        count = len(self.rollout.completion_ids)
+        blocks = [range(first, first + size) for first in range(0, count, size)]
+        random.Random(seed).shuffle(blocks)
+        self.deal([i for block in blocks for i in block])
+
+    def pack(self, budget: int, keep_fixed: bool = False) -> None:
+        """Distribute the completions over micro-batches of at most `budget` trunk tokens.
+
+        keep_fixed: hand on what is fixed, completion by completion; else it is forgotten.
+        """
+        self.budget, self.has_fixed = budget, self.has_fixed and keep_fixed
+        known = {name: self.of_each(name) for name in FIXED if self.has_fixed and self.has(name)}
+        packed = [self._pack_part(part, budget) for part in self.parts]
+        self.minibatches, self.totals = [list(x) for x in zip(*packed, strict=True)]
+        for name, values in known.items():
+            self.set(name, values)
+
+    def has(self, name: str) -> bool:
+        """Whether the micro-batches have values of this name."""
+        return all(getattr(batch, name) is not None for batch in self.micro_batches)
+
+    def of_each(self, name: str) -> list[Tensor]:
+        """The (R,) values of this name as one tensor for each completion, in their order."""
+        found: dict[int, Tensor] = {}
+        for batch in self.micro_batches:
+            if not batch.is_idle:
+                views = batch.packed.split(getattr(batch, name))
+                found.update(zip(batch.chosen, views, strict=True))
+        if self.ranks > 1:
+            like = getattr(self.micro_batches[0], name)
+            return distributed.exchange(found, self.rollout.lengths, like)
+        return [found[i] for i in range(len(found))]
+
+    def set(self, name: str, values: Sequence[Tensor]) -> None:
+        """Hand the micro-batches values of this name: a tensor for each completion, in order."""
+        for batch in self.micro_batches:
+            setattr(batch, name, torch.cat([values[i] for i in batch.chosen]))
+
+    def used_advantages(self) -> Tensor:
+        """(N·G,) of the completions, or (R,) of their tokens, completion by completion."""
+        if not self.has("token_advantages"):
+            return self.advantages
+        return torch.cat(self.of_each("token_advantages"))
+
+    def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
+        """This rank's micro-batches of a minibatch, and the totals of all ranks'."""
+        groups = [list(members) for _, members in groupby(part, key=lambda i: i // self.group_size)]
+        plans, trunk = [], 0
+        for own in balanced([self._cost(group) for group in groups], self.ranks):
+            lengths = [self._lengths(groups[g]) for g in own]
+            packs = plan_packs(lengths, budget, shared=self.shared)
+            plan = [[[groups[own[s.group]][i] for i in s.completions] for s in p] for p in packs]
+            trunk += sum(self._cost(members) for chosen in plan for members in chosen)
+            plans.append(plan)
+        micro_batches = [self._packed(chosen) for chosen in plans[self.rank]]
+        missing = max(map(len, plans)) - len(micro_batches)
+        if missing:
+            shortest = min(part, key=lambda i: self._cost([i]))
+            micro_batches += [self._packed([[shortest]]).idle()] * missing
+        items = sum(len(self.rollout.completion_ids[i]) for i in part if self._counts(i))
+        return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
+
+    def _packed(self, chosen: list[list[int]]) -> MicroBatch:
+        options: Any = {"shared": self.shared, "mask_truncated": self.mask_truncated}
+        return MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
+
+    def _lengths(self, group: Sequence[int]) -> tuple[int, list[int]]:
+        prompts, completions = self.rollout.prompt_ids, self.rollout.completion_ids
+        return len(prompts[group[0]]), [len(completions[i]) for i in group]
+
+    def _cost(self, group: Sequence[int]) -> int:
+        return trunk_tokens(*self._lengths(group), shared=self.shared)
+
+    def _counts(self, i: int) -> bool:
+        """Whether the tokens of a completion do, as in `MicroBatch.pack`."""
+        cut = self.mask_truncated and self.rollout.truncated[i]
+        return not cut and not bool(self.advantages[i].isnan())
+
+
+def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal numbers 0 … n−1 to the ranks: the largest first, each to who has the least so far."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        least = min(range(ranks), key=loads.__getitem__)
+        hands[least].append(number)
+        loads[least] += costs[number]
+    return [sorted(hand) for hand in hands]

@@ -1,0 +1,159 @@
+"""Trunk tokens of a micro-batch: predicted by the memory model, halved when memory runs out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.run import SHARDED
+from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.update.batch import StepBatch
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+USABLE_CPU = 0.5  # fraction of all memory: the rest is rollouts, other processes
+UNLIMITED = 1 << 40
+GIB = 2**30
+
+# What allocators say when there is no room, beside torch.OutOfMemoryError.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class TokenBudget:
+    """The token budget of a run.
+
+    Args:
+        lm: the transformers model, on its device.
+        config: the run's; `tokens_per_microbatch` fixes the budget to start with.
+    """
+
+    def __init__(self, lm: Any, config: RunConfig) -> None:
+        self.device = next(lm.parameters()).device
+        self.memory = _predict(lm, config, self.device.type)
+        self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
+        fixed = config.tokens_per_microbatch
+        self.tokens = fixed or min(distributed.gather(self._default()))
+        self.in_step = config.distributed in SHARDED and distributed.size() > 1
+
+    def _default(self) -> int:
+        if self.memory is None:
+            return UNLIMITED
+        limit = usable_memory(self.device)
+        tokens = self.memory.tokens(limit)
+        if tokens == 0:
+            needed = self.memory.fixed + self.memory.head
+            log.warning(
+                "memory: %.1f GiB predicted before the first token, usable are %.1f; one "
+                "completion at a time is tried", needed / GIB, limit / GIB,
+            )  # fmt: skip
+        return max(tokens, 1)
+
+    def within(
+        self,
+        batch: StepBatch,
+        attempt: Callable[[], Result],
+        undo: Callable[[], None],
+        keep_fixed: bool,
+    ) -> Result:
+        """`attempt()`; out of memory → undo, half the budget, pack `batch` again, try again.
+
+        Args:
+            undo: forgets whatever the attempt left behind (its gradients).
+            keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
+
+        Raises:
+            ValueError: memory ran out with one completion per micro-batch.
+        """
+        while True:
+            self.largest = max(self.largest, batch.largest)
+            rows = (len(micro.completion_mask) for micro in batch.micro_batches)
+            self.most_rows = max(self.most_rows, *rows)
+            try:
+                return attempt()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0]
+                if self.in_step:
+                    raise ValueError(
+                        f"tokens_per_microbatch: memory ran out ({reason}), and ranks that hold "
+                        "shards cannot try again; expected fewer tokens (resume=auto goes on)"
+                    ) from error
+            # Only here, without the exception and its frames, is the memory of the attempt free.
+            undo()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._lower(batch, reason)
+            batch.pack(self.tokens, keep_fixed)
+
+    def _lower(self, batch: StepBatch, reason: str) -> None:
+        alone = all(len(micro) == 1 for micro in batch.micro_batches)
+        found = distributed.gather([alone, batch.largest])
+        largest = max(tokens for _, tokens in found)
+        if all(is_alone for is_alone, _ in found):
+            raise ValueError(
+                f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
+                f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
+                "model.gradient_checkpointing, model.tiled_mlp, model.checkpoint_offload, "
+                "model.lora and optim.states save"
+            )
+        self.tokens = min(self.tokens, largest) // 2
+        log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
+
+    def state_dict(self) -> dict[str, int]:
+        """The budget as it was found, and the largest micro-batches so far."""
+        return {"tokens": self.tokens, "largest": self.largest, "most_rows": self.most_rows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.tokens, self.largest = state["tokens"], state["largest"]
+        self.most_rows = state["most_rows"]
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """Bytes, for the largest micro-batch so far."""
+        return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that an allocation did not succeed."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def usable_memory(device: torch.device) -> float:
+    """Bytes a run may plan with: the same whatever else runs, and with it the packing."""
+    if device.type == "cuda":
+        return USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
+    return USABLE_CPU * _host_memory()
+
+
+def _host_memory() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def host_peak() -> int:
+    """Bytes: the most this process has had in main memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _predict(lm: Any, config: RunConfig, device: str) -> Memory | None:
+    try:
+        shape = Shape.of(lm.config.get_text_config(), sum(p.numel() for p in lm.parameters()))
+    except ValueError as error:
+        said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
+        log.warning(said, error)
+        return None
+    return predict_run(shape, config, device)

@@ -1,0 +1,185 @@
+"""PPO's value function: V of the state before each completion token, and its share of a step.
+
+V(s_t) is read at the row that predicts token t, so a prompt's last row serves the first token of
+every completion.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.attention import PackedGroups
+from grpo_fast.objective.aggregation import step_weights
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.value import explained_variance, value_losses
+from grpo_fast.train.config import CriticConfig, OptimConfig, RunConfig
+from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks import sharding
+from grpo_fast.train.update.batch import MicroBatch, StepBatch
+from grpo_fast.train.update.optimizer import Optimizer
+
+HEAD_FILE = "value_head.safetensors"
+
+
+class Critic:
+    """A linear value head, zero at the start, on the policy's trunk or on one of its own.
+
+    Args:
+        policy: whose states are valued.
+        trunk: a model of the critic's own; None: the policy's, which the value loss then trains.
+    """
+
+    def __init__(self, policy: Policy, config: CriticConfig, trunk: Policy | None = None) -> None:
+        self.config, self.is_shared, self.trunk = config, trunk is None, trunk or policy
+        width = self.trunk.head.weight.shape[1]
+        self.head = nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
+        self.trunk.model.train()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the critic's own optimizer trains: the head, and a trunk of its own."""
+        return [*self.head.parameters(), *([] if self.is_shared else self.trunk.trainable())]
+
+    def optimizer(self, config: OptimConfig, total_steps: int) -> Optimizer:
+        """The policy's kind of optimizer for the critic's own parameters, at its own rate."""
+        rate = self.config.lr or config.lr
+        return Optimizer(self.parameters(), config.model_copy(update={"lr": rate}), total_steps)
+
+    def values(self, packed: PackedGroups, policys_hidden: Tensor | None = None) -> Tensor:
+        """(R,) fp32 values of the states that predict the completion tokens.
+
+        policys_hidden: (T, H) of the policy for the same row, which a shared trunk need not repeat.
+        """
+        states = policys_hidden if self.is_shared else None
+        states = self.trunk.hidden(packed) if states is None else states
+        return self.head(states.float())[:, 0][packed.predicting]
+
+    def backward(
+        self, policy_loss: Tensor, batch: MicroBatch, hidden: Tensor, weights: Tensor, share: float
+    ) -> dict[str, Tensor]:
+        """Gradients of share·(policy_loss + coef·Σ w_t·ℓ_t); metrics of the two losses.
+
+        Args:
+            hidden: (T, H) of the policy, with its graph.
+            weights: (R,) w_t, 0 where a token does not count.
+            share: of this micro-batch in the loss of its optimizer step.
+        """
+        if not self.is_shared:  # the policy's activations are gone before the critic's come
+            (policy_loss * share).backward()
+        assert batch.old_values is not None and batch.returns is not None
+        values = self.values(batch.packed, hidden)
+        losses, clipped = value_losses(
+            values, batch.old_values, batch.returns, self.config.loss,
+            epsilon=self.config.epsilon, delta=self.config.delta,
+        )  # fmt: skip
+        value_loss = (weights * losses).sum()
+        weighted = self.config.coef * value_loss
+        total = policy_loss.detach() + weighted
+        ((policy_loss + weighted if self.is_shared else weighted) * share).backward()
+        fraction = clipped[batch.completion_mask].float().sum() / max(batch.active_tokens, 1)
+        return {"loss": total, "value/loss": value_loss, "value/clip_ratio": fraction}
+
+    def shard(self, mesh: Any) -> None:
+        """Leave each rank a part of its own weights."""
+        self._plain_head = sharding.skeleton(self.head)
+        sharding.shard(self.head, mesh)
+        if not self.is_shared:
+            self.trunk.shard(mesh)
+
+    def gathered(self) -> Critic:
+        """As `Policy.gathered`."""
+        if not self.trunk.is_sharded:
+            return self
+        twin = copy.copy(self)
+        twin.head = sharding.filled(self._plain_head, self.head)
+        twin.trunk = self.trunk if self.is_shared else self.trunk.gathered()
+        return twin
+
+    def save(self, directory: str | Path) -> None:
+        """The head as safetensors; a model of its own beside it, in transformers format.
+
+        With a model of its own the folder is one that `critic.path` takes.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.is_shared:
+            self.trunk.save(folder)
+        state = {name: value.cpu() for name, value in self.head.state_dict().items()}
+        save_file(state, folder / HEAD_FILE)
+
+
+def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
+    """The critic of a run, with the head that lies in `critic.path`, if one does; None without.
+
+    Raises ValueError for a model that is not there, or a head of another width.
+    """
+    critic = config.critic
+    if critic is None:
+        return None
+    if critic.kind == "shared":
+        return Critic(policy, critic)
+    if critic.path is None:
+        return Critic(policy, critic, policy.trainable_copy())
+    own = config.model.model_copy(update={"path": critic.path, "config": None})
+    try:
+        trunk = load_policy(own, policy.tokenizer)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
+    trunk.freeze_head()
+    loaded = Critic(policy, critic, trunk)
+    _load_head(loaded.head, Path(critic.path) / HEAD_FILE)
+    return loaded
+
+
+def _load_head(head: nn.Linear, file: Path) -> None:
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        return
+    try:
+        head.load_state_dict(load_file(file))
+    except Exception as error:  # the reader has no public class for it
+        expected = f"expected a value head of width {head.in_features} in {file}"
+        raise ValueError(f"critic.path: {expected}, got {error}") from error
+
+
+def token_weights(
+    batch: MicroBatch, config: LossConfig, items: int, completions: int
+) -> Tensor:  # (R,)
+    """w_t of the policy's loss for every token of a micro-batch, 0 where one does not count.
+
+    Args:
+        items, completions: of the whole optimizer step, as the loss is given them.
+    """
+    ends, counts = batch.packed.cu_seqlens.long(), batch.completion_mask
+    before = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
+    active = before[ends[1:]] - before[ends[:-1]]
+    weights = step_weights(
+        str(config.aggregation), active, batch.active_tokens,
+        max_completion_length=config.max_completion_length, num_items_in_batch=items,
+        num_completions_in_batch=completions,
+    )  # fmt: skip
+    # Told its size, a GPU need not be waited for.
+    return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
+
+
+def value_metrics(batch: StepBatch) -> dict[str, float]:
+    """`value/…` of the values that the step's advantages were made from, over its active tokens."""
+    counts = torch.cat(batch.of_each("completion_mask"))
+    values = torch.cat(batch.of_each("old_values"))[counts]
+    returns = torch.cat(batch.of_each("returns"))[counts]
+    found: dict[str, Any] = {
+        "value/mean": values.double().mean(),
+        "value/error": (values - returns).double().square().mean(),
+        "value/explained_variance": explained_variance(values, returns),
+    }
+    return {name: float(value) for name, value in found.items()}

@@ -1,0 +1,105 @@
+"""One optimizer step's gradients, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from grpo_fast import LossConfig, LossOutput, linear_grpo_loss
+from grpo_fast.attention import Head, PackedGroups
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.update.batch import MicroBatch, Totals
+from grpo_fast.train.update.critic import Critic, token_weights
+from grpo_fast.train.update.exact_kl import exact_kl, policy_term
+
+
+def accumulate(
+    policy: Policy,
+    minibatch: list[MicroBatch],
+    config: LossConfig,
+    *,
+    correct_sampling: bool,
+    validate: str,
+    critic: Critic | None = None,
+    ref_head: Head | None = None,
+    totals: Totals | None = None,
+) -> LossMetrics:
+    """Gradients of one optimizer step: the normalisers are the whole step's, so the losses add up.
+
+    Args:
+        correct_sampling: hand the sampler's logps to the loss.
+        validate: as in `linear_grpo_loss`.
+        critic: its value loss is added, under the same normalisers.
+        ref_head: the reference's, beside micro-batches that hold its hidden states.
+        totals: of the step on all ranks; None: these micro-batches are all of it.
+    """
+    items, completions, count, _ = totals or Totals.of(minibatch)
+    # token_mean_local is local by definition: its micro-batches are averaged.
+    share = 1 / count if config.aggregation == "token_mean_local" else 1.0
+    alone = policy_term(config)
+    is_alone = is_policy_alone(config, critic is not None and critic.is_shared)
+    seen = LossMetrics()
+    for batch in minibatch:
+        packed, mask = batch.packed, batch.completion_mask
+        advantages = batch.advantages if batch.token_advantages is None else batch.token_advantages
+        per_token: dict[str, Any] = dict(
+            completion_mask=mask, cu_seqlens=packed.cu_seqlens, old_logps=batch.old_logps,
+            ref_logps=batch.ref_logps, num_items_in_batch=items,
+            sampling_logps=batch.sampling_logps if correct_sampling else None,
+            num_completions_in_batch=completions,
+        )  # fmt: skip
+        loss, hidden, output = policy_loss(
+            policy, packed, advantages, alone, validate, {**per_token, "support": batch.support}
+        )
+        metrics = dict(output.metrics)
+        weights = token_weights(batch, config, items, completions)
+        if batch.ref_hidden is not None and ref_head is not None:
+            kl = exact_kl(hidden, policy.head, ref_head, batch, weights, config)
+            loss, metrics["kl"] = loss + config.beta * kl.weighted, kl.mean
+        metrics = {"loss": loss, **metrics}
+        if critic is None:
+            (loss * share).backward()
+        else:
+            metrics |= critic.backward(loss, batch, hidden, weights, share)
+        if batch.is_idle:
+            continue
+        if not is_alone:
+            norm = policy_gradient(output, advantages, alone, per_token)
+            metrics["policy_logp_grad_norm"] = share * norm
+        if batch.ref_logps is not None and not config.uses_reference:
+            metrics["kl"] = mean_kl(output.logps, batch, config)
+        seen.add(metrics, batch.active_tokens, share)
+        seen.logps.append((output.logps[mask], batch.sampling_logps[mask]))
+    seen.optimizer_steps = 1
+    return seen
+
+
+def policy_loss(
+    policy: Policy,
+    packed: PackedGroups,
+    advantages: Tensor,
+    config: LossConfig,
+    validate: str,
+    per_token: dict[str, Any],
+) -> tuple[Tensor, Tensor, LossOutput]:
+    """The loss, with its graph, the (T, H) hidden states it comes from, and all that it says."""
+
+    def forward() -> tuple[Tensor, Tensor, LossOutput]:
+        hidden, head = policy.hidden(packed), policy.head
+        output = linear_grpo_loss(
+            hidden, head.weight, packed.target_ids, advantages, config.replace(**head.rule),
+            hidden_rows=packed.predicting, bias=head.bias, validate=validate, **per_token,
+        )  # fmt: skip
+        return output.loss, hidden, output
+
+    return policy.inside(forward)
+
+
+def mean_kl(logps: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:
+    """0-d: the KL to a reference that the loss does not read, over the tokens that count."""
+    assert batch.ref_logps is not None
+    kl, _ = KL_ESTIMATORS[config.kl_estimator](batch.ref_logps - logps)
+    return kl[batch.completion_mask].sum() / max(batch.active_tokens, 1)

@@ -1,0 +1,147 @@
+"""AdamW with a schedule, and a step that survives a bad gradient."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_fast.train.config import OptimConfig
+from grpo_fast.train.ranks.distributed import sum_gradients, whole
+
+log = logging.getLogger(__name__)
+
+MAX_SKIPS_IN_A_ROW = 3
+COUNTERS = ("steps", "skipped", "_skipped_in_a_row")
+
+
+class NonFiniteGradient(RuntimeError):
+    """Too many gradients in a row were NaN or infinite."""
+
+
+class Optimizer:
+    """Clip → step → schedule.
+
+    A gradient that is not finite is dropped and counted; the third in a row ends the run.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
+    ) -> None:
+        if not parameters:
+            raise ValueError("parameters: expected at least one that is trained, came none")
+        self.parameters, self.config, self.total_steps = parameters, config, total_steps
+        self.adam = build_adam(parameters, config)
+        self.steps = self.skipped = self._skipped_in_a_row = 0
+        self.last_norm = math.nan
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        kind, warmup = self.config.schedule, self.config.warmup
+        return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
+
+    def step(self) -> float:
+        """`apply` and `check`."""
+        norm = self.apply()
+        self.check()
+        return norm
+
+    def apply(self) -> float:
+        """Apply the gradients, clear them, return their norm (inf or NaN: the step was skipped)."""
+        sum_gradients(self.parameters)
+        norm = float(whole(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
+        if math.isfinite(norm):
+            self._set_rate(self.learning_rate)
+            self.adam.step()
+            self._skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self._skipped_in_a_row += 1
+            log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
+        self.last_norm = norm
+        self.steps += 1
+        self.zero_grad()
+        return norm
+
+    def check(self) -> None:
+        """Raise NonFiniteGradient after the third bad gradient in a row."""
+        if self._skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
+            raise NonFiniteGradient(f"{said} (the last norm: {self.last_norm})")
+
+    def counters(self) -> dict[str, int]:
+        """Where the schedule stands, and what was skipped."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def load_counters(self, counters: dict[str, int]) -> None:
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
+
+    def pass_over(self, steps: int) -> None:
+        """Let the schedule go on as if so many steps had been taken."""
+        self.steps += steps
+
+    def zero_grad(self) -> None:
+        """Forget the gradients gathered so far."""
+        self.adam.zero_grad(set_to_none=True)
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.adam.param_groups:
+            if isinstance(group["lr"], torch.Tensor):  # torchao's: it refuses another object
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
+    """AdamW with its moments kept as `config.states` says.
+
+    full: torch's, in the weights' dtype. 8bit: torchao's or bitsandbytes' AdamW8bit, block-wise
+    scales, about 2 bytes per weight. offload: torchao's, weights and moments in host memory where
+    the step is taken (needs an accelerator).
+
+    Raises:
+        ValueError: the package is not installed, or there is no accelerator.
+    """
+    options: dict[str, Any] = dict(
+        lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )  # fmt: skip
+    if config.states == "full":
+        return torch.optim.AdamW(parameters, fused=True, **options)
+    if config.states == "offload":
+        offloaded = optional("torchao.optim", "CPUOffloadOptimizer")
+        if offloaded is None:
+            raise ValueError("optim.states: offload needs torchao (pip install torchao)")
+        if not torch.accelerator.is_available():
+            what = "offload moves states from an accelerator to the host"
+            raise ValueError(f"optim.states: {what}, here is none")
+        return offloaded(parameters, torch.optim.AdamW, fused=True, **options)
+    adam = optional("torchao.optim", "AdamW8bit") or optional("bitsandbytes.optim", "AdamW8bit")
+    if adam is None:
+        raise ValueError("optim.states: 8bit needs torchao or bitsandbytes (pip install torchao)")
+    return adam(parameters, **options)
+
+
+@cache
+def optional(module: str, name: str) -> Any:
+    """A name of an optional package, or None where it cannot be imported."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def schedule(kind: str, step: int, warmup: int, total: int) -> float:
+    """The rate's factor at `step` (from 0): linear warm-up, then constant, linear, cosine to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if kind == "constant" or total <= warmup:
+        return 1.0
+    left = max(0.0, 1.0 - (step - warmup) / (total - warmup))
+    return left if kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))

@@ -1,0 +1,135 @@
+"""What is computed once for a batch and stays while it is used: log-probs, values, advantages."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_fast.attention import pack_groups
+from grpo_fast.objective.advantages import gae, whitened
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.train.config import CriticConfig
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.ranks.distributed import sum_, together
+from grpo_fast.train.update.batch import MicroBatch, StepBatch
+from grpo_fast.train.update.critic import Critic
+
+
+class RewardKL(NamedTuple):
+    """A KL to the reference that is subtracted from the reward of every token."""
+
+    beta: float
+    estimator: str
+
+
+@torch.no_grad()
+def add_fixed(
+    batch: StepBatch,
+    policy: Policy,
+    *,
+    temperature: float,
+    keep_old: bool,
+    reference: Reference | None = None,
+    exact: bool = False,
+    critic: Critic | None = None,
+    reward_kl: RewardKL | None = None,
+) -> None:
+    """Logps of the reference and of the policy as it is now; with a critic values and advantages.
+
+    Args:
+        keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
+            they are the new ones, and the ratio is exactly 1.
+        exact: the KL is one over the vocabulary: hidden states stand for the reference's logps.
+    """
+    if batch.has_fixed:
+        return
+    following = None
+    with together(in_step=policy.is_sharded):
+        for micro in batch.micro_batches:
+            if reference is not None and exact:
+                micro.ref_hidden = reference.hidden(micro.packed)
+            elif reference is not None:
+                micro.ref_logps = reference.logps(micro.packed, temperature, micro.support)
+            wanted = keep_old or (critic is not None and critic.is_shared)
+            hidden = policy.hidden(micro.packed) if wanted else None
+            if keep_old:
+                micro.old_logps = policy.logps(micro.packed, temperature, hidden, micro.support)
+            if critic is not None:
+                micro.old_values = critic.values(micro.packed, hidden)
+        if critic is not None and critic.config.bootstrap:
+            following = values_after_the_end(batch, critic)
+    if critic is not None:
+        following = None if following is None else sum_(following)
+        estimate_advantages(batch, token_rewards(batch, reward_kl), following, critic.config)
+    batch.has_fixed = True
+
+
+def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
+    """−β·kl_t for each token of each completion, and what it scored at its last one."""
+    rewards = [torch.zeros_like(values) for values in batch.of_each("old_values")]
+    if kl is not None:
+        estimate = KL_ESTIMATORS[kl.estimator]
+        logps = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+        rewards = [-kl.beta * estimate(ref - old)[0] for ref, old in logps]
+    for reward, score in zip(rewards, batch.advantages, strict=True):
+        reward[-1] += score.to(reward)
+    return rewards
+
+
+def values_after_the_end(batch: StepBatch, critic: Critic) -> Tensor:
+    """(N·G,) V of the state after the last token of a completion that was cut off; 0 if it ended,
+    or is another rank's.
+
+    That state predicts no token of the batch, so its row is in no micro-batch: the completions
+    that were cut off are packed once more, with one token more, whose row it is.
+    """
+    following = torch.zeros(len(batch.rollout.completion_ids))
+    for micro in batch.micro_batches:
+        cut = [i for i in micro.chosen if batch.rollout.truncated[i] and not batch.mask_truncated]
+        if micro.is_idle:
+            cut = []
+        if cut:
+            following[cut] = _last_values(micro, batch, cut, critic).cpu()
+        elif critic.trunk.is_sharded:  # in step with ranks that have one
+            _last_values(micro, batch, micro.chosen[:1], critic)
+    return following
+
+
+def _last_values(micro: MicroBatch, batch: StepBatch, cut: list[int], critic: Critic) -> Tensor:
+    prompts, completions = batch.rollout.prompt_ids, batch.rollout.completion_ids
+    groups = []
+    for _, members in groupby(cut, key=lambda i: i // batch.group_size):
+        listed = list(members)
+        # Which token comes last does not matter: nothing is asked about it but who predicts it.
+        longer = [[*completions[i], completions[i][-1]] for i in listed]
+        groups.append((prompts[listed[0]], longer))
+    packed = pack_groups(groups, shared=batch.shared, device=micro.completion_mask.device)
+    return critic.values(packed)[packed.cu_seqlens[1:].long() - 1]
+
+
+def estimate_advantages(
+    batch: StepBatch,
+    rewards: list[Tensor],  # of the tokens of each completion
+    following: Tensor | None,  # (N·G,)
+    config: CriticConfig,
+) -> None:
+    """GAE of every token, and its return = advantage + value; then the advantages are whitened.
+
+    Mean and deviation are those of the tokens that count, over the whole step; the others' are 0.
+    """
+    values, lengths = batch.of_each("old_values"), [len(x) for x in rewards]
+    table, valued = (pad_sequence(x, batch_first=True).cpu() for x in (rewards, values))
+    counts = pad_sequence(batch.of_each("completion_mask"), batch_first=True).cpu()
+    decay = config.gamma, config.lam
+    advantages = gae(table, valued, *decay, mask=counts, following=following)
+    returns = advantages + torch.where(counts, valued, 0.0)
+    if config.whiten and counts.any():
+        advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()
+    for name, found in (("token_advantages", advantages), ("returns", returns)):
+        rows = [row[:n].to(batch.device) for row, n in zip(found, lengths, strict=True)]
+        batch.set(name, rows)

@@ -1,0 +1,52 @@
+"""A short supervised start: a random model learns what a solution looks like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_fast.attention import PackedGroups, pack_groups
+from grpo_fast.data import Example
+from grpo_fast.rollout import encode_prompts
+from grpo_fast.train.config import OptimConfig, WarmStartConfig
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks.distributed import size, together
+from grpo_fast.train.update.optimizer import Optimizer
+
+
+def warm_start(
+    policy: Policy,
+    examples: Sequence[Example],
+    config: WarmStartConfig,
+    *,
+    seed: int,
+    log: Callable[[int, dict[str, float]], Any],  # called as log(0, metrics) after every step
+) -> None:
+    """Train on the gold solutions, each ended by EOS; the loss is −mean(logps).
+
+    Raises ValueError when no example has a solution.
+    """
+    usable = [e for e in examples if e.solution]
+    if not usable:
+        raise ValueError("warm_start: expected examples with a solution, came none")
+    optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=config.warmup, weight_decay=0.01)
+    optimizer = Optimizer(policy.trainable(), optim, config.steps)
+    rng = random.Random(f"{seed}/warm start")
+    policy.model.train()
+    for step in range(1, config.steps + 1):
+        chosen = rng.sample(usable, min(config.batch_size, len(usable)))
+        with together():
+            loss = -policy.logps(_packed(policy, chosen)).mean()
+            (loss / size()).backward()  # every rank makes the same gradient
+        optimizer.step()
+        log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
+
+
+def _packed(policy: Policy, examples: Sequence[Example]) -> PackedGroups:
+    """Prompts with their gold solutions, each ended by EOS, in place of sampled completions."""
+    _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
+    texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)
+    solutions = ([*text["input_ids"], policy.tokenizer.eos_token_id] for text in texts)
+    groups = [(prompt, [ids]) for prompt, ids in zip(prompt_ids, solutions, strict=True)]
+    return pack_groups(groups, device=policy.device)

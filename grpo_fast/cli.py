@@ -58,20 +58,13 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
-    from grpo_fast.rewards import RewardError
-    from grpo_fast.rollout import EngineError, NonFiniteLogits
+    from grpo_fast.errors import SAVED, RunError, Stopped
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names
-    from grpo_fast.train.files import WriteError
-    from grpo_fast.train.ranks.distributed import RankError, launched_rank
-    from grpo_fast.train.runs.checkpoint import CheckpointError
+    from grpo_fast.train.ranks.distributed import launched_rank
     from grpo_fast.train.runs.folder import free_folder, run_folder
-    from grpo_fast.train.runs.stopping import SAVED, Stopped
-    from grpo_fast.train.update.optimizer import NonFiniteGradient
 
-    failures = (RewardError, NonFiniteGradient, NonFiniteLogits, EngineError, CheckpointError,
-                WriteError, RankError)  # fmt: skip
-    with told(debug, *failures):
+    with told(debug, RunError):
         words = expand_data(settings or [])
         config = load_recipe(recipe, words)
         if name is not None:
@@ -131,7 +124,7 @@ def evaluate(
 
     Two models get the same questions: their paired difference, its standard error, its p-value.
     """
-    from grpo_fast.rollout import NonFiniteLogits
+    from grpo_fast.errors import NonFiniteLogits
     from grpo_fast.train.evaluation import command
     from grpo_fast.train.evaluation.settings import is_model, parse_settings
 

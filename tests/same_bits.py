@@ -6,10 +6,11 @@ commit before the change:
 
     python -m tests.same_bits --store FILE     write this machine's hashes (other machines' stay)
     python -m tests.same_bits --against FILE   compare; status 1 and the names of what differs
-    --engine host|triton    torch and C++ kernels, or Triton's (needs TRITON_INTERPRET=1)
+    --engine host|triton|runs   torch and C++; Triton (needs TRITON_INTERPRET=1); whole runs
 
 Each case is a call of a public function and its backward pass; the hash covers loss, logps,
-entropy, metrics and gradients.
+entropy, metrics and gradients. The cases of `runs` are short trainings by the recipes; the hash
+covers every logged metric, timings apart, and the weights of the trained model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,21 @@ from tests.loss_cases import LOSS_LEVELS, Case, default_mask, make_case, options
 
 STORE = Path(__file__).resolve().parent / "same_bits.json"
 CPU_WORDS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
-ENGINES = {"host": ("torch", "cpu"), "triton": ("triton",)}
+ENGINES = {"host": ("torch", "cpu"), "triton": ("triton",), "runs": ()}
+GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
+FEW = ["steps=5", "data.n_test=8", "log.completions_every=0", "log.progress=false"]
+KL = ["loss.beta=0.1", "reference.kind=synced", "reference.sync_every=2"]
+RUNS: dict[str, list[str]] = {
+    "sort": ["sort"],
+    "sort mu": ["sort", "inner_iterations=2", "minibatches=2", "shuffle=completions", *KL],
+    "ppo-sort": ["ppo-sort"],
+    "gsm8k-tiny": ["gsm8k-tiny", f"data={GSM8K}", "eval.max_new_tokens=24",
+                   "rollout.max_new_tokens=24"],
+    "ahead": ["sort", "rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.8"],
+    "lora": ["sort", "model.lora={r: 2, alpha: 4}", "loss.beta=0.1", "reference.kind=frozen"],
+    "ddp": ["sort", "distributed=ddp"],
+    "fsdp2": ["sort", "distributed=fsdp2"],
+}  # fmt: skip
 Cases = Iterator[tuple[str, Callable[[], dict[str, Tensor | None]]]]
 
 
@@ -211,6 +228,41 @@ def cases(engine: str) -> Cases:
         yield from option_cases(backend)
 
 
+def run_cases() -> Cases:
+    for name, words in RUNS.items():
+        if f"data={GSM8K}" in words and not GSM8K.is_dir():
+            print(f"{name}: left out, no {GSM8K}")
+        else:
+            yield name, lambda w=words: trained(w)
+
+
+def trained(words: list[str]) -> dict[str, Tensor | None]:
+    """Train in processes of their own; return metrics, row by row, and weights."""
+    from safetensors.torch import load_file
+
+    from grpo_fast.train.metrics.losses import is_timing
+
+    alone = [sys.executable, "-W", "ignore", "-m", "grpo_fast"]
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "grpo_fast"]
+    is_alone = not any(word.startswith("distributed=") for word in words)
+    with tempfile.TemporaryDirectory() as folder:
+        line = alone if is_alone else [*alone[:4], *launch]
+        done = subprocess.run(
+            [*line, "train", words[0], *FEW, *words[1:], f"output_dir={folder}/run"],
+            capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        found: dict[str, Tensor | None] = {}
+        for number, row in enumerate(map(json.loads, lines)):
+            numbers = {k: v for k, v in row.items() if not is_timing(k) and v is not None}
+            found |= {f"{number}/{key}": torch.tensor(v) for key, v in numbers.items()}
+        for file in sorted((Path(folder) / "run" / "model").glob("*.safetensors")):
+            found |= load_file(file)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=tuple(ENGINES), default="host")
@@ -218,7 +270,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--against", type=Path, default=STORE)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = {name: hashed(call()) for name, call in cases(options.engine)}
+    listed = run_cases() if options.engine == "runs" else cases(options.engine)
+    found = {name: hashed(call()) for name, call in listed}
     here = f"{options.engine}: {fingerprint()}"
     if options.store is not None:
         stored = (

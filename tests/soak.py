@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from grpo_fast.errors import RankError
 from grpo_fast.train import loop
-from grpo_fast.train.ranks.distributed import RankError
 from grpo_fast.train.report import report
 from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.checkpoint import problem_of

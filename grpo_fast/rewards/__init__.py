@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_fast.errors import RewardError
 from grpo_fast.rewards import rules, shaping, workers
 from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function, parameters_of
 from grpo_fast.rewards.columns import SAMPLED, check_examples, score
 from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_model import RewardModel
-from grpo_fast.rewards.reward_set import RewardError, RewardResult, RewardSet, WeightedReward
+from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rewards.rules import Scorer, scorer_for
 from grpo_fast.rewards.text import distinct_words
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import escape_control
+from grpo_fast.errors import RewardError
 from grpo_fast.rewards.calling import (
     NoNumbers,
     RewardFunction,
@@ -36,10 +37,6 @@ logger = logging.getLogger(__name__)
 WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
-
-
-class RewardError(RuntimeError):
-    """Too many samples without a reward: the message names the function and its last error."""
 
 
 class WeightedReward(NamedTuple):

@@ -1,17 +1,10 @@
 """Completions for prompts, with the log-probabilities the sampler used."""
 
+from grpo_fast.errors import EngineError, NonFiniteLogits
 from grpo_fast.rollout.completions import Rollout, generate
-from grpo_fast.rollout.engine import (
-    Completion,
-    Engine,
-    EngineError,
-    EngineName,
-    Kept,
-    awake,
-    build_engine,
-)
+from grpo_fast.rollout.engine import Completion, Engine, EngineName, Kept, awake, build_engine
 from grpo_fast.rollout.prompts import check_prompts, encode_prompts
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
+from grpo_fast.rollout.sampler import Sampling
 
 __all__ = [
     "Completion",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import (
     EOS,
     LENGTH,
@@ -24,7 +25,7 @@ from grpo_fast.rollout.engine import (
     say_that_kept_is_unknown,
     seed_for,
 )
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
+from grpo_fast.rollout.sampler import Sampling
 
 
 class ContinuousOptions(BaseModel):

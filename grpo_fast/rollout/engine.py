@@ -36,10 +36,6 @@ BUILDERS: dict[str, str] = {
 Seed = int | tuple[int | str, ...]
 
 
-class EngineError(RuntimeError):
-    """An engine cannot go on: what it needs is gone, or gives what cannot be used."""
-
-
 class Kept(NamedTuple):
     """The tokens that a truncating sampler chose from, row by row (CSR).
 

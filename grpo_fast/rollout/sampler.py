@@ -52,10 +52,6 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class NonFiniteLogits(RuntimeError):
-    """The policy's logits are NaN or infinite: nothing can be sampled from them."""
-
-
 class Drawn(NamedTuple):
     """One token for each of B rows, and what it was drawn from."""
 

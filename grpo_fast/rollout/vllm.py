@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from grpo_fast.data import reason
-from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
+from grpo_fast.errors import EngineError
+from grpo_fast.rollout.engine import Completion, Engine, Seed
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.vllm_sampling import Answer, BadAnswer, grouped, parameters, to_completion
 from grpo_fast.rollout.vllm_weights import buckets

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_fast.data import reason
-from grpo_fast.rollout.engine import EngineError
+from grpo_fast.errors import EngineError
 from grpo_fast.rollout.vllm_sampling import Answer, BadAnswer
 
 CHECK_S = 10.0  # a question that a living server answers at once

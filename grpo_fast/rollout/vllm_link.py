@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_fast.data import reason
-from grpo_fast.rollout.engine import EngineError
+from grpo_fast.errors import EngineError
 from grpo_fast.rollout.vllm_http import Server
 from grpo_fast.rollout.vllm_options import VLLMOptions
 from grpo_fast.rollout.vllm_weights import GlooGroup, Group, Named, NCCLGroup, started

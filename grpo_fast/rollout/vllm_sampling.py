@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import (
     EOS,
     LENGTH,
@@ -18,7 +19,7 @@ from grpo_fast.rollout.engine import (
     say_that_kept_is_unknown,
     seed_for,
 )
-from grpo_fast.rollout.sampler import NonFiniteLogits, Sampling
+from grpo_fast.rollout.sampler import Sampling
 
 CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
 

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import reason
-
-
-class WriteError(RuntimeError):
-    """A run's file could not be written; what it holds is as it was before."""
+from grpo_fast.errors import WriteError
 
 
 @contextmanager

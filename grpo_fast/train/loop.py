@@ -13,6 +13,7 @@ import torch
 
 from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
 from grpo_fast.kernels import route
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rollout import (
@@ -35,13 +36,11 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport, kernels_line, memory_line, support_line
 from grpo_fast.train.report.silent_report import SilentReport
 from grpo_fast.train.report.trackers import check_trackers
-from grpo_fast.train.runs.checkpoint import CheckpointError
 from grpo_fast.train.runs.resume import Start, find_start
 from grpo_fast.train.runs.run_state import RunState
-from grpo_fast.train.runs.stopping import SAVED, Stopped, Stopping
+from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
-from grpo_fast.train.update.optimizer import NonFiniteGradient
 from grpo_fast.train.update.trainer import Trainer
 from grpo_fast.train.update.warm_start import warm_start
 

@@ -17,6 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Floors, lowest first: a module may import its own floor and those below.
 FLOORS = (
+    ("errors",),
     ("objective",),
     ("kernels",),
     ("loss",),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from grpo_fast.errors import Stopped
 from grpo_fast.rollout import engine, hf
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import loop
@@ -29,7 +30,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.losses import is_timing
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report import report, trackers
-from grpo_fast.train.runs.stopping import Stopped, Stopping
+from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update import gradients, optimizer
 from tests.command_line import ROOT
 from tests.train.resuming import TINY

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from grpo_fast.errors import Stopped
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.losses import is_timing
-from grpo_fast.train.runs.stopping import Stopped, Stopping
+from grpo_fast.train.runs.stopping import Stopping
 
 TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",
         "model.config.num_hidden_layers=1", "model.config.num_attention_heads=2",

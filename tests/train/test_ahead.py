@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
+from grpo_fast.errors import Stopped
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.collect import collect
 from grpo_fast.train.collect.ahead import Ahead
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in
-from grpo_fast.train.runs.stopping import Stopped
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.train.resuming import Leave, config_of, run
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
 from grpo_fast.train.runs import checkpoint, run_state
-from grpo_fast.train.runs.checkpoint import CheckpointError, checkpoints_in, problem_of
+from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
-from grpo_fast.train.runs.stopping import SAVED, Stopped, Stopping
-from grpo_fast.train.update.optimizer import NonFiniteGradient, Optimizer
+from grpo_fast.train.runs.stopping import Stopping
+from grpo_fast.train.update.optimizer import Optimizer
 from tests.command_line import ROOT
 from tests.tiny import tiny_folder
 from tests.train.resuming import Leave, config_of, result, run

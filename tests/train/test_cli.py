@@ -153,7 +153,7 @@ def test_eval_refuses_where_it_cannot_write_or_read_before_it_works(recipe, tmp_
 
 
 def test_a_run_that_diverges_ends_with_code_1(recipe, monkeypatch):
-    from grpo_fast.train.update.optimizer import NonFiniteGradient
+    from grpo_fast.errors import NonFiniteGradient
 
     def diverge(config):
         raise NonFiniteGradient("3 gradients in a row were not finite")

@@ -11,11 +11,11 @@ import time
 
 import pytest
 
+from grpo_fast.errors import SAVED, WriteError
 from grpo_fast.train import files
-from grpo_fast.train.files import JsonLines, WriteError
+from grpo_fast.train.files import JsonLines
 from grpo_fast.train.runs.audit import WAITING, audit
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
-from grpo_fast.train.runs.stopping import SAVED
 from tests.command_line import ROOT, invoke, refused, write_recipe
 from tests.train.resuming import result, run
 
@@ -209,7 +209,7 @@ def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeyp
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     """As in a folder that allows reading only."""
-    from grpo_fast.train.runs.stopping import Stopped
+    from grpo_fast.errors import Stopped
     from tests.train.resuming import Leave
 
     Leave(monkeypatch, 20)
@@ -235,7 +235,7 @@ def test_a_shipped_recipe_goes_on_in_its_own_folder(tmp_path, monkeypatch):
 
 
 def test_the_audit_follows_every_prompt(tmp_path, monkeypatch):
-    from grpo_fast.train.runs.stopping import Stopped
+    from grpo_fast.errors import Stopped
     from tests.train.resuming import Leave
 
     options = ["rollout.dynamic={rounds: 1}", "rollout.group_size=2", "minibatches=2"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from grpo_fast.errors import SAVED
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in
-from grpo_fast.train.runs.stopping import SAVED
 from grpo_fast.train.update.batch import balanced
 from tests.train.ranks import CASES, SMALL, Ranks, differences
 

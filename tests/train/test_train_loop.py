@@ -14,6 +14,7 @@ import torch
 
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.data import Example
+from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
 from grpo_fast.train import loop
@@ -21,7 +22,7 @@ from grpo_fast.train.collect import collect, prompts
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.losses import LossMetrics, is_timing, policy_gradient, reward_metrics
-from grpo_fast.train.update.optimizer import NonFiniteGradient, Optimizer, schedule
+from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",

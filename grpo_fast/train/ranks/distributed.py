@@ -20,11 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grpo_fast.rewards import RewardError
-from grpo_fast.rollout import EngineError, NonFiniteLogits
-from grpo_fast.train.files import WriteError
-from grpo_fast.train.runs.checkpoint import CheckpointError
-from grpo_fast.train.runs.stopping import Stopped
+from grpo_fast.errors import (
+    CheckpointError,
+    EngineError,
+    NonFiniteLogits,
+    RankError,
+    RewardError,
+    Stopped,
+    WriteError,
+)
 
 Result = TypeVar("Result")
 
@@ -37,10 +41,6 @@ SHARED: dict[str, Callable[[str], BaseException]] = {
                  RewardError, CheckpointError, WriteError)
 }  # fmt: skip
 _store: list[dist.Store] = []  # of the launcher, in which ranks say that they are still there
-
-
-class RankError(RuntimeError):
-    """Another rank has failed, or does not answer; the message names it."""
 
 
 # ------------------------------------------------------------------------------- who is there

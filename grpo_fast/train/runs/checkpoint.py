@@ -5,6 +5,7 @@ sha256 in a manifest, and a rename makes it appear. Which files lie in it is `ru
 """
 
 from __future__ import annotations
+from grpo_fast.errors import CheckpointError
 
 import hashlib
 import json
@@ -22,10 +23,6 @@ FOLDER, MANIFEST, UNFINISHED = "checkpoints", "manifest.json", ".unfinished"
 STATE = "state.json"  # of the run, as `run_state.py` writes it
 FORMAT = 1
 NAME = re.compile(r"step_(\d{6,12})(?:\+(\d{4,12}))?")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the message says why, and what is still there."""
 
 
 def name_of(step: int, place: int) -> str:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from grpo_fast.train.ranks import distributed
+from grpo_fast.errors import CheckpointError
 from grpo_fast.train.runs.checkpoint import (
     STATE,
-    CheckpointError,
     name_of,
     prune,
     read_state,

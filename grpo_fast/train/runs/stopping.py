@@ -5,6 +5,7 @@ its work; a second signal ends the process at once.
 """
 
 from __future__ import annotations
+from grpo_fast.errors import Stopped
 
 import os
 import signal
@@ -15,21 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
 SHOW_CURSOR = b"\x1b[?25h"
-
-
-class Stopped(SystemExit):
-    """A signal ended the run. `code` is SAVED once a checkpoint holds it, 128 + signal till then.
-
-    It is a SystemExit: what catches every Exception lets it through, and the process ends with the
-    code.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
-        self.name = signal.Signals(number).name
 
 
 class Stopping:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.train.config import OptimConfig
 from grpo_fast.train.ranks.distributed import sum_gradients, whole
 
@@ -18,10 +19,6 @@ log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 3
 COUNTERS = ("steps", "skipped", "_skipped_in_a_row")
-
-
-class NonFiniteGradient(RuntimeError):
-    """Too many gradients in a row were NaN or infinite."""
 
 
 class Optimizer:

@@ -1,0 +1,54 @@
+"""How a run can end: one class for each cause, below one base class that commands catch.
+
+A wrong argument is no `RunError`: it is a ValueError that names the argument.
+"""
+
+from __future__ import annotations
+
+import signal
+
+SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, try again
+
+
+class RunError(RuntimeError):
+    """A run cannot go on. The message says why, and where it was saved if it was."""
+
+
+class EngineError(RunError):
+    """A rollout engine is gone, or answers with something that cannot be used."""
+
+
+class NonFiniteLogits(RunError):
+    """The policy's logits are NaN or infinite: nothing can be sampled from them."""
+
+
+class RewardError(RunError):
+    """Too many samples have no reward. The message names the function and its last error."""
+
+
+class NonFiniteGradient(RunError):
+    """Too many gradients in a row were NaN or infinite."""
+
+
+class WriteError(RunError):
+    """A run's file could not be written. The file holds what it held before."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written. The message says why, and what is still there."""
+
+
+class RankError(RunError):
+    """Another rank has failed or does not answer. The message names it."""
+
+
+class Stopped(SystemExit):
+    """A signal ended the run. `code` is SAVED once a checkpoint holds it, before 128 + signal.
+
+    As a SystemExit it passes every `except Exception`, and the process ends with the code.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+        self.name = signal.Signals(number).name

@@ -42,14 +42,14 @@ STORE = Path(__file__).resolve().parent / "same_bits.json"
 CPU_WORDS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
 ENGINES = {"host": ("torch", "cpu"), "triton": ("triton",), "runs": ()}
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
-FEW = ["steps=5", "data.n_test=8", "log.completions_every=0", "log.progress=false"]
+FEW = ["steps=5", "log.completions_every=0", "log.progress=false"]
 KL = ["loss.beta=0.1", "reference.kind=synced", "reference.sync_every=2"]
 RUNS: dict[str, list[str]] = {
     "sort": ["sort"],
     "sort mu": ["sort", "inner_iterations=2", "minibatches=2", "shuffle=completions", *KL],
     "ppo-sort": ["ppo-sort"],
-    "gsm8k-tiny": ["gsm8k-tiny", f"data={GSM8K}", "eval.max_new_tokens=24",
-                   "rollout.max_new_tokens=24"],
+    "gsm8k-tiny": ["gsm8k-tiny", f"data={GSM8K}", "eval.n=8", "rollout.max_new_tokens=24",
+                   "warm_start.steps=10"],
     "ahead": ["sort", "rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.8"],
     "lora": ["sort", "model.lora={r: 2, alpha: 4}", "loss.beta=0.1", "reference.kind=frozen"],
     "ddp": ["sort", "distributed=ddp"],

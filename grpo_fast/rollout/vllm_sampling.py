@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.errors import NonFiniteLogits
+from grpo_fast.errors import EngineError, NonFiniteLogits
 from grpo_fast.rollout.engine import (
     EOS,
     LENGTH,
     Completion,
-    EngineError,
     Kept,
     Seed,
     say_that_kept_is_unknown,

@@ -175,8 +175,10 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     """A step of our trainer on the same prompts."""
     from grpo_fast.data import Example
     from grpo_fast.rewards import build_rewards
+    from grpo_fast.rollout import build_engine
     from grpo_fast.train.collect.prompts import PromptQueue
     from grpo_fast.train.config.recipes import load_recipe
+    from grpo_fast.train.loop import build_collector, make_step
     from grpo_fast.train.update.trainer import Trainer
 
     config = load_recipe("gsm8k-tiny", [
@@ -187,18 +189,20 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
         name=f"{__name__}:reward", label="reward", weight=1.0, options={}, path=None, timeout=60.0,
         in_process=True,
     )  # fmt: skip
-    trainer = Trainer(config, policy, build_rewards([made]))
+    trainer = Trainer(config, policy)
     queue = PromptQueue([Example(text, None, None) for text in texts])
+    engine, rewards = build_engine(policy, config.rollout), build_rewards([made])
+    collector = build_collector(config, policy, engine, rewards, queue)
     count = 0
 
-    def step() -> Any:
+    def one_step() -> Any:
         nonlocal count
         count += 1
-        metrics, _ = trainer.step(count, queue)
-        trainer.underway = None
-        return metrics
+        step = trainer.begin(count)
+        make_step(step, collector, trainer)
+        return step.metrics
 
-    return step
+    return one_step
 
 
 def trl_steps(

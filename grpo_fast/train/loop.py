@@ -1,11 +1,11 @@
-"""A run: model and data, a step after the other (trainer.py), evaluations, the run's folder."""
+"""A run on one screen: model and data, then a step after the other."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,15 @@ import torch
 
 from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
-from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
 from grpo_fast.kernels import route
-from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rollout import (
-    Engine,
-    EngineError,
-    NonFiniteLogits,
-    awake,
-    build_engine,
-    check_prompts,
-)
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples
+from grpo_fast.rollout import Engine, build_engine, check_prompts
+from grpo_fast.train.collect.advantages import Advantages
+from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.prompts import PromptQueue
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.evaluation.evaluate import EvalResult, build_evaluation
+from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.files import written
-from grpo_fast.train.metrics.losses import finite, is_policy_alone
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import check_reference
@@ -37,19 +30,16 @@ from grpo_fast.train.report.report import RunReport, kernels_line, memory_line, 
 from grpo_fast.train.report.silent_report import SilentReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.resume import Start, find_start
+from grpo_fast.train.runs.run import Run
 from grpo_fast.train.runs.run_state import RunState
 from grpo_fast.train.runs.stopping import Stopping
+from grpo_fast.train.step import Step
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
 from grpo_fast.train.update.trainer import Trainer
 from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
-
-LOSS_IS_ZERO = (
-    "one update per batch: the loss stays near 0 while its gradient does not; watch reward and "
-    "grad_norm"
-)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -103,13 +93,15 @@ def _train(config: RunConfig) -> dict[str, Any]:
             report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
-        trainer = Trainer(config, policy, rewards, load_critic(config, policy), engine)
-        state = RunState(trainer, PromptQueue(examples), report)
+        trainer = Trainer(config, policy, load_critic(config, policy))
+        collector = build_collector(config, policy, engine, rewards, PromptQueue(examples))
+        state = RunState(collector, trainer, report)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
             report.note(f"goes on from {start.checkpoint}")
-        with saved_when_it_ends(state):
-            run_steps(state, evaluate)
+        run = Run(config, state, evaluate, engine)
+        with run.saved_when_it_ends():
+            run_steps(run, collector, trainer)
         summary = {
             "before": state.before, "after": state.after, **kernels,
             **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
@@ -119,6 +111,18 @@ def _train(config: RunConfig) -> dict[str, Any]:
         if config.log.save_model:
             save_models(trainer, report.folder)
     return summary
+
+
+def build_collector(
+    config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
+) -> Collector:
+    """The collector of a run."""
+    group_size = config.rollout.group_size
+    advantages = Advantages(config.advantages, config.advantage_options, group_size)
+    return Collector(
+        config.rollout, policy, engine, rewards, queue, advantages,
+        seed=config.seed, steps=config.steps,
+    )  # fmt: skip
 
 
 def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
@@ -156,66 +160,30 @@ def save_models(trainer: Trainer, folder: Path) -> None:
                 critic.save(folder / "critic")
 
 
-def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None:
-    """All steps that are left, evaluated and reported along the way."""
-    trainer, report = state.trainer, state.report
-    config, trainer.at_rest = trainer.config, state.mark
-
-    def evaluated(steps: int) -> dict[str, float]:
-        with awake(trainer.engine, trainer.policy, version=steps) as engine:
-            return evaluate(engine).metrics
-
-    if trainer.updates == 1 and is_policy_alone(trainer.loss_config) and trainer.critic is None:
-        report.note(LOSS_IS_ZERO)
-    if state.before is None:
-        before = evaluated(0)
-        report.log(0, before)
-        state.before = state.after = before
-        state.mark()
-    for step in range(state.step + 1, config.steps + 1):
-        metrics, collected = trainer.step(step, state.queue)
-        after = None
-        if step == config.steps or (config.eval.every and step % config.eval.every == 0):
-            metrics |= (after := evaluated(step))
-        report.prompts(collected.prompts)
-        for row in trainer.underway.update_rows:
-            report.log(step, row)
-        report.log(step, finite(metrics))
-        every = config.log.completions_every
-        if every and (step in (1, config.steps) or step % every == 0):
-            report.completions(step, trainer.rows(collected))
-        state.finish_step(step, finite(metrics), after)
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
-            state.save()
+def run_steps(run: Run, collector: Collector, trainer: Trainer) -> None:
+    """All steps that are left."""
+    for step in run.steps():
+        make_step(step, collector, trainer, run.rest)
+        run.finish(step)
 
 
-@contextmanager
-def saved_when_it_ends(state: RunState) -> Iterator[None]:
-    """A run that a signal, its engine or its gradients end leaves a checkpoint.
+def make_step(
+    step: Step, collector: Collector, trainer: Trainer, rest: Callable[[Step], Any] = id
+) -> None:
+    """Completions, then μ passes of updates over them, from where the step stands.
 
-    Others leave what they have.
+    rest: called where the run can be left, and go on from there.
     """
-    trainer = state.trainer
-    try:
-        yield
-    except NonFiniteLogits as error:
-        when = f"at step {trainer.steps}" if trainer.steps else "before the first step"
-        advice = "a lower optim.lr or a wider model.dtype may help"
-        raise NonFiniteLogits(f"{error} {when}; {advice}") from None
-    except NonFiniteGradient as error:
-        raise NonFiniteGradient(f"{error}; {_saved(state)}") from None
-    except EngineError as error:
-        raise EngineError(f"{error}; {_saved(state)}") from error
-    except Stopped as stopped:
-        trainer.forget_gradients()
-        path = state.save()
-        stopped.code = SAVED
-        state.report.note(f"{stopped.name}: saved in {path}; resume=auto goes on from there")
-        raise
-
-
-def _saved(state: RunState) -> str:
-    try:
-        return f"saved in {state.save()}"
-    except CheckpointError as error:
-        return str(error)
+    if step.collected is None:
+        trainer.pack(step, collector.next(step.number, step.clock))
+        rest(step)
+    collector.sample_ahead(step.number, step.clock)
+    if step.metrics is not None:
+        return
+    for minibatch in trainer.remaining(step):  # of all passes over the batch
+        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer
+        rest(step)
+    step.clock.lap("train")
+    collector.settle(step.clock)
+    trainer.finish(step)
+    rest(step)

@@ -1,4 +1,4 @@
-"""The step that a run is in the middle of: its completions, and how far its updates have come."""
+"""One step of a run, and its state between two updates for a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import stored
 from grpo_fast.rollout.stored import Tensors
-from grpo_fast.train.collect.collect import Collected
-from grpo_fast.train.metrics.losses import Clock, LossMetrics
+from grpo_fast.train.collect.collector import Collected
+from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.update.batch import FIXED, StepBatch
 from grpo_fast.train.update.updates import Updates
 
 
 @dataclass
-class Underway:
-    """A step between its rollout and its line of metrics.
+class Step:
+    """One step of a run: its completions, the updates made so far, what was measured.
 
     The next update is that of minibatch `minibatch` in pass `epoch`; `metrics` are there when all
     updates are made and what follows from them is done.
     """
 
-    step: int
-    collected: Collected
-    batch: StepBatch
-    done: Updates
+    number: int
+    updates: Updates
     clock: Clock
+    collected: Collected | None = None
+    batch: StepBatch | None = None
     noise: dict[str, float] | None = None
     epoch: int = 0
     minibatch: int = 0
@@ -41,14 +42,20 @@ class Underway:
 
     @property
     def place(self) -> int:
-        """How far the step has come: 1 after the rollout, one more with each update, and at the
-        end.
-        """
-        return 1 + len(self.done) + (self.metrics is not None)
+        """1 after the rollout, one more with each update, and one more at the end; 0 before."""
+        if self.collected is None:
+            return 0
+        return 1 + len(self.updates) + (self.metrics is not None)
+
+    def done(self, losses: LossMetrics, rate: float, norm: float) -> None:
+        """An update is made; the next minibatch comes."""
+        self.updates.add(losses, rate, norm)
+        self.minibatch += 1
 
     def state(self) -> tuple[dict[str, Any], Tensors]:
         """Everything that the step cannot compute again, as JSON and as tensors by name."""
-        collected, batch, done = self.collected, self.batch, self.done
+        collected, batch, done = self.collected, self.batch, self.updates
+        assert collected is not None and batch is not None
         rollout, scores = collected.rollout, collected.scores
         tensors = {"total": scores.total, "advantages": collected.advantages}
         tensors |= {f"reward/{name}": values for name, values in scores.per_fn.items()}
@@ -60,7 +67,7 @@ class Underway:
             for m, (ours, samplers) in enumerate(losses.logps):
                 tensors |= {f"update/{u}/{m}/ours": ours, f"update/{u}/{m}/samplers": samplers}
         numbers = {
-            "step": self.step, "epoch": self.epoch, "minibatch": self.minibatch,
+            "number": self.number, "epoch": self.epoch, "minibatch": self.minibatch,
             "noise": self.noise, "metrics": self.metrics, "update_rows": self.update_rows,
             "rollout": lists,
             "rewards": list(scores.per_fn), "collected_metrics": collected.metrics,
@@ -81,8 +88,8 @@ def restore(
     examples: Sequence[Example],
     per_pass: int,
     **options: Any,  # of StepBatch: group_size, minibatches, device, shared, mask_truncated
-) -> Underway:
-    """What `Underway.state` was made from; the prompts' texts are looked up in the training set."""
+) -> Step:
+    """The step that `Step.state` was called on; prompts are looked up in the training set."""
     rollout, device = stored.restore(state["rollout"], tensors), options["device"]
     count = len(rollout.texts)
     names = state["rewards"]
@@ -106,9 +113,9 @@ def restore(
         losses = _losses(found, tensors, u, device)
         done.add(losses, updates["rates"][u], updates["norms"][u])
     clock = Clock(state["seconds"], state["peaks"])
-    own = {f.name for f in dataclasses.fields(Underway)} - {"collected", "batch", "done", "clock"}
+    own = {f.name for f in dataclasses.fields(Step)} - {"collected", "batch", "updates", "clock"}
     rest: dict[str, Any] = {name: state[name] for name in own}
-    return Underway(collected=collected, batch=batch, done=done, clock=clock, **rest)
+    return Step(collected=collected, batch=batch, updates=done, clock=clock, **rest)
 
 
 def _losses_state(losses: LossMetrics) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from grpo_fast.rollout import engine, hf
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report import report, trackers
 from grpo_fast.train.runs.stopping import Stopping

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from grpo_fast.errors import Stopped
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.runs.stopping import Stopping
 
 TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",

@@ -12,7 +12,7 @@ import pytest
 from grpo_fast.errors import Stopped
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import loop
-from grpo_fast.train.collect import collect
+from grpo_fast.train.collect import collector
 from grpo_fast.train.collect.ahead import Ahead
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in
@@ -105,7 +105,7 @@ def test_weights_that_stand_still_are_sampled_with_the_same_random_numbers(tmp_p
 
 def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_path, monkeypatch):
     words = [*AHEAD, "rollout.dynamic={rounds: 1}", "rollout.group_size=2", "data.digits=2"]
-    calls, generate = [], collect.generate
+    calls, generate = [], collector.generate
 
     def counted(*args, **options):
         calls.append(None)
@@ -114,7 +114,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
         return generate(*args, **options)
 
     last = 0
-    monkeypatch.setattr(collect, "generate", counted)
+    monkeypatch.setattr(collector, "generate", counted)
     whole = run(tmp_path / "whole", *words)
     last, _ = len(calls), calls.clear()  # prompts that are asked in place of some that were dropped
     with pytest.raises(Stopped):
@@ -155,8 +155,8 @@ def test_a_signal_while_the_engine_samples(tmp_path, monkeypatch, apart, fails, 
     whole = run(tmp_path / "whole", *AHEAD)
     begin, settle, asked = Ahead.begin, Ahead.settle, []
 
-    def begun(self, step, queue, clock):
-        begin(self, step, queue, clock)
+    def begun(self, step, clock):
+        begin(self, step, clock)
         if step == 2:
             asked.append(Leave(monkeypatch, 1))  # the next forward pass, of the update
 

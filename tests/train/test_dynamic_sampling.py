@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rollout import Rollout
 from grpo_fast.train import loop
-from grpo_fast.train.collect import collect as module
-from grpo_fast.train.collect.collect import collect
+from grpo_fast.train.collect import collector as module
 from grpo_fast.train.collect.groups import Drawn, uses_of
 from grpo_fast.train.collect.prompts import Asked, PromptQueue
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import Clock
+from grpo_fast.train.loop import build_collector
+from grpo_fast.train.metrics.clock import Clock
 from tests.command_line import invoke, refused, write_recipe
 from tests.train.test_train_loop import TINY_SORT
 
@@ -43,15 +44,16 @@ def asked(monkeypatch):
         return Rollout(
             prompts=[p for p in prompts for _ in range(group_size)], prompt_ids=[[1]] * n,
             completion_ids=[[2] * (i + 1) for i in range(n)], sampling_logps=[torch.zeros(1)] * n,
-            texts=names, truncated=[False] * n,
+            texts=names, truncated=[False] * n, weight_versions=[seed[1] - 1] * n,
         )  # fmt: skip
 
     monkeypatch.setattr(module, "generate", generate)
+    monkeypatch.setattr(module, "awake", lambda *_, **__: nullcontext())
     return calls
 
 
 def collected(queue, rewards, config, step=1):
-    return collect(None, queue, rewards, config, step, Clock())
+    return build_collector(config, None, None, rewards, queue).next(step, Clock())
 
 
 def by_table(table, watched=None):
@@ -166,7 +168,7 @@ def test_groups_joined_and_selected_keep_all_that_belongs_to_them():
         return Drawn([Asked(i, Example(name, None, None)) for i, name in enumerate(names)], rollout,
                      scores)  # fmt: skip
 
-    both = drawn("a", "b").joined(drawn("c"))
+    both = drawn("a", "b").concat(drawn("c"))
     assert both.rollout.texts == ["a0", "a1", "b0", "b1", "c0", "c1"]
     assert both.scores.reasons == {"f": {"error": 2}}
     some = both.select([0, 2])

@@ -15,7 +15,7 @@ from grpo_fast.rollout import Rollout
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference, check_reference
 from grpo_fast.train.update.batch import StepBatch

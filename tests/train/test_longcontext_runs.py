@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.report.report import memory_line
 from tests.tiny import tiny_folder

@@ -16,7 +16,7 @@ from grpo_fast.rewards import build_rewards
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
 from tests.tiny import tiny_folder
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from grpo_fast.train import loop
 from grpo_fast.train.config import KLConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import is_timing
-from grpo_fast.train.models.kl_weight import KLWeight
+from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.reference import KLWeight
 from grpo_fast.train.planning.memory_model import Shape, predict_run
 from grpo_fast.train.update import budget, trainer
 from grpo_fast.train.update.critic import Critic, load_critic

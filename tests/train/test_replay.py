@@ -15,12 +15,12 @@ from grpo_fast.rollout.vllm_sampling import Answer, to_completion
 from grpo_fast.train import loop
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import kept_metrics
+from grpo_fast.train.metrics.samples import kept_metrics
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update.batch import MicroBatch, StepBatch, support_of
 from grpo_fast.train.update.exact_kl import policy_term
 from grpo_fast.train.update.gradients import accumulate
-from grpo_fast.train.update.precompute import add_fixed
+from grpo_fast.train.update.precompute import precompute
 from tests.tiny import SYMBOLS, tiny_policy
 from tests.train.resuming import TINY
 
@@ -111,7 +111,7 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
         rollout, torch.linspace(-1, 1, 12), group_size=4, minibatches=1, budget=60, device="cpu"
     )
     assert len(batch.micro_batches) > 1
-    add_fixed(
+    precompute(
         batch, policy, temperature=0.8, keep_old=True, reference=reference,
         exact=estimator == "exact",
     )  # fmt: skip

@@ -9,9 +9,9 @@ import torch
 
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.train import loop
-from grpo_fast.train.collect import collect
+from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import is_timing
+from grpo_fast.train.metrics.clock import is_timing
 from tests.train.test_train_loop import TINY_SORT
 
 RUNNING = ["advantages=baseline", "advantage_options.running=true"]
@@ -52,13 +52,13 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
     """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
     kept = []
 
-    def recorded(rewards, *arguments):
-        advantages = whole(rewards, *arguments)
+    def recorded(self, rewards, *arguments):
+        advantages = whole(self, rewards, *arguments)
         kept.append((rewards.double(), advantages.double()))
         return advantages
 
-    whole = collect.advantages_of
-    monkeypatch.setattr(collect, "advantages_of", recorded)
+    whole = Advantages.of
+    monkeypatch.setattr(Advantages, "of", recorded)
     options = ["advantage_options.value=0.5", "advantage_options.decay=0.75", "steps=4"]
     run(tmp_path / "a", *RUNNING, *options)
     expected, mean = 0.5, None

@@ -18,10 +18,13 @@ from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
 from grpo_fast.train import loop
-from grpo_fast.train.collect import collect, prompts
+from grpo_fast.train.collect import collector, prompts
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import LossMetrics, is_timing, policy_gradient, reward_metrics
+from grpo_fast.train.metrics.clock import is_timing
+from grpo_fast.train.metrics.losses import LossMetrics, policy_gradient
+from grpo_fast.train.metrics.samples import reward_metrics
+from grpo_fast.train.runs.run import LOSS_IS_ZERO
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
 
@@ -103,7 +106,7 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
         drawn.append((rollout.prompt_ids, rollout.completion_ids))
         return rollout
 
-    monkeypatch.setattr(collect, "generate", recorded)
+    monkeypatch.setattr(collector, "generate", recorded)
     take = prompts.PromptQueue.take
     monkeypatch.setattr(prompts.PromptQueue, "take", lambda queue, count: take(
         prompts.PromptQueue(queue.examples), count))  # fmt: skip
@@ -243,7 +246,7 @@ def test_the_policy_terms_gradient(tmp_path, capsys):
     assert all(
         abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"] for row in rows
     )
-    assert capsys.readouterr().out.count(loop.LOSS_IS_ZERO) == 1
+    assert capsys.readouterr().out.count(LOSS_IS_ZERO) == 1
     kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
     for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
         rows = sort(tmp_path / folder, *kl, *options)
@@ -256,7 +259,7 @@ def test_the_policy_terms_gradient(tmp_path, capsys):
         if folder == "kl":
             whole = rows
     close(whole, rows, names=("policy_logp_grad_norm",))
-    assert loop.LOSS_IS_ZERO not in capsys.readouterr().out
+    assert LOSS_IS_ZERO not in capsys.readouterr().out
 
 
 def test_the_policy_terms_gradient_with_respect_to_logps():
@@ -405,9 +408,9 @@ def test_metrics_of_micro_batches_are_merged_by_tokens():
 def test_a_micro_batch_without_tokens_is_no_minimum():
     losses = LossMetrics()
     for low, high, tokens in ((0.9, -1.0, 5), (0.0, 0.0, 0), (0.8, -2.0, 3)):
-        values = {"ratio/min": torch.tensor(low), "a/max": torch.tensor(high)}
+        values = {"ratio/min": torch.tensor(low), "ratio/max": torch.tensor(high)}
         losses.add(values, tokens)
-    assert losses.result() == pytest.approx({"ratio/min": 0.8, "a/max": -1.0})
+    assert losses.result() == pytest.approx({"ratio/min": 0.8, "ratio/max": -1.0})
     nothing = LossMetrics()
     nothing.add({"ratio/min": torch.tensor(0.0)}, 0)
     assert nothing.result() == {"ratio/min": 0.0}

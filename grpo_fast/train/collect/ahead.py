@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from grpo_fast.data import reason
 from grpo_fast.rollout import Engine, Rollout, awake, stored
 from grpo_fast.train.collect.prompts import PromptQueue
-from grpo_fast.train.config import RunConfig
-from grpo_fast.train.metrics.losses import Clock
+from grpo_fast.train.config import RolloutConfig
+from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed, rollouts
 
@@ -33,29 +33,39 @@ class Sampled(NamedTuple):
 class Ahead:
     """At most one rollout, of the step after the one that a run is in."""
 
-    def __init__(self, config: RunConfig, policy: Policy, engine: Engine) -> None:
-        self.config, self.policy, self.engine = config, policy, engine
+    def __init__(
+        self,
+        config: RolloutConfig,
+        policy: Policy,
+        engine: Engine,
+        queue: PromptQueue,
+        *,
+        seed: int,
+        steps: int,
+    ) -> None:
+        self.config, self.policy, self.engine, self.queue = config, policy, engine, queue
+        self.seed, self.steps = seed, steps
         self.found: Sampled | None = None
         self.coming: Future[Sampled] | None = None
         self.threads = ThreadPoolExecutor(1, "rollout.ahead")
 
-    def begin(self, step: int, queue: PromptQueue, clock: Clock) -> None:
+    def begin(self, step: int, clock: Clock) -> None:
         """Sample for the step after this one, where that is asked for and not done.
 
-        With the weights as they are: those that this step began with.
+        The weights are those that this step began with.
         """
-        asked = self.config.rollout.ahead and step < self.config.steps
+        asked = self.config.ahead and step < self.steps
         if not asked or self.found is not None or self.coming is not None:
             return
-        prompts = [one.example.prompt for one in queue.next(self.config.rollout.prompts_per_step)]
+        prompts = [one.example.prompt for one in self.queue.next(self.config.prompts_per_step)]
 
         def sample(generate: Callable[..., Rollout]) -> Sampled:
-            rollout, start = self.config.rollout, time.perf_counter()
-            found = generate(
-                self.policy, prompts, rollout, group_size=rollout.group_size,
-                seed=(self.config.seed, step + 1), engine=self.engine,
+            start = time.perf_counter()
+            rollout = generate(
+                self.policy, prompts, self.config, group_size=self.config.group_size,
+                seed=(self.seed, step + 1), engine=self.engine,
             )  # fmt: skip
-            return Sampled(found, time.perf_counter() - start)
+            return Sampled(rollout, time.perf_counter() - start)
 
         with awake(self.engine, self.policy, version=step - 1):
             if self.engine.is_apart:
@@ -71,7 +81,7 @@ class Ahead:
             return
         with distributed.together():
             own = coming.result()
-        rollout = rollouts.joined(own.rollout, self.config.rollout.group_size)
+        rollout = rollouts.join_ranks(own.rollout, self.config.group_size)
         self.found = own._replace(rollout=rollout)
         clock.lap("ahead")
 
@@ -91,7 +101,7 @@ class Ahead:
         self.found = None
 
     def state(self) -> tuple[dict[str, Any] | None, stored.Tensors]:
-        """What is there, for a checkpoint. What fails now is sampled again from there."""
+        """The rollout for a checkpoint, as JSON and tensors. One that fails is sampled again."""
         try:
             self.settle(Clock())
         except Exception as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.collect.prompts import Asked
-from grpo_fast.train.metrics.losses import spread_of
+from grpo_fast.train.metrics.samples import spread_of
 
 
 class Drawn(NamedTuple):
@@ -23,8 +23,8 @@ class Drawn(NamedTuple):
     rollout: Rollout
     scores: RewardResult
 
-    def joined(self, other: Drawn) -> Drawn:
-        """These groups and then the other ones."""
+    def concat(self, other: Drawn) -> Drawn:
+        """These groups, followed by the other ones."""
         names = [field.name for field in dataclasses.fields(Rollout)]
         lists = {n: getattr(self.rollout, n) + getattr(other.rollout, n) for n in names}
         a, b = self.scores, other.scores

@@ -1,4 +1,4 @@
-"""An early warning: the sampler and the trainer do not see the same policy."""
+"""Sampler and trainer compared: their log-probabilities of the same tokens."""
 
 from __future__ import annotations
 
@@ -43,3 +43,21 @@ class SamplerWatch:
             "(expected ≤ %g): %s; rollout.correct_sampling weighs the loss with their ratio",
             step, difference, FAR, causes,
         )  # fmt: skip
+
+
+def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """How far the trainer's logps are from the sampler's, pairs of `LossMetrics`: `sampling/…`.
+
+    Where a sampler with top_p or top_k does not hand on what it kept, the difference includes that.
+    """
+    trainers, samplers = map(torch.cat, zip(*logps, strict=True))
+    if not trainers.numel():
+        return {}
+    difference, ratio = (trainers - samplers).abs(), (trainers - samplers).exp()
+    return {
+        "sampling/sampling_logp_difference/mean": float(difference.mean()),
+        "sampling/sampling_logp_difference/max": float(difference.max()),
+        "sampling/importance_sampling_ratio/min": float(ratio.min()),
+        "sampling/importance_sampling_ratio/mean": float(ratio.mean()),
+        "sampling/importance_sampling_ratio/max": float(ratio.max()),
+    }

@@ -1,7 +1,8 @@
-"""The model that the KL term pulls towards."""
+"""The model that the KL term pulls towards, and the weight of that term."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from grpo_fast import Support
 from grpo_fast.attention import Head, PackedGroups
-from grpo_fast.train.config import ModelConfig, ReferenceConfig
+from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
+
+MOST_RELATIVE_ERROR = 0.2  # of the relative error that one step answers to
 
 
 class Reference:
@@ -123,3 +126,23 @@ def _named() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", "reference.path")) from error
+
+
+class KLWeight:
+    """β, the weight of the KL to the reference: fixed, or led towards a KL that is wanted.
+
+    Args:
+        beta: at the start.
+        config: `target`, where it adapts, and `horizon`, over which it does (1909.08593).
+    """
+
+    def __init__(self, beta: float, config: KLConfig) -> None:
+        self.value, self.config = float(beta), config
+
+    def after_step(self, kl: float, completions: int) -> None:
+        """β ← β·(1 + completions/horizon·clip(kl/target − 1, ±0.2)); a KL of NaN moves nothing."""
+        if self.config.target is None or math.isnan(kl):
+            return
+        error = min(max(kl / self.config.target - 1, -MOST_RELATIVE_ERROR), MOST_RELATIVE_ERROR)
+        # Of a step beyond the horizon no more is counted: the weight would reach 0 and stay there.
+        self.value *= 1 + error * min(completions / self.config.horizon, 1.0)

@@ -35,7 +35,7 @@ def generate(
     is_apart = engine is not None and engine.is_apart
     with policy.apart() if is_apart else policy.whole(), distributed.together():
         own = generate_share(policy, prompts, options, **given)
-    return joined(own, group_size)
+    return join_ranks(own, group_size)
 
 
 def generate_share(
@@ -81,8 +81,8 @@ def score(
     )
 
 
-def joined(own: Rollout, group_size: int) -> Rollout:
-    """The rollouts of all ranks as one, in the order of their prompts."""
+def join_ranks(own: Rollout, group_size: int) -> Rollout:
+    """Gather the rollouts of all ranks into one, in the order of their prompts."""
     if distributed.size() == 1:
         return own
     from safetensors.torch import load, save

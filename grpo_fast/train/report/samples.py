@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rewards import Scorer
-from grpo_fast.train.collect.collect import Collected
+from grpo_fast.train.collect.collector import Collected
 
 
 def rows_of(

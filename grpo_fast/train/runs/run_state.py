@@ -29,10 +29,10 @@ from grpo_fast.train.runs.checkpoint import (
 )
 from grpo_fast.train.update.critic import HEAD_FILE, Critic
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.update.trainer import Trainer
-from grpo_fast.train.step import restore
+from grpo_fast.train.step import Step, restore
 from grpo_fast.train.update.weights import (
     load_optimizer,
     load_parts,
@@ -52,9 +52,10 @@ class RunState:
         metrics: of the latest finished step.
     """
 
-    def __init__(self, trainer: Trainer, queue: PromptQueue, report: RunReport) -> None:
-        self.trainer, self.queue, self.report = trainer, queue, report
+    def __init__(self, collector: Collector, trainer: Trainer, report: RunReport) -> None:
+        self.collector, self.trainer, self.report = collector, trainer, report
         self.step = 0
+        self.underway: Step | None = None  # the step that has its completions
         self.before: dict[str, float] | None = None
         self.after: dict[str, float] | None = None
         self.metrics: dict[str, float] = {}
@@ -65,20 +66,15 @@ class RunState:
 
         A run that is ended in the middle of one starts it again, from here.
         """
-        trainer = self.trainer
-        self.marked: dict[str, Any] = {
-            "consumed": self.queue.consumed,
-            "rewards": trainer.rewards.state_dict(),
-            "baseline": None if trainer.baseline is None else trainer.baseline.state_dict(),
-            "lengths": self.report.lengths(),
-        }
+        self.collector.mark()
+        self.marked = {"lengths": self.report.lengths()}
 
     def finish_step(
         self, step: int, metrics: dict[str, float], after: dict[str, float] | None
     ) -> None:
         """A step is written down, with the evaluation behind it if there was one."""
         self.step, self.metrics, self.after = step, metrics, after or self.after
-        self.trainer.underway = None
+        self.underway = None
         self.mark()
 
     def save(self) -> Path:
@@ -87,7 +83,7 @@ class RunState:
         if config.optim.states != "full":
             expected = "expected optim.states: full, whose moments a file can hold"
             raise CheckpointError(f"checkpoint: {expected}, got {config.optim.states}")
-        underway = self.trainer.underway
+        underway = self.underway
         name = name_of(self.step, 0 if underway is None else underway.place)
         wanted = config.checkpoint.best
         value = self.metrics.get(wanted) if wanted is not None and underway is None else None
@@ -106,14 +102,14 @@ class RunState:
     def _pieces(self) -> dict[str, Any]:
         """What the ranks put together before rank 0 writes: all of them come here."""
         trainer, critic = self.trainer, self.trainer.critic
-        underway, optimizers = trainer.underway, trainer.optimizers_by_name()
+        underway, optimizers = self.underway, trainer.optimizers_by_name()
         stored = self._stores_reference()
         return {
             "policy": trainer.policy.gathered(),
             "reference": trainer.reference.copy.gathered() if stored else None,
             "critic": None if critic is None else critic.gathered(),
             "underway": (None, {}) if underway is None else underway.state(),
-            "ahead": trainer.ahead.state(),
+            "ahead": self.collector.ahead.state(),
             "optimizers": {who: optimizer_state(each) for who, each in optimizers.items()},
         }
 
@@ -150,9 +146,10 @@ class RunState:
             save_file(tensors, folder / "ahead.safetensors")
         state = {
             "step": self.step, "before": self.before, "after": self.after, "metrics": self.metrics,
-            "training_set": len(self.queue.examples), **self.marked,
+            "training_set": len(self.collector.queue.examples),
+            **self.collector.state_dict(), **self.marked,
             "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
-            "trainer": trainer.counters(), "underway": numbers, "ahead": coming,
+            "trainer": trainer.state_dict(), "underway": numbers, "ahead": coming,
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -181,19 +178,18 @@ class RunState:
             moments = load_file(folder / f"{who}_optimizer.safetensors")
             load_optimizer(optimizer, state["optimizers"][who], moments)
         self.step, self.before, self.after = (state[key] for key in ("step", "before", "after"))
-        self.metrics, self.queue.consumed = state["metrics"], state["consumed"]
-        trainer.rewards.load_state_dict(state["rewards"])
-        if trainer.baseline is not None:
-            trainer.baseline.load_state_dict(state["baseline"])
-        trainer.load_counters(state["trainer"])
+        self.metrics = state["metrics"]
+        self.collector.load_state_dict(state)
+        trainer.load_state_dict(state["trainer"])
         if state["underway"] is not None:
             tensors = load_file(folder / "step.safetensors")
-            trainer.underway = restore(
-                state["underway"], tensors, self.queue.examples, trainer.config.minibatches,
+            self.underway = restore(
+                state["underway"], tensors, self.collector.queue.examples,
+                trainer.config.minibatches,
                 **trainer.batch_options(),
             )  # fmt: skip
         if state["ahead"] is not None:
-            trainer.ahead.load(state["ahead"], load_file(folder / "ahead.safetensors"))
+            self.collector.ahead.load(state["ahead"], load_file(folder / "ahead.safetensors"))
         self.mark()
         _set_random_state(load_file(folder / "random.safetensors"))
 

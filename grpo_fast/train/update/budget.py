@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,8 +18,6 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 USABLE_CPU = 0.5  # fraction of all memory: the rest is rollouts, other processes
 UNLIMITED = 1 << 40
@@ -58,17 +56,15 @@ class TokenBudget:
             )  # fmt: skip
         return max(tokens, 1)
 
-    def within(
-        self,
-        batch: StepBatch,
-        attempt: Callable[[], Result],
-        undo: Callable[[], None],
-        keep_fixed: bool,
-    ) -> Result:
-        """`attempt()`; out of memory → undo, half the budget, pack `batch` again, try again.
+    def attempts(
+        self, batch: StepBatch, undo: Callable[[], None], keep_fixed: bool
+    ) -> Iterator[Attempt]:
+        """`for attempt in attempts(…): with attempt: …` until the work fits into memory.
+
+        After each attempt that runs out of memory the budget is halved and `batch` packed again.
 
         Args:
-            undo: forgets whatever the attempt left behind (its gradients).
+            undo: forgets whatever an attempt left behind (its gradients).
             keep_fixed: what the batch has fixed belongs to weights that are gone: hand it on.
 
         Raises:
@@ -78,22 +74,15 @@ class TokenBudget:
             self.largest = max(self.largest, batch.largest)
             rows = (len(micro.completion_mask) for micro in batch.micro_batches)
             self.most_rows = max(self.most_rows, *rows)
-            try:
-                return attempt()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = str(error).splitlines()[0]
-                if self.in_step:
-                    raise ValueError(
-                        f"tokens_per_microbatch: memory ran out ({reason}), and ranks that hold "
-                        "shards cannot try again; expected fewer tokens (resume=auto goes on)"
-                    ) from error
+            attempt = Attempt(self.in_step)
+            yield attempt
+            if attempt.failure is None:
+                return
             # Only here, without the exception and its frames, is the memory of the attempt free.
             undo()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._lower(batch, reason)
+            self._lower(batch, attempt.failure)
             batch.pack(self.tokens, keep_fixed)
 
     def _lower(self, batch: StepBatch, reason: str) -> None:
@@ -122,6 +111,27 @@ class TokenBudget:
     def predicted_peak(self) -> int | None:
         """Bytes, for the largest micro-batch so far."""
         return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
+
+
+class Attempt:
+    """A context that ends quietly, with `failure` set, when its work runs out of memory."""
+
+    def __init__(self, in_step: bool) -> None:
+        self.in_step, self.failure = in_step, None  # type: bool, str | None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, (RuntimeError, MemoryError)) or not is_out_of_memory(error):
+            return False
+        self.failure = str(error).splitlines()[0]
+        if self.in_step:
+            raise ValueError(
+                f"tokens_per_microbatch: memory ran out ({self.failure}), and ranks that hold "
+                "shards cannot try again; expected fewer tokens (resume=auto goes on)"
+            ) from error
+        return True
 
 
 def is_out_of_memory(error: BaseException) -> bool:

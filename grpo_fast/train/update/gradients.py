@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +52,9 @@ def accumulate(
             sampling_logps=batch.sampling_logps if correct_sampling else None,
             num_completions_in_batch=completions,
         )  # fmt: skip
-        loss, hidden, output = policy_loss(
-            policy, packed, advantages, alone, validate, {**per_token, "support": batch.support}
+        given = {**per_token, "support": batch.support}
+        loss, hidden, output = policy.inside(
+            partial(policy_loss, policy, packed, advantages, alone, validate, given)
         )
         metrics = dict(output.metrics)
         weights = token_weights(batch, config, items, completions)
@@ -85,17 +87,16 @@ def policy_loss(
     validate: str,
     per_token: dict[str, Any],
 ) -> tuple[Tensor, Tensor, LossOutput]:
-    """The loss, with its graph, the (T, H) hidden states it comes from, and all that it says."""
+    """The loss, with its graph, the (T, H) hidden states it comes from, and all that it says.
 
-    def forward() -> tuple[Tensor, Tensor, LossOutput]:
-        hidden, head = policy.hidden(packed), policy.head
-        output = linear_grpo_loss(
-            hidden, head.weight, packed.target_ids, advantages, config.replace(**head.rule),
-            hidden_rows=packed.predicting, bias=head.bias, validate=validate, **per_token,
-        )  # fmt: skip
-        return output.loss, hidden, output
-
-    return policy.inside(forward)
+    Call it by `policy.inside`, so that FSDP2 gathers the head's shards.
+    """
+    hidden, head = policy.hidden(packed), policy.head
+    output = linear_grpo_loss(
+        hidden, head.weight, packed.target_ids, advantages, config.replace(**head.rule),
+        hidden_rows=packed.predicting, bias=head.bias, validate=validate, **per_token,
+    )  # fmt: skip
+    return output.loss, hidden, output
 
 
 def mean_kl(logps: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:

@@ -28,7 +28,7 @@ class RewardKL(NamedTuple):
 
 
 @torch.no_grad()
-def add_fixed(
+def precompute(
     batch: StepBatch,
     policy: Policy,
     *,
@@ -39,7 +39,10 @@ def add_fixed(
     critic: Critic | None = None,
     reward_kl: RewardKL | None = None,
 ) -> None:
-    """Logps of the reference and of the policy as it is now; with a critic values and advantages.
+    """Compute, with the current weights, what stays fixed over all updates on this batch.
+
+    These are the logps of the reference and of the policy; with a critic values and advantages.
+    A batch that has them already is left as it is.
 
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
@@ -82,8 +85,9 @@ def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
 
 
 def values_after_the_end(batch: StepBatch, critic: Critic) -> Tensor:
-    """(N·G,) V of the state after the last token of a completion that was cut off; 0 if it ended,
-    or is another rank's.
+    """(N·G,) V of the state after the last token of a completion that was cut off.
+
+    0 where the completion ended with EOS, or belongs to another rank.
 
     That state predicts no token of the batch, so its row is in no micro-batch: the completions
     that were cut off are packed once more, with one token more, whose row it is.

@@ -1,0 +1,56 @@
+"""What a completion is worth against its group, or against a running baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast import group_advantages
+from grpo_fast.objective.baseline import running_baseline, split_options
+from grpo_fast.rollout import Rollout
+from grpo_fast.train.config.run import GAE
+
+
+class Advantages:
+    """Rewards to advantages, by the mode of the configuration.
+
+    Args:
+        mode, options: `advantages` and `advantage_options`.
+        group_size: G.
+    """
+
+    def __init__(self, mode: str, options: Mapping[str, Any], group_size: int) -> None:
+        self.mode, self.group_size = mode, group_size
+        self.options, _ = split_options(mode, options)
+        self.baseline = running_baseline(mode, options)
+
+    def of(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """(N·G,) advantages of (N·G,) rewards; `opo` weighs its baseline by the lengths.
+
+        With a critic they are computed later, token by token. The rewards are returned till then.
+        """
+        if self.mode == GAE:
+            return rewards.float()
+        options = dict(self.options)
+        if self.baseline is not None:
+            options["value"] = self.baseline.value
+        if self.mode == "opo":
+            options["lengths"] = torch.tensor(rollout.lengths)
+        return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
+
+    def observe(self, rewards: Tensor) -> None:
+        """Move a running baseline on by a step's rewards, after its advantages are made."""
+        if self.baseline is not None:
+            self.baseline.update(rewards)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The running baseline; None without one."""
+        return None if self.baseline is None else dict(self.baseline.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state_dict`."""
+        if self.baseline is not None and state is not None:
+            self.baseline.load_state_dict(state)

@@ -1,0 +1,190 @@
+"""The completions that a step learns from, with their rewards and advantages."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grpo_fast.data import Example
+from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rollout import Engine, Rollout, awake
+from grpo_fast.train.collect.advantages import Advantages
+from grpo_fast.train.collect.ahead import Ahead
+from grpo_fast.train.collect.groups import Drawn, difficulties, uses_of
+from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.config import RolloutConfig
+from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, reward_metrics
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks.rollouts import generate, score
+
+
+class Collected(NamedTuple):
+    """N·G scored completions, the G of a prompt side by side."""
+
+    rollout: Rollout
+    examples: list[Example]  # of each completion (so each G times)
+    scores: RewardResult
+    advantages: Tensor  # (N·G,) fp32
+    metrics: dict[str, float]  # of all that was sampled, dropped groups included
+    generated: int  # tokens, likewise
+    prompts: list[dict[str, Any]]  # of each prompt that was asked, for prompts.jsonl
+
+
+class Collector:
+    """Prompts → G completions each → rewards → advantages.
+
+    It owns the place in the training set, the rewards' memory, the running baseline and what is
+    sampled ahead. A step that is left before its completions are all there begins again, from the
+    last `mark`.
+
+    Args:
+        engine: samples with the weights it was last given.
+        seed: of the run; a step's random numbers follow from it and the step's number.
+        steps: of the run: nothing is sampled ahead behind the last one.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        policy: Policy,
+        engine: Engine,
+        rewards: RewardSet,
+        queue: PromptQueue,
+        advantages: Advantages,
+        *,
+        seed: int,
+        steps: int,
+    ) -> None:
+        self.config, self.policy, self.engine, self.seed = config, policy, engine, seed
+        self.rewards, self.queue, self.advantages = rewards, queue, advantages
+        self.ahead = Ahead(config, policy, engine, queue, seed=seed, steps=steps)
+        self.mark()
+
+    def next(self, step: int, clock: Clock) -> Collected:
+        """The completions of a step, sampled by the weights of the step before or ahead of it.
+
+        With `rollout.dynamic` a group whose rewards are all alike is dropped, and a following
+        prompt is asked in its place, for some rounds; the rest is filled with dropped groups.
+        """
+        ahead = self.ahead.rollout(clock)
+        is_idle = ahead is not None and self.config.dynamic is None
+        with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
+            drawn, uses, metrics = self._draw_groups(step, clock, ahead)
+        collected = self._scored(drawn, uses, metrics, step)
+        self.ahead.done()
+        return collected
+
+    def sample_ahead(self, step: int, clock: Clock) -> None:
+        """Begin with the completions of the following step, where the run samples ahead."""
+        self.ahead.begin(step, clock)
+
+    def settle(self, clock: Clock) -> None:
+        """Wait for what is being sampled ahead."""
+        self.ahead.settle(clock)
+
+    def mark(self) -> None:
+        """Remember the state to go on from: sampling and evaluations move it before they end."""
+        self.marked = {
+            "consumed": self.queue.consumed,
+            "rewards": self.rewards.state_dict(),
+            "baseline": self.advantages.state_dict(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the last mark, apart from what is sampled ahead."""
+        return self.marked
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.queue.consumed = state["consumed"]
+        self.rewards.load_state_dict(state["rewards"])
+        self.advantages.load_state_dict(state["baseline"])
+        self.mark()
+
+    def _draw_groups(
+        self, step: int, clock: Clock, ahead: Rollout | None
+    ) -> tuple[Drawn, list[str], dict[str, float]]:
+        """All groups that were sampled, what becomes of each, and metrics of dynamic sampling."""
+        dynamic, wanted = self.config.dynamic, self.config.prompts_per_step
+        drawn = self._draw(wanted, (self.seed, step), clock, ahead)
+        if dynamic is None:
+            return drawn, ["kept"] * wanted, {}
+        uses, rounds = uses_of(drawn.judged(dynamic.judged_by), wanted), 0
+        while "filled" in uses and rounds < dynamic.rounds:
+            rounds += 1
+            # The round's place in the training set tells its random numbers from the others'.
+            seed = (self.seed, step, self.queue.consumed)
+            drawn = drawn.concat(self._draw(uses.count("filled"), seed, clock))
+            uses = uses_of(drawn.judged(dynamic.judged_by), wanted)
+        metrics = {
+            "dynamic_sampling/asked": float(len(uses)),
+            "dynamic_sampling/dropped": float(uses.count("dropped")),
+            "dynamic_sampling/filled": float(uses.count("filled")),
+            "dynamic_sampling/rounds": float(rounds),
+            "prompts_consumed": float(self.queue.consumed),
+        }
+        return drawn, uses, metrics
+
+    def _draw(
+        self, count: int, seed: tuple[int, ...], clock: Clock, ahead: Rollout | None = None
+    ) -> Drawn:
+        """Groups of the next `count` prompts; `ahead` is what they were answered with before."""
+        size, asked = self.config.group_size, self.queue.take(count)
+        prompts, rollout = [one.example.prompt for one in asked], ahead
+        if rollout is None:
+            rollout = generate(
+                self.policy, prompts, self.config, group_size=size, seed=seed, engine=self.engine
+            )
+        clock.lap("rollout")
+        repeated = [one.example for one in asked for _ in range(size)]
+        scores = score(self.rewards, repeated, rollout.texts, rollout.completion_ids)
+        clock.lap("reward")
+        return Drawn(asked, rollout, scores)
+
+    def _scored(
+        self, drawn: Drawn, uses: list[str], metrics: dict[str, float], step: int
+    ) -> Collected:
+        """The groups that are not dropped, with their advantages; metrics of all of them."""
+        size, dynamic = self.config.group_size, self.config.dynamic
+        chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
+        advantages = self.advantages.of(chosen.scores.total, chosen.rollout)
+        self.advantages.observe(drawn.scores.total)
+        judged = drawn.judged(None if dynamic is None else dynamic.judged_by)
+        return Collected(
+            chosen.rollout,
+            [one.example for one in chosen.asked for _ in range(size)],
+            chosen.scores,
+            advantages,
+            {
+                **reward_metrics(drawn.scores, size),
+                **completion_metrics(drawn.rollout),
+                **kept_metrics(drawn.rollout),
+                **metrics,
+                **staleness(drawn.rollout, step, most=self.config.ahead),
+            },
+            sum(drawn.rollout.lengths),
+            difficulties(drawn.asked, judged, uses, step),
+        )
+
+
+def staleness(rollout: Rollout, step: int, most: int) -> dict[str, float]:
+    """`sampling/staleness/…`: how many steps older a completion's weights are than the step's.
+
+    Returns {} with most = 0.
+
+    Raises:
+        RuntimeError: some are older than `most`.
+    """
+    ages = [step - 1 - version for version in rollout.weight_versions]
+    if max(ages, default=0) > most:
+        expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
+        raise RuntimeError(f"rollout: {expected} in step {step}, got some of {max(ages)}")
+    if most == 0:
+        return {}
+    return {
+        "sampling/staleness/mean": sum(ages) / len(ages),
+        "sampling/staleness/max": float(max(ages)),
+    }

@@ -1,0 +1,108 @@
+"""Seconds, device memory and FLOP/s of the parts of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
+# that fits counts.
+PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
+    ({"H200", "NVL"}, 835e12),
+    ({"H200"}, 989e12),
+    ({"H100", "NVL"}, 835e12),
+    ({"H100", "PCIe"}, 756e12),
+    ({"H100", "HBM3"}, 989e12),
+    ({"A100"}, 312e12),
+)
+
+
+class Clock:
+    """Seconds and device memory of the parts of a step: `lap(name)` after each of them.
+
+    A part that comes again adds to its seconds. A clock that is given `seconds` and `peaks` goes
+    on from there.
+    """
+
+    def __init__(
+        self, seconds: Mapping[str, float] | None = None, peaks: Mapping[str, int] | None = None
+    ) -> None:
+        self.seconds = dict(seconds or {})
+        self.peaks = dict(peaks or {})  # bytes allocated on the GPU at most, by part
+        self.last = time.perf_counter()
+        self.start = self.last - sum(self.seconds.values())
+
+    def lap(self, name: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
+            torch.cuda.reset_peak_memory_stats()
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now
+
+    def metrics(self, generated: int, trained: int) -> dict[str, float]:
+        """step_time and perf/…, for so many tokens sampled and so many sent through the trunk."""
+        peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
+        return {
+            "step_time": self.last - self.start,
+            "perf/rollout_tok_s": generated / self.seconds["rollout"],
+            "perf/train_tok_s": trained / self.seconds["train"],
+            **{f"perf/{name}_time": seconds for name, seconds in self.seconds.items()},
+            **peak,
+        }
+
+
+class Work:
+    """The flops of a model's matrix products, for `perf/mfu`, whatever the dtype.
+
+    Per weight and row: 2 forward, 2 for the gradient of the input, and 2 for the weight's own where
+    it is trained. Attention's scores, the look-up of embeddings and whatever checkpointing does
+    twice do not count.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
+        trunk = [p for p in lm.parameters() if p.dim() > 1 and p is not head and p is not embedding]
+        self.trunk = sum(p.numel() for p in trunk)
+        self.trained_trunk = sum(p.numel() for p in trunk if p.requires_grad)
+        self.head, self.trained_head = head.numel(), head.numel() * head.requires_grad
+        # Of a mixture of experts each token takes a few: how many is not known here.
+        is_dense = not any("experts" in name for name, _ in lm.named_parameters())
+        self.peak = peak_flops(head.device) if is_dense else None
+
+    def forward(self, tokens: int, rows: int) -> int:
+        """Of `tokens` in the trunk, `rows` of which reach the head."""
+        return 2 * (self.trunk * tokens + self.head * rows)
+
+    def update(self, tokens: int, rows: int) -> int:
+        """Forward and backward."""
+        weights = self.trained_trunk * tokens + self.trained_head * rows
+        return 2 * self.forward(tokens, rows) + 2 * weights
+
+    def metrics(
+        self, tokens: int, rows: int, *, forwards: int, updates: float, seconds: float
+    ) -> dict[str, float]:
+        """`perf/mfu`: so many passes, as a fraction of the GPU's bf16 peak where that is known."""
+        if self.peak is None:
+            return {}
+        flops = forwards * self.forward(tokens, rows) + updates * self.update(tokens, rows)
+        return {"perf/mfu": flops / seconds / self.peak}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """None for a CPU, a GPU that the table does not know, and a slice of one (MIG)."""
+    if device.type != "cuda":
+        return None
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    known = (peak for name, peak in PEAK_FLOPS if name <= words)
+    return None if "MIG" in words else next(known, None)
+
+
+def is_timing(name: str) -> bool:
+    """Metrics that differ from run to run on the same machine."""
+    return name == "step_time" or name.startswith("perf/") or name.endswith("_time")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-COLLECT, OPTIMIZER = (
-    f"grpo_fast/{x}.py" for x in ("train/collect/collect", "train/update/optimizer")
-)
+OPTIMIZER = "grpo_fast/train/update/optimizer.py"
 CALLING, CAUSAL_LM = "grpo_fast/rewards/calling.py", "grpo_fast/integrations/causal_lm.py"
 METRICS, EVALUATE, BATCH, REFERENCE, PROMPTS = (
     f"grpo_fast/{x}.py"
@@ -21,8 +19,8 @@ METRICS, EVALUATE, BATCH, REFERENCE, PROMPTS = (
 PACKING, GENERATED = "grpo_fast/attention/packing.py", "grpo_fast/data/generated.py"
 
 MUTANTS = [
-    Mutant("train-rollout-seed", COLLECT,
-           "(config.seed, step), clock, engine, ahead)", "(config.seed, 0), clock, engine, ahead)",
+    Mutant("train-rollout-seed", "grpo_fast/train/collect/collector.py",
+           "(self.seed, step), clock, ahead)", "(self.seed, 0), clock, ahead)",
            "every step draws the first one's random numbers", "train"),
     Mutant("train-skips-forgotten", OPTIMIZER,
            "self.adam.step()\n            self._skipped_in_a_row = 0\n", "self.adam.step()\n",
@@ -60,17 +58,17 @@ MUTANTS = [
     Mutant("evaluate-majority-of-nothing", EVALUATE,
            "Counter(answer for answer in answers if answer is not None)", "Counter(answers)",
            "no answer has a vote", "evaluate"),
-    Mutant("metrics-norms-add", METRICS,
-           "return (values.square().sum() / max(self.optimizer_steps, 1)).sqrt()",
-           "return values.sum() / max(self.optimizer_steps, 1)",
+    Mutant("metrics-norms-add", "grpo_fast/train/metrics/losses.py",
+           "return (values.square().sum() / steps).sqrt()",
+           "return values.sum() / steps",
            "norms of the pieces of a vector are added", "training"),
     Mutant("metrics-unweighted", METRICS,
            "return (values * weights).sum() / weights.sum().clamp(min=1)", "return values.mean()",
            "a micro-batch of one token counts like one of a thousand", "training"),
-    Mutant("metrics-minimum-of-nothing", METRICS,
-           "torch.stack(counts) if counts else values", "values",
+    Mutant("metrics-minimum-of-nothing", "grpo_fast/train/metrics/losses.py",
+           "torch.stack(filled) if filled else values", "values",
            "a micro-batch without tokens makes ratio/min 0", "training"),
-    Mutant("metrics-spread-of-the-batch", METRICS,
+    Mutant("metrics-spread-of-the-batch", "grpo_fast/train/metrics/samples.py",
            "scores.total.double().view(-1, group_size)", "scores.total.double().view(1, -1)",
            "reward_std is that of the whole step", "training"),
     Mutant("prompts-repeat", PROMPTS,

@@ -8,7 +8,7 @@ from tests.mutation.mutants import Mutant
 
 RATIOS, ADVANTAGES = (f"grpo_fast/objective/{x}.py" for x in ("ratios", "advantages"))
 DOOR = "grpo_fast/loss/exact_kl.py"
-TERM, ACCUMULATE, BATCH, REFERENCE, BASELINE, COLLECT, LECTURE = (
+TERM, ACCUMULATE, BATCH, REFERENCE, BASELINE, LECTURE = (
     f"grpo_fast/{x}.py"
     for x in (
         "train/update/exact_kl",
@@ -16,7 +16,6 @@ TERM, ACCUMULATE, BATCH, REFERENCE, BASELINE, COLLECT, LECTURE = (
         "train/update/batch",
         "train/models/reference",
         "objective/baseline",
-        "train/collect/collect",
         "train/models/lecture",
     )
 )
@@ -78,14 +77,8 @@ MUTANTS = [
     Mutant("reference-vocabulary-by-size", REFERENCE,
            "if ours == theirs:", "if len(ours) == len(theirs):",
            "tokens of the same number with other ids", "exact_kl_training"),
-    Mutant("baseline-sees-its-own-step", COLLECT,
-           '''    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
-    if baseline is not None:
-        baseline.update(drawn.scores.total)
-''', '''    if baseline is not None:
-        baseline.update(drawn.scores.total)
-    advantages = advantages_of(chosen.scores.total, chosen.rollout, config, baseline)
-''', "the rewards of a step are part of their own baseline", "baseline"),
+    Mutant("baseline-sees-its-own-step", "grpo_fast/train/collect/collector.py",
+           "        advantages = self.advantages.of(chosen.scores.total, chosen.rollout)\n        self.advantages.observe(drawn.scores.total)\n", "        self.advantages.observe(drawn.scores.total)\n        advantages = self.advantages.of(chosen.scores.total, chosen.rollout)\n", "the rewards of a step are part of their own baseline", "baseline"),
     Mutant("baseline-decay-side", BASELINE,
            "self.decay * self.mean + (1 - self.decay) * mean", "(1 - self.decay) * self.mean + self.decay * mean",
            "the past weighs what the present should", "baseline"),

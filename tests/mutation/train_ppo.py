@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 ADVANTAGES, VALUE = (f"grpo_fast/objective/{x}.py" for x in ("advantages", "value"))
-CRITIC, FIXED, BATCH, TRAINER, UPDATES, KL_WEIGHT, ACCUMULATE, OPTIMIZER = (
+CRITIC, FIXED, BATCH, TRAINER, UPDATES, ACCUMULATE, OPTIMIZER = (
     f"grpo_fast/{x}.py"
     for x in (
         "train/update/critic",
@@ -13,7 +13,6 @@ CRITIC, FIXED, BATCH, TRAINER, UPDATES, KL_WEIGHT, ACCUMULATE, OPTIMIZER = (
         "train/update/batch",
         "train/update/trainer",
         "train/update/updates",
-        "train/models/kl_weight",
         "train/update/gradients",
         "train/update/optimizer",
     )
@@ -87,14 +86,14 @@ MUTANTS = [
     Mutant("ppo-old-values-forgotten", BATCH,
            '"ref_hidden", "old_values", "returns"', '"ref_hidden", "returns"',
            "values are lost when a batch is packed anew", "ppo_step"),
-    Mutant("ppo-shuffle-once", TRAINER,
-           "/shuffle/{now.step}/{now.epoch}", "/shuffle/{now.step}",
+    Mutant("ppo-shuffle-once", "grpo_fast/train/update/trainer.py",
+           "/shuffle/{step.number}/{step.epoch}", "/shuffle/{step.number}",
            "every pass of a step deals the same minibatches", "ppo_passes"),
     Mutant("ppo-shuffle-seed", TRAINER,
            'f"{config.seed}/shuffle', 'f"shuffle',
            "another seed deals the same minibatches", "ppo_passes"),
-    Mutant("ppo-keep-fixed", TRAINER,
-           "keep_fixed=len(done) > 0", "keep_fixed=False",
+    Mutant("ppo-keep-fixed", "grpo_fast/train/update/trainer.py",
+           "keep_fixed = step.batch, len(step.updates) > 0", "keep_fixed = step.batch, False",
            "out of memory after an update: values of weights that have moved", "ppo_passes"),
     Mutant("ppo-stop-by-last", UPDATES,
            "self.losses[-self.per_pass :]", "self.losses[-1:]",
@@ -105,8 +104,8 @@ MUTANTS = [
     Mutant("ppo-rate-of-the-next", TRAINER,
            "\"learning_rate\": done.rates[-1]", "\"learning_rate\": self.optimizer.learning_rate",
            "the rate of the next step is logged", "ppo_passes"),
-    Mutant("ppo-beta-unclipped", KL_WEIGHT,
-           "min(max(kl / self.config.target - 1, -MOST), MOST)", "kl / self.config.target - 1",
+    Mutant("ppo-beta-unclipped", "grpo_fast/train/models/reference.py",
+           "min(max(kl / self.config.target - 1, -MOST_RELATIVE_ERROR), MOST_RELATIVE_ERROR)", "kl / self.config.target - 1",
            "one step of a large KL multiplies beta", "ppo_kl"),
     Mutant("ppo-beta-unused", TRAINER,
            "self.loss_config = self.loss_config.replace(beta=self.beta.value)", "pass",

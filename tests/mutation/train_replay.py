@@ -19,13 +19,12 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
     )
 )
 DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
-AHEAD, TRAINER, RUN_STATE, COLLECT, RUN, PLOT = (
+AHEAD, TRAINER, RUN_STATE, RUN, PLOT = (
     f"grpo_fast/{x}.py"
     for x in (
         "train/collect/ahead",
         "train/update/trainer",
         "train/runs/run_state",
-        "train/collect/collect",
         "train/config/run",
         "train/experiments/compare_plot",
     )
@@ -68,7 +67,7 @@ MUTANTS = [
     Mutant("replay-forgotten-in-a-checkpoint", STORED,
            'if f"kept/{i}/ids" in tensors', 'if f"kept/{i}" in tensors',
            "a step that is resumed goes on over the whole vocabulary", "checkpoint_kept"),
-    Mutant("replay-mass", METRICS,
+    Mutant("replay-mass", "grpo_fast/train/metrics/samples.py",
            '"sampling/support_size/max": float(sizes.max())',
            '"sampling/support_size/max": float(sizes.mean())',
            "the largest set is reported as an average one", "replay"),
@@ -82,22 +81,12 @@ MUTANTS = [
     Mutant("replay-panel-of-ones", PLOT,
            "abs(value - neutral) > TELLING", "abs(value - neutral) >= 0",
            "every comparison shows a ratio that is 1", "compare"),
-    Mutant("ahead-later-weights", TRAINER,
-           """        self.ahead.begin(step, queue, now.clock)
-        if now.metrics is None:
-            if now.noise is None:
-                now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
-            self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
-""",
-           """        if now.metrics is None:
-            if now.noise is None:
-                now.noise = self.noise(now.batch) if self.config.log.grad_variance else {}
-            self.update(now, "full" if step <= FULLY_VALIDATED_STEPS else "auto")
-            self.ahead.begin(step, queue, now.clock)
-""",
+    Mutant("ahead-later-weights", "grpo_fast/train/loop.py",
+           "    collector.sample_ahead(step.number, step.clock)\n    if step.metrics is not None:\n        return\n    for minibatch in trainer.remaining(step):  # of all passes over the batch\n        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer\n        rest(step)\n",
+           "    if step.metrics is not None:\n        return\n    for minibatch in trainer.remaining(step):  # of all passes over the batch\n        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer\n        rest(step)\n    collector.sample_ahead(step.number, step.clock)\n",
            "what is sampled ahead comes from the weights after the updates", "ahead"),
-    Mutant("ahead-same-numbers", AHEAD,
-           "seed=(self.config.seed, step + 1)", "seed=(self.config.seed, step)",
+    Mutant("ahead-same-numbers", "grpo_fast/train/collect/ahead.py",
+           "seed=(self.seed, step + 1)", "seed=(self.seed, step)",
            "a step's random numbers are those of the step before", "ahead_bits"),
     Mutant("ahead-not-saved", RUN_STATE,
            'if state["ahead"] is not None:', "if False:",
@@ -106,21 +95,21 @@ MUTANTS = [
            "        return self.found.rollout\n",
            "        found, self.found = self.found, None\n        return found.rollout\n",
            "a step that is left while it refills has lost what it began with", "ahead"),
-    Mutant("ahead-consumes", AHEAD,
-           "queue.next(self.config.rollout.prompts_per_step)",
-           "queue.take(self.config.rollout.prompts_per_step)",
+    Mutant("ahead-consumes", "grpo_fast/train/collect/ahead.py",
+           "self.queue.next(self.config.prompts_per_step)",
+           "self.queue.take(self.config.prompts_per_step)",
            "every other batch of prompts is skipped", "ahead"),
     Mutant("ahead-never-waits", AHEAD,
            "        coming, self.coming = self.coming, None\n", "        coming = None\n",
            "what a thread samples is forgotten", "ahead"),
-    Mutant("ahead-beyond-the-end", AHEAD,
-           "step < self.config.steps", "True",
+    Mutant("ahead-beyond-the-end", "grpo_fast/train/collect/ahead.py",
+           "step < self.steps", "True",
            "the last step samples for one that never comes", "ahead"),
-    Mutant("ahead-any-age", COLLECT,
-           "if max(ages) > most:", "if max(ages) > most + 1:",
+    Mutant("ahead-any-age", "grpo_fast/train/collect/collector.py",
+           "if max(ages, default=0) > most:", "if max(ages, default=0) > most + 1:",
            "weights of two steps ago are taken", "ahead"),
-    Mutant("ahead-own-share-alone", AHEAD,
-           "rollout = rollouts.joined(own.rollout, self.config.rollout.group_size)",
+    Mutant("ahead-own-share-alone", "grpo_fast/train/collect/ahead.py",
+           "rollout = rollouts.join_ranks(own.rollout, self.config.group_size)",
            "rollout = own.rollout",
            "a rank trains on what it sampled itself", "ahead_ranks"),
     Mutant("ahead-uncorrected", RUN,

@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant("seeing-rows-surrogate", SAMPLES,
            '"backslashreplace"', '"ignore"',
            "half a character is lost without a trace", "completions"),
-    Mutant("seeing-last-step", LOOP,
-           "step in (1, config.steps) or step % every == 0", "step == 1 or step % every == 0",
+    Mutant("seeing-last-step", "grpo_fast/train/runs/run.py",
+           "number in (1, config.steps) or number % every == 0", "number == 1 or number % every == 0",
            "the last step's completions are not kept", "completions"),
     # ---- trackers
     Mutant("seeing-trackers-finite", REPORT,

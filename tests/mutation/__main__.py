@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib.util
+import json
 import os
 import queue
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +50,7 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "repository"
         self.cache = folder / "cache"
+        self.processes: dict[str, subprocess.Popen[str]] = {}
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -83,11 +87,38 @@ class Copy:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
         )  # fmt: skip
 
-    def test(self, suite: str, engine: str) -> subprocess.CompletedProcess[str]:
+    def warm(self, engine: str) -> subprocess.Popen[str]:
+        """The process of this engine that forks for every call of pytest (warm.py)."""
+        if engine not in self.processes:
+            self.processes[engine] = subprocess.Popen(
+                [sys.executable, "tests/mutation/warm.py"], cwd=self.folder, text=True,
+                env=self.environment(engine), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            self.processes[engine].stdout.readline()
+        return self.processes[engine]
+
+    def test(self, suite: str, engine: str) -> tuple[int, str]:
+        """pytest's exit status for a suite, and what it printed.
+
+        Raises:
+            TimeoutError: it took longer than TIMEOUT_S.
+        """
         options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
         if engine == "triton":
             options.append("--noconftest")
-        return self.python(engine, "-m", "pytest", *options, *SUITES[suite])
+        process, log = self.warm(engine), self.folder.parent / "log"
+        process.stdin.write(json.dumps([str(log), [*options, *SUITES[suite]]]) + "\n")
+        process.stdin.flush()
+        if not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
+            os.killpg(int(log.with_name("log.pid").read_text()), signal.SIGKILL)
+            process.stdout.readline()
+            raise TimeoutError
+        return int(process.stdout.readline()), log.read_text(encoding="utf-8", errors="replace")
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
     def judge(self, mutant: Mutant) -> Verdict:
         """Plant, run the tests, restore."""
@@ -96,28 +127,28 @@ class Copy:
         path.write_text(original.replace(mutant.old, mutant.new))
         begin = time.monotonic()
         try:
-            outcome, detail = verdict(self.test(mutant.suite, mutant.engine))
-        except subprocess.TimeoutExpired:
+            outcome, detail = verdict(*self.test(mutant.suite, mutant.engine))
+        except TimeoutError:
             outcome, detail = "ERROR", f"the tests took longer than {TIMEOUT_S} s"
         finally:
             path.write_text(original)
         return Verdict(mutant, outcome, time.monotonic() - begin, detail)
 
 
-def verdict(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
+def verdict(status: int, printed: str) -> tuple[str, str]:
     """A kill is a failed test or a crash; one that cannot be imported or compiled is a mistake of
     the list.
     """
-    if DOES_NOT_COMPILE in done.stdout:
+    if DOES_NOT_COMPILE in printed:
         return "ERROR", "the C++ sources do not compile"
-    if done.returncode == 0:
+    if status == 0:
         return "SURVIVED", ""
-    if done.returncode < 0:
-        return "killed", f"the tests crashed with signal {-done.returncode}"
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
-    if done.returncode == 1 and failed:
+    if status < 0:
+        return "killed", f"the tests crashed with signal {-status}"
+    failed = [line for line in printed.splitlines() if line.startswith("FAILED ")]
+    if status == 1 and failed:
         return "killed", failed[0].removeprefix("FAILED ").partition(" - ")[0]
-    return "ERROR", f"pytest ended with {done.returncode}: {done.stdout.strip()[-400:]}"
+    return "ERROR", f"pytest ended with {status}: {printed.strip()[-400:]}"
 
 
 def missing_engines(copy: Copy) -> dict[str, str]:
@@ -154,13 +185,9 @@ def baseline(copies: list[Copy], mutants: list[Mutant]) -> list[str]:
 
     def one(copy: Copy, task: tuple[str, str]) -> str:
         begin = time.monotonic()
-        done = copy.test(*task)
+        status, printed = copy.test(*task)
         print(f"unchanged  {time.monotonic() - begin:6.1f} s  {task[0]}", flush=True)
-        return (
-            ""
-            if done.returncode == 0
-            else f"{task[0]} fails with nothing planted:\n{done.stdout[-1500:]}"
-        )
+        return "" if status == 0 else f"{task[0]} fails with nothing planted:\n{printed[-1500:]}"
 
     tasks = list(dict.fromkeys((m.suite, m.engine) for m in mutants))
     return [message for message in in_parallel(copies, tasks, one) if message]
@@ -208,7 +235,11 @@ def judge_all(mutants: list[Mutant], jobs: int) -> int:
             print(f"{found.outcome:9}  {found.seconds:6.1f} s  {mutant.name}", flush=True)
             return found
 
-        return report(in_parallel(copies, chosen, one), len(mutants) - len(chosen))
+        try:
+            return report(in_parallel(copies, chosen, one), len(mutants) - len(chosen))
+        finally:
+            for copy in copies:
+                copy.close()
 
 
 def main() -> int:

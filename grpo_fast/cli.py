@@ -72,7 +72,7 @@ def train(
     failures = (RewardError, NonFiniteGradient, NonFiniteLogits, EngineError, CheckpointError,
                 WriteError, RankError)  # fmt: skip
     with told(debug, *failures):
-        words = expand_data(settings or [])
+        words = settings or []
         config = load_recipe(recipe, words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
@@ -107,7 +107,7 @@ def reward_model(
     from grpo_fast.train.experiments.reward_model import accuracy_line, train_reward_model
 
     with told(debug):
-        config = load_settings(RewardModelConfig, recipe, expand_data(settings or []))
+        config = load_settings(RewardModelConfig, recipe, settings or [])
         typer.echo(accuracy_line(train_reward_model(config)))
 
 
@@ -218,7 +218,7 @@ def compare(
     from grpo_fast.train.experiments.compare import table
 
     with told(debug, OSError):
-        words = expand_data([*(grid or []), *(settings or [])])
+        words = [*(grid or []), *(settings or [])]
         place = None if out is None else os.path.expanduser(out)
         found = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
         typer.echo(table(found))
@@ -247,7 +247,7 @@ def doctor(
     with told(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import examine, show
 
-        found = examine(expand_data(words or []))
+        found = examine(words or [])
         show(found, as_json=as_json)
     if not found.ok:
         sys.exit(RUN_ERROR)
@@ -272,18 +272,3 @@ def bench(context: typer.Context) -> None:
     from benchmarks.command import main as run_benchmarks
 
     sys.exit(run_benchmarks(context.args))
-
-
-def expand_data(settings: list[str]) -> list[str]:
-    """`data=X` as the configuration has it: data.path for a file or folder, else data.name."""
-    from grpo_fast.data import is_local
-
-    expanded = []
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key == "data" and value and not value.startswith("{"):
-            path, hub = (value, "null") if is_local(value) else ("null", value)
-            expanded += [f"data.path={path}", f"data.name={hub}"]
-        else:
-            expanded.append(setting)
-    return expanded

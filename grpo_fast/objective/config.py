@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import reprlib
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,12 @@ from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CHOICES: dict[str, Collection[str]] = {
+    "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, EXACT),
+    "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
+    "aggregation": AGGREGATIONS, "sampling_correction": SAMPLING_CORRECTIONS,
+}  # fmt: skip
+NULLABLE = ("aggregation", "sampling_correction")
 
 FP32_MAX = 3.4028234663852886e38
 
@@ -122,14 +129,9 @@ class LossConfig:
         )
 
     def __post_init__(self) -> None:
-        choice("loss_type", self.loss_type, OBJECTIVES)
-        choice("kl_estimator", self.kl_estimator, (*KL_ESTIMATORS, EXACT))
-        choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
-        choice("cispo_bound", self.cispo_bound, ("raw", "offset"))
-        if self.aggregation is not None:
-            choice("aggregation", self.aggregation, AGGREGATIONS)
-        if self.sampling_correction is not None:
-            choice("sampling_correction", self.sampling_correction, SAMPLING_CORRECTIONS)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) is not None or name not in NULLABLE:
+                choice(name, getattr(self, name), choices)
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()

@@ -146,7 +146,7 @@ def test_eval_refuses_where_it_cannot_write_or_read_before_it_works(recipe, tmp_
     )
     assert refused(
         invoke("eval", run, "data=q.jsonl"),
-        "data.path: task sort makes its own prompts, came 'q.jsonl'",
+        "data.path: expected none, task sort makes its own prompts, came 'q.jsonl'",
     )
     assert refused(invoke("eval", run, "task=gsm8k"), "data: expected data=", "with task=gsm8k")
     assert refused(invoke("eval", run, "n=[1"), "n: expected plain YAML, got '[1'")

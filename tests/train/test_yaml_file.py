@@ -9,7 +9,8 @@ import tracemalloc
 
 import pytest
 
-from grpo_fast.train.config.recipes import MAX_VALUES, load_recipe, read_yaml, read_yaml_file
+from grpo_fast.train.config.plain import MAX_VALUES, read_yaml, read_yaml_file
+from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, invoke, refused
 
 # Nine lists, each of ten aliases of the one before it: a billion values in 400 bytes.

@@ -4,7 +4,7 @@ Every default exists once: the loss's in `LossConfig`, from which `LossSettings`
 here. Nothing here loads a model, so a typo is refused at once.
 """
 
-from grpo_fast.train.config.base import Positive, Section, UserPath, home_path
+from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, require
 from grpo_fast.train.config.data import (
     DataConfig,
     DynamicSamplingConfig,
@@ -45,4 +45,5 @@ __all__ = [
     "UserPath",
     "WarmStartConfig",
     "home_path",
+    "require",
 ]

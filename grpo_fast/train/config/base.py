@@ -1,11 +1,20 @@
-"""What every part of the configuration is made of: strict sections, paths, bounded numbers."""
+"""The parts of every configuration: strict sections, their refusals, paths, bounded numbers."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 
 def home_path(path: str) -> str:
@@ -31,3 +40,26 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes true for 1."""
+        if isinstance(value, bool):
+            types = list(members(cls.model_fields[str(info.field_name)].annotation))
+            if bool not in types and (int in types or float in types):
+                raise ValueError("expected a number")
+        return value
+
+
+def require(fits: Any, name: str, expected: str, came: Any) -> None:
+    """Raise a ValueError naming the setting, what was expected and what came, unless it fits."""
+    if not fits:
+        raise ValueError(f"{name}: expected {expected}, came {came}")
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """A type and all that it is made of: `list[int] | None` is made of list[int], int and None."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from members(part)

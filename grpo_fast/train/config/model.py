@@ -6,9 +6,17 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.objective.config import choice
 from grpo_fast.objective.value import VALUE_LOSSES
-from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath
+from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
+
+
+def check_source(path: str | None, config: dict[str, Any] | None) -> None:
+    """Refuse a model of two origins, of none, or of no known kind."""
+    one = "exactly one of path (hub id or folder) and config (random start; model={path: …} goes "
+    one += "without it)"
+    require((path is None) != (config is None), "path", one, "both" if path else "neither")
+    named = config is None or "model_type" in config
+    require(named, "config.model_type", "one, for example llama", "none")
 
 
 class LoraConfig(Section):
@@ -40,19 +48,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.config is None):
-            raise ValueError(
-                "model: exactly one of path (hub id or folder) and config (random start) is needed"
-            )
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("model.config: model_type is missing, for example model_type: llama")
-        if self.config is not None and self.tokenizer is None:
-            needed = "a model made from a config needs tokenizer: bpe or symbols"
-            raise ValueError(f"model.tokenizer: {needed}")
+        check_source(self.path, self.config)
+        made = "bpe or symbols for a model made from a config"
+        require(self.config is None or self.tokenizer, "tokenizer", made, "none")
         checkpoints = self.checkpoint_offload or self.checkpoint_every != 1
-        if checkpoints and not self.gradient_checkpointing:
-            needed = "checkpoint_every and checkpoint_offload need it"
-            raise ValueError(f"model.gradient_checkpointing: {needed}, came false")
+        needed = "true beside checkpoint_every and checkpoint_offload"
+        fits = self.gradient_checkpointing or not checkpoints
+        require(fits, "gradient_checkpointing", needed, "false")
         return self
 
 
@@ -80,9 +82,8 @@ class ReferenceConfig(Section):
 
     @model_validator(mode="after")
     def _path_is_frozen(self) -> ReferenceConfig:
-        if self.path is not None and self.kind != "frozen":
-            needed = "expected reference.kind: frozen beside it"
-            raise ValueError(f"reference.path: {needed}, came {self.kind}")
+        fits = self.path is None or self.kind == "frozen"
+        require(fits, "path", "kind: frozen beside it", self.kind)
         return self
 
 
@@ -104,16 +105,14 @@ class CriticConfig(Section):
     lam: float = Field(0.95, ge=0, le=1)
     bootstrap: bool = True  # a completion that was cut off would have gone on: its end has a value
     whiten: bool = True  # advantages get mean 0 and deviation 1 over the step's tokens
-    loss: str = "clipped"  # plain | clipped | huber
+    loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
     epsilon: float = Field(0.2, gt=0)  # of the clipped loss
     delta: float = Field(1.0, gt=0)  # of Huber's
     coef: float = Field(0.5, ge=0)  # weight of the value loss
 
     @model_validator(mode="after")
     def _consistent(self) -> CriticConfig:
-        choice("critic.loss", self.loss, VALUE_LOSSES)
-        if self.path is not None and self.kind != "model":
-            raise ValueError(f"critic.kind: expected model beside critic.path, came {self.kind}")
+        require(self.path is None or self.kind == "model", "kind", "model beside path", self.kind)
         return self
 
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.train.config.base import Positive, Section, Size, UserPath
+from grpo_fast.train.config.base import Positive, Section, Size, UserPath, require
 from grpo_fast.train.config.data import DataConfig
-from grpo_fast.train.config.model import OptimConfig
+from grpo_fast.train.config.model import OptimConfig, check_source
 
 
 class ScorerConfig(Section):
@@ -21,15 +21,10 @@ class ScorerConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ScorerConfig:
-        if (self.path is None) == (self.config is None):
-            expected = "exactly one of path (hub id or folder) and config (random start)"
-            came = "neither" if self.path is None else "both"
-            raise ValueError(f"model: expected {expected}, came {came}")
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("model.config: model_type is missing, for example model_type: llama")
-        if (self.tokenizer is None) != (self.config is None):
-            expected = "expected bpe or symbols beside config, none beside path"
-            raise ValueError(f"model.tokenizer: {expected}, came {self.tokenizer!r}")
+        check_source(self.path, self.config)
+        fits = (self.tokenizer is None) == (self.config is None)
+        expected = "bpe or symbols beside config, none beside path"
+        require(fits, "tokenizer", expected, self.tokenizer)
         return self
 
 
@@ -48,11 +43,9 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardModelConfig:
-        if self.data.task not in ("sort", "arithmetic", "jsonl"):
-            expected = "expected sort, arithmetic or jsonl"
-            raise ValueError(f"data.task: {expected}, came {self.data.task}")
-        if self.data.shots or self.data.shots_tokens:
-            raise ValueError("data.shots: expected none for pairs, came some")
-        if self.optim.states != "full":
-            raise ValueError(f"optim.states: expected full, came {self.optim.states}")
+        data, states = self.data, self.optim.states
+        fits = data.task in ("sort", "arithmetic", "jsonl")
+        require(fits, "data.task", "sort, arithmetic or jsonl", data.task)
+        require(not (data.shots or data.shots_tokens), "data.shots", "none for pairs", "some")
+        require(states == "full", "optim.states", "full", states)
         return self

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from grpo_fast.told import RUN_ERROR, USAGE_ERROR, refuse, told
 
@@ -30,6 +31,25 @@ def _words(example: str) -> Any:
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
 
 
+class Worded(TyperCommand):
+    """A command with `key=value` words: it answers an unknown option `--key value` by the word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As TyperCommand's."""
+        try:
+            return super().parse_args(ctx, [*args])
+        except Exception as raised:
+            error: Any = raised
+            if hasattr(error, "possibilities"):  # NoSuchOption, of click or of typer's copy of it
+                option = error.option_name
+                place = next(i for i, word in enumerate(args) if word.startswith(option))
+                key, equals, value = args[place].lstrip("-").partition("=")
+                value = value if equals else next(iter(args[place + 1 :]), "VALUE")
+                others = [name for name in error.possibilities or () if name != "--help"]
+                error.possibilities = [f"{key.replace('-', '_')}={value}", *others]
+            raise
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from grpo_fast import __version__
@@ -46,7 +66,7 @@ def main(version: Version = False) -> None:
     """Options of `grpo-fast` itself; the work is in the commands."""
 
 
-@app.command()
+@app.command(cls=Worded)
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
@@ -93,7 +113,7 @@ def _may_move(shipped: bool, words: list[str], resume: str | None) -> bool:
     return shipped and resume != "auto" and not any(w.startswith("output_dir=") for w in words)
 
 
-@app.command(name="reward-model")
+@app.command(name="reward-model", cls=Worded)
 def reward_model(
     recipe: Annotated[str, typer.Argument(help="reward-model-sort, or a YAML file.")],
     settings: Annotated[
@@ -111,7 +131,7 @@ def reward_model(
         typer.echo(accuracy_line(train_reward_model(config)))
 
 
-@app.command(name="eval")
+@app.command(name="eval", cls=Worded)
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
     words: Annotated[
@@ -146,7 +166,7 @@ def evaluate(
             typer.echo(command.table(found))
 
 
-@app.command()
+@app.command(cls=Worded)
 def plan(
     model: Annotated[
         str, typer.Argument(help="A recipe, a hub id, a model's folder, qwen2.5-7b, …")
@@ -196,7 +216,7 @@ def audit(
         sys.exit(RUN_ERROR)
 
 
-@app.command()
+@app.command(cls=Worded)
 def compare(
     recipe: Annotated[
         str, typer.Argument(help="A recipe or a YAML file, or several: sort,ppo-sort.")
@@ -227,7 +247,7 @@ def compare(
             raise OSError(f"{len(found.failed)} runs failed; the others are in the table\n{failed}")
 
 
-@app.command()
+@app.command(cls=Worded)
 def doctor(
     words: Annotated[
         list[str] | None,

@@ -44,7 +44,7 @@ def test_plain_data():
         ("!!float ''", ""),
         ("2020-13-45", "month must be in 1..12"),
         ("1" * 5000, "4300 digits"),
-        ("[" * 3000, "recursion"),
+        ("[" * 3000, "levels of lists"),
         ("!!python/object/apply:os.getpid []", "python/object"),
         ("a: \x00", "special characters"),
         ("a: 1\n---\nb: 2", "single document"),

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def home_path(path: str) -> str:
@@ -41,21 +34,20 @@ class Section(BaseModel):
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
     )
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic takes true for 1."""
-        if isinstance(value, bool):
-            types = list(members(cls.model_fields[str(info.field_name)].annotation))
-            if bool not in types and (int in types or float in types):
-                raise ValueError("expected a number")
-        return value
-
 
 def require(fits: Any, name: str, expected: str, came: Any) -> None:
     """Raise a ValueError naming the setting, what was expected and what came, unless it fits."""
     if not fits:
         raise ValueError(f"{name}: expected {expected}, came {came}")
+
+
+@contextmanager
+def named_in(section: str) -> Iterator[None]:
+    """Put the section's name before an error that names one of its fields."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{section}.{error}") from None
 
 
 def members(annotation: Any) -> Iterator[Any]:

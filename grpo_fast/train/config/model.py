@@ -12,8 +12,7 @@ from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, U
 
 def check_source(path: str | None, config: dict[str, Any] | None) -> None:
     """Refuse a model of two origins, of none, or of no known kind."""
-    one = "exactly one of path (hub id or folder) and config (random start; model={path: …} goes "
-    one += "without it)"
+    one = "exactly one of path and config (a random start; model=PATH takes its place)"
     require((path is None) != (config is None), "path", one, "both" if path else "neither")
     named = config is None or "model_type" in config
     require(named, "config.model_type", "one, for example llama", "none")

@@ -39,7 +39,7 @@ class _StrictLoader(yaml.SafeLoader):
         # An alias costs what it stands for. A node inside itself is not counted yet: it has no end.
         self.values += getattr(node, "values", MAX_VALUES) if is_alias else 1
         if self.values > MAX_VALUES:
-            raise ValueError(f"its aliases make more than {MAX_VALUES} values of it")
+            raise ValueError(f"it has more than {MAX_VALUES} values, its aliases written out")
         if not is_alias:
             node.values = self.values - before
             _check(node)

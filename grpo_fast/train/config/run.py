@@ -12,7 +12,7 @@ from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, require
+from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
     CriticConfig,
@@ -162,7 +162,8 @@ class RunConfig(Section):
             require(not self.log.grad_variance, "log.grad_variance", expected, "true")
         else:
             require(self.critic is None, "advantages", "gae beside a critic", self.advantages)
-            check_options(self.advantages, split_options(self.advantages, options)[0])
+            with named_in("advantage_options"):
+                check_options(self.advantages, split_options(self.advantages, options)[0])
             check_group_size(self.advantages, self.rollout.group_size)
 
     def _check_kl(self) -> None:
@@ -223,7 +224,5 @@ class RunConfig(Section):
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
-        try:
+        with named_in("loss"):
             return LossConfig(**settings)
-        except ValueError as error:
-            raise ValueError(f"loss.{error}") from None

@@ -6,8 +6,8 @@ Every command reads its settings here: train, reward-model, compare, eval, plan 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
@@ -56,7 +56,8 @@ def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[st
 def split_word(word: str) -> tuple[str, str]:
     """`key=text` → key, text. Raises ValueError, quoting the word, for anything else."""
     key, equals, text = word.partition("=")
-    if not equals or not all(key.split(".")) or key.count(".") >= DEEPEST_KEY:
+    parts = key.split(".")
+    if not (equals and all(parts) and len(parts) <= DEEPEST_KEY and key.isprintable()):
         raise ValueError(f"settings: expected key=value, came {quoted(word)}")
     return key, text
 
@@ -78,15 +79,18 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 def apply_word(settings: dict[str, Any], word: str) -> None:
     """Set in nested plain settings what a word says.
 
-    `data=X` is data.path for a file or folder, and data.name for a hub id.
+    `data=X` is data.path for a file or folder, and data.name for a hub id. `model=X` is model.path
+    in place of a model that the recipe makes.
     """
     key, text = split_word(word)
-    value = read_yaml(text, key)
-    if key == "data" and isinstance(value, str) and isinstance(settings.get("data"), dict):
-        path, name = (value, None) if is_local(value) else (None, value)
-        settings["data"].update(path=path, name=name)
-    else:
+    value, section = read_yaml(text, quoted(key, str)), settings.get(key)
+    if key not in ("data", "model") or not (isinstance(value, str) and isinstance(section, dict)):
         set_key(settings, key, value)
+    elif key == "model":
+        section.update(path=value, config=None, tokenizer=None)
+    else:
+        path, name = (value, None) if is_local(value) else (None, value)
+        section.update(path=path, name=name)
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
@@ -105,10 +109,10 @@ def _index(node: Any, part: str, key: str) -> Any:
     """What a part of a dotted key stands for in a mapping or list."""
     if isinstance(node, dict):
         return part
-    if not isinstance(node, list):
-        raise ValueError(f"{key}: {part!r} is below what holds a value, not a section")
-    if part not in map(str, range(len(node))):
-        raise ValueError(f"{key}: {part!r} is no index of a list of {len(node)}")
+    length = len(node) if isinstance(node, list) else 0
+    if part not in map(str, range(length)):
+        below = f"is no index of a list of {length}" if length else "is below a value, no section"
+        raise ValueError(f"{quoted(key, str)}: {quoted(part)} {below}")
     return int(part)
 
 
@@ -121,10 +125,23 @@ def validated(
     `at` is the dotted key of the section, where it is a part of a configuration.
     """
     try:
+        _refuse_truths(settings, kind, at)
         return kind.model_validate(settings)
     except ValidationError as error:
         lines = [_explain(each, kind, at, also) for each in error.errors(include_url=False)]
         raise ValueError("\n  ".join(dict.fromkeys(lines))) from None
+
+
+def _refuse_truths(value: Any, annotation: Any, where: str) -> None:
+    """Refuse true and false where a number is expected: pydantic takes them for 1 and 0."""
+    section, types = _section(annotation), list(members(annotation))
+    if isinstance(value, bool) and (int in types or float in types) and bool not in types:
+        raise ValueError(f"{where}: expected a number, came {str(value).lower()}")
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        _refuse_truths(item, annotation, f"{where}.{index}")
+    if isinstance(value, dict) and section is not None:
+        for name, field in section.model_fields.items():
+            _refuse_truths(value.get(name), field.annotation, f"{where}.{name}".lstrip("."))
 
 
 def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) -> str:
@@ -148,6 +165,8 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
     message, came = error["msg"].removeprefix("Value error, "), error["input"]
     if error["type"] == "value_error" and _section(annotation) is not None:
         return f"{where}.{message}" if where else message  # a section's check names its field
+    if error["type"] == "model_type":
+        message = "expected a section of keys"
     if isinstance(came, (dict, BaseModel)):
         return f"{where}: {message}"
     choices = _choices(annotation) if error["type"] in ("literal_error", "bool_parsing") else []
@@ -176,7 +195,7 @@ def _section(annotation: Any) -> Any:
 def _choices(annotation: Any) -> list[str]:
     """The words that a field takes, where they are few: those of a Literal, true, false, null."""
     types = list(members(annotation))
-    more = ["true", "false"] * (bool in types) + ["null"] * (type(None) in types)
+    more = ["true", "false"] * (bool in types) + ["null"] * (type(None) in types or None in types)
     return [word for word in types if isinstance(word, str)] + more
 
 
@@ -190,9 +209,15 @@ def nearest(key: str, known: Sequence[str], dotted: Iterable[str] = ()) -> str:
 
 def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name most like a word, whatever its case; None where none is."""
-    folded = {name.casefold(): name for name in known}
-    close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=cutoff)
-    return folded[close[0]] if close else None
+    letters = word[:QUOTED].casefold()
+
+    def likeness(name: str) -> tuple[float, bool]:
+        other = name.casefold()
+        # gpro is as like gspo as grpo, but two letters change places more often than one is wrong.
+        return SequenceMatcher(None, other, letters).ratio(), sorted(other) == sorted(letters)
+
+    best = max(known, key=likeness, default=None)
+    return best if best is not None and likeness(best)[0] >= cutoff else None
 
 
 def quoted(value: Any, show: Any = repr) -> str:

@@ -25,25 +25,8 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import LogConfig, LossSettings, RunConfig
 
 __all__ = [
-    "CriticConfig",
-    "DataConfig",
-    "DynamicSamplingConfig",
-    "EvalConfig",
-    "HeldOut",
-    "KLConfig",
-    "LogConfig",
-    "LoraConfig",
-    "LossSettings",
-    "ModelConfig",
-    "OptimConfig",
-    "Positive",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "Section",
-    "UserPath",
-    "WarmStartConfig",
-    "home_path",
-    "require",
-]
+    "CriticConfig", "DataConfig", "DynamicSamplingConfig", "EvalConfig", "HeldOut", "KLConfig",
+    "LogConfig", "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive",
+    "ReferenceConfig", "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath",
+    "WarmStartConfig", "home_path", "require",
+]  # fmt: skip

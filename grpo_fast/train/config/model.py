@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,12 +10,24 @@ from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
 
 
-def check_source(path: str | None, config: dict[str, Any] | None) -> None:
-    """Refuse a model of two origins, of none, or of no known kind."""
-    one = "exactly one of path and config (a random start; model=PATH takes its place)"
-    require((path is None) != (config is None), "path", one, "both" if path else "neither")
-    named = config is None or "model_type" in config
-    require(named, "config.model_type", "one, for example llama", "none")
+class Origin(Section):
+    """Where a model comes from: it is loaded (`path`), or a random start (`config`)."""
+
+    path: UserPath | None = None  # hub id or local folder
+    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
+    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
+    vocab_size: Size = 2048  # of the "bpe" tokenizer
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one = "exactly one of path and config (a random start; model=PATH takes its place)"
+        came = "both" if self.path else "neither"
+        require((self.path is None) != (self.config is None), "path", one, came)
+        if self.config is not None:
+            named = "model_type" in self.config
+            require(named, "config.model_type", "one, for example llama", "none")
+            require(self.tokenizer, "tokenizer", "bpe or symbols beside config", "none")
+        return self
 
 
 class LoraConfig(Section):
@@ -26,13 +38,9 @@ class LoraConfig(Section):
     target_modules: str | list[str] = "all-linear"
 
 
-class ModelConfig(Section):
-    """The policy: loaded (`path`), or a random start (`config`)."""
+class ModelConfig(Origin):
+    """The policy."""
 
-    path: UserPath | None = None  # hub id or local folder
-    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
-    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
-    vocab_size: Size = 2048  # of the "bpe" tokenizer
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
     autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
     attn: str = "auto"  # attention of the rollout; training always uses the packed attention
@@ -46,10 +54,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
-        check_source(self.path, self.config)
-        made = "bpe or symbols for a model made from a config"
-        require(self.config is None or self.tokenizer, "tokenizer", made, "none")
+    def _checkpoints(self) -> ModelConfig:
         checkpoints = self.checkpoint_offload or self.checkpoint_every != 1
         needed = "true beside checkpoint_every and checkpoint_offload"
         fits = self.gradient_checkpointing or not checkpoints

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 from pydantic import Field, model_validator
 
-from grpo_fast.train.config.base import Positive, Section, Size, UserPath, require
+from grpo_fast.train.config.base import Positive, Section, UserPath, require
 from grpo_fast.train.config.data import DataConfig
-from grpo_fast.train.config.model import OptimConfig, check_source
+from grpo_fast.train.config.model import OptimConfig, Origin
 
 
-class ScorerConfig(Section):
-    """The model that learns to score: loaded (`path`), or a random start (`config`)."""
-
-    path: UserPath | None = None  # hub id or folder; a causal LM gets a new output
-    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
-    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
-    vocab_size: Size = 2048  # of the "bpe" tokenizer
+class ScorerConfig(Origin):
+    """The model that learns to score; a causal LM gets a new output."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> ScorerConfig:
-        check_source(self.path, self.config)
-        fits = (self.tokenizer is None) == (self.config is None)
-        expected = "bpe or symbols beside config, none beside path"
-        require(fits, "tokenizer", expected, self.tokenizer)
+    def _own_tokenizer(self) -> ScorerConfig:
+        fits = self.tokenizer is None or self.path is None
+        require(fits, "tokenizer", "none beside path", self.tokenizer)
         return self
 
 

@@ -29,7 +29,7 @@ MUTANTS = [
            "[word for word in words if word not in own]", "list(words)",
            "the keys of a plan are said to be unknown to its run", "words"),
     Mutant("words-index", WORDS,
-           "if part not in map(str, range(length)):", "if not part.isdecimal():",
+           "part not in map(str, range(length)):", "not part.isdecimal():",
            "an index beyond the list is a traceback", "words"),
     Mutant("words-grid", WORDS,
            "if listed.end_mark.index == len(text) + 2", "if True",

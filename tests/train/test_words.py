@@ -66,6 +66,7 @@ READERS = {
         ("compare", "steps=1,,2", "came '1,,2'"),
         # indices
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is no index of a list of 2"),
+        ("compare", "rewards=[],[]", "rewards: List should have at least 1 item"),
         ("train", "rewards.-1.weight=2", "'-1' is no index of a list of 2"),
         ("train", "rewards.².weight=5", "'²' is no index of a list of 2"),
         ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is no index of a list of 2"),

@@ -109,10 +109,10 @@ def _index(node: Any, part: str, key: str) -> Any:
     """What a part of a dotted key stands for in a mapping or list."""
     if isinstance(node, dict):
         return part
-    length = len(node) if isinstance(node, list) else 0
-    if part not in map(str, range(length)):
-        below = f"is no index of a list of {length}" if length else "is below a value, no section"
-        raise ValueError(f"{quoted(key, str)}: {quoted(part)} {below}")
+    length = len(node) if isinstance(node, list) else None
+    if length is None or part not in map(str, range(length)):
+        below = "below a value, no section" if length is None else f"no index of a list of {length}"
+        raise ValueError(f"{quoted(key, str)}: {quoted(part)} is {below}")
     return int(part)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_fast.train.config.recipes import load_recipe, load_settings, save_config
 from grpo_fast.train.config.reward_model import RewardModelConfig
-from grpo_fast.train.config.words import grid_values, own_words, quoted
+from grpo_fast.train.config.words import close_to, grid_values, own_words, quoted
 from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.planning.plan import PlanSettings
 from tests.command_line import invoke, refused
@@ -113,7 +113,7 @@ def test_every_refusal_has_its_line():
 HOSTILE = [
     "", "=", "==", ".=1", "a=b=c", "[steps]=5", "'steps'=5", "--steps=5", "steps =5", "ѕteps=5",
     "a" * 100_000 + "=1", "steps=" + "a" * 100_000, "\udcff=1", "steps=\udcff", "output_dir=\x00",
-    'output_dir="\\x1b[31m"', "model.config." + "a." * 3000 + "a=1", "output_dir=1e-4",
+    'output_dir="\\x1b[31m"', "model.config." + "a." * 3000 + "a=1", "output_dir='1e-4'",
     "model.config.x=" + "[" * 200 + "]" * 200, "model.config.x=" + "[" * 60 + "]" * 60,
     "steps=" + "9" * 400, "steps=" + "9" * 5000, "steps=1e400", "steps=²", "seed=010", "steps=",
     "steps=5\n6", "steps=5\noptim: 3", "steps=!!int 5", "steps=!foo 5", "steps=*a", "steps=&a [*a]",
@@ -151,7 +151,7 @@ def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
         ("a=b=c,d", ["b=c", "d"]),
         ("a=http://h:1,http://h:2", ["http://h:1", "http://h:2"]),
         ("a=1],[2", ["1],[2"]),
-        ("a=1] #,2", ["1] #,2"]),
+        ("a=1,2] #3", ["1,2] #3"]),
         ("a=", [""]),
     ],
 )
@@ -188,6 +188,11 @@ def test_the_settings_of_a_plan_and_its_runs():
     own, rest = own_words(PlanSettings, ["gpu=80", "steps=3", "group=4"])
     assert (own.gpu, own.group, own.prompt, rest) == (80.0, 4, 8192, ["steps=3"])
     assert refused(invoke("plan", "sort", "promt=3"), "promt: unknown key; nearest: prompt")
+
+
+def test_letters_that_changed_places_are_nearer_than_a_wrong_one():
+    assert close_to("gpro", ["gspo", "grpo"]) == close_to("gpro", ["grpo", "gspo"]) == "grpo"
+    assert close_to("xyz", ["grpo"]) is None and close_to("x", []) is None
 
 
 def test_a_long_value_is_shown_by_its_beginning():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from grpo_fast.told import RUN_ERROR, USAGE_ERROR, refuse, told
 
@@ -30,6 +31,25 @@ def _words(example: str) -> Any:
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
 
 
+class Worded(TyperCommand):
+    """A command with `key=value` words: it answers an unknown option `--key value` by the word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As TyperCommand's."""
+        try:
+            return super().parse_args(ctx, [*args])
+        except Exception as raised:
+            error: Any = raised
+            if hasattr(error, "possibilities"):  # NoSuchOption, of click or of typer's copy of it
+                option = error.option_name
+                place = next(i for i, word in enumerate(args) if word.startswith(option))
+                key, equals, value = args[place].lstrip("-").partition("=")
+                value = value if equals else next(iter(args[place + 1 :]), "VALUE")
+                others = [name for name in error.possibilities or () if name != "--help"]
+                error.possibilities = [f"{key.replace('-', '_')}={value}", *others]
+            raise
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from grpo_fast import __version__
@@ -46,7 +66,7 @@ def main(version: Version = False) -> None:
     """Options of `grpo-fast` itself; the work is in the commands."""
 
 
-@app.command()
+@app.command(cls=Worded)
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
@@ -65,7 +85,7 @@ def train(
     from grpo_fast.train.runs.folder import free_folder, run_folder
 
     with told(debug, RunError):
-        words = expand_data(settings or [])
+        words = settings or []
         config = load_recipe(recipe, words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
@@ -86,7 +106,7 @@ def _may_move(shipped: bool, words: list[str], resume: str | None) -> bool:
     return shipped and resume != "auto" and not any(w.startswith("output_dir=") for w in words)
 
 
-@app.command(name="reward-model")
+@app.command(name="reward-model", cls=Worded)
 def reward_model(
     recipe: Annotated[str, typer.Argument(help="reward-model-sort, or a YAML file.")],
     settings: Annotated[
@@ -100,11 +120,11 @@ def reward_model(
     from grpo_fast.train.experiments.reward_model import accuracy_line, train_reward_model
 
     with told(debug):
-        config = load_settings(RewardModelConfig, recipe, expand_data(settings or []))
+        config = load_settings(RewardModelConfig, recipe, settings or [])
         typer.echo(accuracy_line(train_reward_model(config)))
 
 
-@app.command(name="eval")
+@app.command(name="eval", cls=Worded)
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
     words: Annotated[
@@ -139,7 +159,7 @@ def evaluate(
             typer.echo(command.table(found))
 
 
-@app.command()
+@app.command(cls=Worded)
 def plan(
     model: Annotated[
         str, typer.Argument(help="A recipe, a hub id, a model's folder, qwen2.5-7b, …")
@@ -189,7 +209,7 @@ def audit(
         sys.exit(RUN_ERROR)
 
 
-@app.command()
+@app.command(cls=Worded)
 def compare(
     recipe: Annotated[
         str, typer.Argument(help="A recipe or a YAML file, or several: sort,ppo-sort.")
@@ -211,7 +231,7 @@ def compare(
     from grpo_fast.train.experiments.compare import table
 
     with told(debug, OSError):
-        words = expand_data([*(grid or []), *(settings or [])])
+        words = [*(grid or []), *(settings or [])]
         place = None if out is None else os.path.expanduser(out)
         found = run_all(recipe, words, seeds=seeds, out=place, run=loop.train, say=typer.echo)
         typer.echo(table(found))
@@ -220,7 +240,7 @@ def compare(
             raise OSError(f"{len(found.failed)} runs failed; the others are in the table\n{failed}")
 
 
-@app.command()
+@app.command(cls=Worded)
 def doctor(
     words: Annotated[
         list[str] | None,
@@ -240,7 +260,7 @@ def doctor(
     with told(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import examine, show
 
-        found = examine(expand_data(words or []))
+        found = examine(words or [])
         show(found, as_json=as_json)
     if not found.ok:
         sys.exit(RUN_ERROR)
@@ -265,18 +285,3 @@ def bench(context: typer.Context) -> None:
     from benchmarks.command import main as run_benchmarks
 
     sys.exit(run_benchmarks(context.args))
-
-
-def expand_data(settings: list[str]) -> list[str]:
-    """`data=X` as the configuration has it: data.path for a file or folder, else data.name."""
-    from grpo_fast.data import is_local
-
-    expanded = []
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key == "data" and value and not value.startswith("{"):
-            path, hub = (value, "null") if is_local(value) else ("null", value)
-            expanded += [f"data.path={path}", f"data.name={hub}"]
-        else:
-            expanded.append(setting)
-    return expanded

@@ -31,6 +31,12 @@ class DatasetError(ValueError):
     """A data source that cannot be used; the message names the file and line, or the argument."""
 
 
+def need(fits: Any, where: str, expected: str, came: Any) -> None:
+    """Raise a DatasetError that says where what was expected, and what came, unless it fits."""
+    if not fits:
+        raise DatasetError(f"{where}: expected {expected}, got {came}")
+
+
 class DataSource(Protocol):
     """The part of a data config all sources read (see `load_examples` for the rest)."""
 

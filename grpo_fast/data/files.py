@@ -10,9 +10,9 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt
+from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, need
 from grpo_fast.data.prompts import Form, ShotPrompts
 
 log = logging.getLogger(__name__)
@@ -41,28 +41,20 @@ def load_file_examples(
     source = option["path"] or option["name"]
     needs_train = split == "train" or shots > 0 or budget is not None
     train, test = _both_splits(option, data.task == "gsm8k", needs_train)
-    if shots > len(train):
-        expected = f"expected at most the {len(train)} training examples"
-        raise DatasetError(f"data.shots: {expected}, got {shots}")
-    if not test:
-        raise DatasetError(f"data: expected at least one test example in {source}, got none")
+    need(shots <= len(train), "data.shots", f"at most the {len(train)} training examples", shots)
+    need(test, "data", f"at least one test example in {source}", "none")
     if split == "test":
         chosen = test[: option["n_test"]]
     else:
         chosen = train[shots:][: option["n_train"]]
-        if not chosen:
-            after = f" after data.shots = {shots}" if shots else ""
-            raise DatasetError(
-                f"data: expected a training example in {source} whose prompt is not a test prompt "
-                f"as well, got none{after}"
-            )
+        expected = f"a training example in {source} whose prompt is not a test prompt as well"
+        need(chosen, "data", expected, f"none after data.shots = {shots}" if shots else "none")
         random.Random(f"{seed}/order").shuffle(chosen)
     if budget is None:
         prefix = "".join(form.shot(e) for e in train[:shots])
         return [form.dress(e, prefix) for e in chosen]
     if count_tokens is None:
-        needed = "data.shots_tokens needs a function that counts tokens"
-        raise DatasetError(f"count_tokens: {needed}, got None")
+        raise DatasetError("count_tokens: expected a function beside data.shots_tokens, got None")
     pool = [e for e in train if isinstance(e.prompt, str)]
     draws = seed if split == "train" else "test"
     return ShotPrompts(chosen, pool, form, budget=budget, count_tokens=count_tokens, seed=draws)
@@ -130,9 +122,8 @@ def _hold_out(
 ) -> tuple[list[Example], list[Example]]:
     """Split one file: the same lines are held out whatever the run's seed is."""
     count = max(1, len(examples) // 10) if n_test is None else n_test
-    if count > len(examples):
-        expected = f"at most the {len(examples)} lines of {file}"
-        raise DatasetError(f"data.n_test: expected {expected}, got {count}")
+    expected = f"at most the {len(examples)} lines of {file}"
+    need(count <= len(examples), "data.n_test", expected, count)
     order = list(range(len(examples)))
     random.Random(SPLIT_SEED).shuffle(order)
     held_out = set(order[:count])
@@ -157,25 +148,23 @@ def _parse_all(rows: Iterator[Row], gsm8k: bool) -> list[Example]:
 
 def parse_row(row: Row, *, gsm8k: bool) -> Example:
     """One record as an example. Raises DatasetError with the place and the reason."""
-    fields = row.fields
-    if not isinstance(fields, dict):
-        raise DatasetError(f"{row.where}: expected a JSON object, got {type(fields).__name__}")
+    where, fields = row
+    need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     name = next((n for n in PROMPT_FIELDS if n in fields), None)
     if name is None:
         found = ", ".join(map(repr, fields)) or "none"
-        raise DatasetError(f"{row.where}: expected a field 'prompt' or 'question', found {found}")
-    prompt = _checked_prompt(fields[name], f"{row.where}: field {name!r}")
+        raise DatasetError(f"{where}: expected a field 'prompt' or 'question', found {found}")
+    prompt = _checked_prompt(fields[name], f"{where}: field {name!r}")
     answer, solution = _answer(row, needed=gsm8k), fields.get("solution")
-    if solution is not None and not isinstance(solution, str):
-        came = type(solution).__name__
-        raise DatasetError(f"{row.where}: expected a text in field 'solution', got {came}")
-    _check_unicode(row.where, prompt, answer, solution)
+    is_text = solution is None or isinstance(solution, str)
+    need(is_text, where, "a text in field 'solution'", type(solution).__name__)
+    _check_unicode(where, prompt, answer, solution)
     others = {key: value for key, value in fields.items() if key not in (name, "answer")}
     if answer is not None and (gsm8k or "####" in answer):
         try:
             gold = gold_answer(answer)
         except ValueError as error:
-            raise DatasetError(f"{row.where}: {error}") from None
+            raise DatasetError(f"{where}: {error}") from None
         return Example(prompt, gold, solution or strip_calculator(answer), others)
     return Example(prompt, answer, solution, others)
 
@@ -187,10 +176,9 @@ def _answer(row: Row, *, needed: bool) -> str | None:
         return None
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
-    if not isinstance(answer, str) or not answer.strip():
-        expected = "expected a non-empty text in field 'answer'"
-        raise DatasetError(f"{row.where}: {expected}, got {answer!r}")
-    return answer
+    is_text = isinstance(answer, str) and answer.strip()
+    need(is_text, row.where, "a non-empty text in field 'answer'", repr(answer))
+    return cast(str, answer)
 
 
 def gold_answer(solution: str) -> str:
@@ -217,17 +205,14 @@ def strip_calculator(solution: str) -> str:
 
 def _checked_prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, str):
-        if not value.strip():
-            raise DatasetError(f"{where}: expected a non-empty text")
+        need(value.strip(), where, "a non-empty text", repr(value))
         return value
-    if not isinstance(value, list) or not value:
-        came = type(value).__name__
-        raise DatasetError(f"{where}: expected a text or a list of chat messages, got {came}")
+    is_list = isinstance(value, list) and value
+    need(is_list, where, "a text or a list of chat messages", type(value).__name__)
     for message in value:
-        ok = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not ok or not isinstance(message.get("content"), str):
-            expected = "messages with the texts 'role' and 'content'"
-            raise DatasetError(f"{where}: expected {expected}, got {message!r}")
+        parts = [message.get(x) for x in ("role", "content")] if isinstance(message, dict) else [0]
+        are_texts = all(isinstance(part, str) for part in parts)
+        need(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
     return value
 
 

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, overload
 
-from grpo_fast.data.example import DatasetError, Example
+from grpo_fast.data.example import Example, need
 
 USUAL_TEST = 256  # test prompts where nobody says how many, at most half of those that there are
 HELD_OUT_SEED = "grpo_fast held-out prompts"
@@ -30,13 +30,10 @@ class GeneratedTask(Sequence[Example]):
         space = self.space_size()
         n_test = min(USUAL_TEST, space // 2) if n_test is None else n_test
         for name, value in (("n_train", n_train), ("n_test", n_test)):
-            if value < 1:
-                raise DatasetError(f"data.{name}: expected at least 1, got {value}")
-        if n_test > space:
-            raise DatasetError(
-                f"data.n_test: expected at most the {space} different prompts of this task, got "
-                f"{n_test}; make the prompts longer or the test split smaller"
-            )
+            need(value >= 1, f"data.{name}", "at least 1", value)
+        longer = f"{n_test}; make the prompts longer or the test split smaller"
+        most = f"at most the {space} different prompts of this task"
+        need(n_test <= space, "data.n_test", most, longer)
         self.split, self.seed = split, seed
         self.held_out = self._draw_held_out(n_test)
         self._not_trained = frozenset(self.held_out if n_test < space else ())
@@ -90,12 +87,8 @@ class SortTask(GeneratedTask):
     options = ("digits", "symbols")
 
     def __init__(self, *, digits: int = 5, symbols: int = 10, **split: Any) -> None:
-        if digits < 1:
-            raise DatasetError(f"data.digits: expected at least 1 symbol in a prompt, got {digits}")
-        if symbols < 2:
-            raise DatasetError(
-                f"data.symbols: expected at least 2 different symbols, got {symbols}"
-            )
+        need(digits >= 1, "data.digits", "at least 1 symbol in a prompt", digits)
+        need(symbols >= 2, "data.symbols", "at least 2 different symbols", symbols)
         self.digits, self.symbols = digits, symbols
         super().__init__(**split)
 
@@ -121,8 +114,7 @@ class ArithmeticTask(GeneratedTask):
     options = ("digits",)
 
     def __init__(self, *, digits: int = 2, **split: Any) -> None:
-        if digits < 1:
-            raise DatasetError(f"data.digits: expected at least 1 digit in a number, got {digits}")
+        need(digits >= 1, "data.digits", "at least 1 digit in a number", digits)
         self.digits = digits
         super().__init__(**split)
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from grpo_fast.data.example import DatasetError, Example, Prompt
+from grpo_fast.data.example import Example, Prompt, need
 
 CUT = 0.25  # of the spoiled answers lack their end, the others have wrong symbols in them
 
@@ -82,10 +82,9 @@ def _stored(example: Example) -> Pair:
     where = f"data: the pair of prompt {str(example.prompt)[:60]!r}"
     found: dict[str, Any] = {name: example.fields.get(name) for name in ("chosen", "rejected")}
     for name, text in found.items():
-        if not isinstance(text, str):
-            raise DatasetError(f"{where}: expected a text in field {name!r}, got {text!r}")
+        need(isinstance(text, str), where, f"a text in field {name!r}", repr(text))
     margin = example.fields.get("margin", 0.0)
     is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-    if not is_number or not math.isfinite(margin):
-        raise DatasetError(f"{where}: expected a finite number in field 'margin', got {margin!r}")
+    fits = is_number and math.isfinite(margin)
+    need(fits, where, "a finite number in field 'margin'", repr(margin))
     return Pair(example.prompt, found["chosen"], found["rejected"], float(margin))

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
-from grpo_fast.data.example import DatasetError, Example, Prompt
+from grpo_fast.data.example import DatasetError, Example, Prompt, need
 
 PROMPT_TEMPLATES = {
     "plain": "Question: {question}\nAnswer:",
@@ -29,9 +29,8 @@ class Form(NamedTuple):
         Raises DatasetError for a text without `{question}`.
         """
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
-        if "{question}" not in text:
-            expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
-            raise DatasetError(f"prompt_template: expected {expected}; got {template!r}")
+        expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
+        need("{question}" in text, "prompt_template", expected, repr(template))
         return cls(text, system, chat)
 
     def fill(self, question: str) -> str:
@@ -41,11 +40,8 @@ class Form(NamedTuple):
     def shot(self, example: Example) -> str:
         """A worked example: the prompt as the question has it, and its solution."""
         worked = example.solution or example.answer
-        if worked is None:
-            asked = str(example.prompt)[:60]
-            raise DatasetError(
-                f"data.shots: expected an answer to every shot, got none to {asked!r}"
-            )
+        asked = repr(str(example.prompt)[:60])
+        need(worked is not None, "data.shots", "an answer to every shot", f"none to {asked}")
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def dress(self, example: Example, prefix: str = "") -> Example:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import reprlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,26 @@ from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CHOICES: dict[str, Collection[str]] = {
+    "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, EXACT),
+    "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
+    "aggregation": AGGREGATIONS, "sampling_correction": SAMPLING_CORRECTIONS,
+}  # fmt: skip
+RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
+     lambda x: x >= 0),
+    (("sapo_temperature_pos", "sapo_temperature_neg", "sampling_ratio_cap", "delta", "softcap"),
+     "a finite number > 0", lambda x: x > 0),
+    (("entropy_coef", "off_policy_threshold"), "a finite number", lambda x: True),
+    (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
+    (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),
+    (("top_entropy_quantile",), "a number in (0, 1]", lambda x: 0 < x <= 1),
+    (("max_completion_length",), "a whole number of tokens > 0", lambda x: x > 0 and x == int(x)),
+)  # fmt: skip
+NULLABLE = (
+    "aggregation", "sampling_correction", "delta", "softcap", "off_policy_threshold",
+    "max_completion_length",
+)  # fmt: skip
 
 FP32_MAX = 3.4028234663852886e38
 
@@ -122,14 +143,9 @@ class LossConfig:
         )
 
     def __post_init__(self) -> None:
-        choice("loss_type", self.loss_type, OBJECTIVES)
-        choice("kl_estimator", self.kl_estimator, (*KL_ESTIMATORS, EXACT))
-        choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
-        choice("cispo_bound", self.cispo_bound, ("raw", "offset"))
-        if self.aggregation is not None:
-            choice("aggregation", self.aggregation, AGGREGATIONS)
-        if self.sampling_correction is not None:
-            choice("sampling_correction", self.sampling_correction, SAMPLING_CORRECTIONS)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) is not None or name not in NULLABLE:
+                choice(name, getattr(self, name), choices)
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
@@ -165,40 +181,14 @@ class LossConfig:
             object.__setattr__(self, "importance_sampling_level", "sequence")
 
     def _check_ranges(self) -> None:
-        for name in ("epsilon_low", "epsilon_high", "beta"):
-            number(name, getattr(self, name), "a finite number >= 0", lambda x: x >= 0)
-        number("logit_scale", self.logit_scale, "a finite number, not 0", lambda x: x != 0)
-        number("entropy_coef", self.entropy_coef, "a finite number", lambda x: True)
-        number(
-            "top_entropy_quantile",
-            self.top_entropy_quantile,
-            "a number in (0, 1]",
-            lambda x: 0 < x <= 1,
-        )
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "sampling_ratio_cap"):
-            number(name, getattr(self, name), "a finite number > 0", lambda x: x > 0)
-        number("dual_clip_c", self.dual_clip_c, "a finite number > 1", lambda x: x > 1)
-        for name in ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
-            number(name, getattr(self, name), "a finite number >= 0", lambda x: x >= 0)
+        for names, expected, holds in RANGES:
+            for name in names:
+                value, kind = getattr(self, name), "None or " if name in NULLABLE else ""
+                if not (value is None and kind):
+                    number(name, value, kind + expected, holds)
         for name in ("kl_times_ratio", "compute_entropy"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        if self.delta is not None:
-            number("delta", self.delta, "None or a finite number > 0", lambda x: x > 0)
-        if self.softcap is not None:
-            number("softcap", self.softcap, "None or a finite number > 0", lambda x: x > 0)
-        if self.off_policy_threshold is not None:
-            number(
-                "off_policy_threshold",
-                self.off_policy_threshold,
-                "None or a finite number",
-                lambda x: True,
-            )
-        if self.max_completion_length is not None:
-            number(
-                "max_completion_length", self.max_completion_length, "a whole number of tokens > 0",
-                lambda x: x > 0 and x == int(x),
-            )  # fmt: skip
         if isinstance(self.temperature, Tensor):
             if not self.temperature.is_floating_point():
                 raise ValueError(

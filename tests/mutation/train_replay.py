@@ -113,6 +113,6 @@ MUTANTS = [
            "rollout = own.rollout",
            "a rank trains on what it sampled itself", "ahead_ranks"),
     Mutant("ahead-uncorrected", RUN,
-           "if self.rollout.ahead and not given:", "if False:",
+           "require(given or not self.rollout.ahead,", "require(True,",
            "older samples are taken for the policy's own", "ahead"),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from grpo_fast.cli import app
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.experiments import compare as module
-from grpo_fast.train.experiments.compare import compare, parse_word, plan_arms, table
+from grpo_fast.train.experiments.compare import compare, plan_arms, table
 from grpo_fast.train.experiments.compare_plot import band, grouped, is_telling
 from tests.train.test_train_loop import TINY_SORT
 
@@ -148,23 +148,8 @@ def test_the_band_is_one_standard_error_around_the_mean():
 
 
 @pytest.mark.parametrize(
-    "word, expected",
-    [
-        ("a=1,2", ("a", ["1", "2"])),
-        ("a=[1,2],[3]", ("a", ["[1,2]", "[3]"])),
-        ("a={x: 1, y: 2}", ("a", ["{x: 1, y: 2}"])),
-        ("a='x,y',z", ("a", ["'x,y'", "z"])),
-        ("a=b=c,d", ("a", ["b=c", "d"])),
-    ],
-)
-def test_a_comma_parts_values_outside_of_brackets_and_quotes(word, expected):
-    assert parse_word(word) == expected
-
-
-@pytest.mark.parametrize(
     "words, seeds, message",
     [
-        (["advantages"], 1, "grid: expected key=value or key=value,value, got 'advantages'"),
         (["advantages=rloo,"], 1, "grid: expected a value between the commas"),
         (["advantages=rloo,nonsense"], 1, "nonsense"),
         (["stepz=1,2"], 1, "nearest: steps"),

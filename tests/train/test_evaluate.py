@@ -121,8 +121,8 @@ def test_mean_and_error():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"samples": 0}, "samples: expected at least 1, got 0"),
-        ({"samples": 2, "k": (3,)}, "k: expected values from 1 to samples = 2, got 3"),
+        ({"samples": 0}, "samples: expected at least 1, came 0"),
+        ({"samples": 2, "k": (3,)}, "k: expected values from 1 to samples = 2, came"),
         ({"temperature": -1.0}, "temperature: expected"),
         ({"temperature": math.nan}, "temperature: expected"),
     ],
@@ -136,7 +136,7 @@ def test_refusals(keywords, message):
 def test_refuses_no_examples_and_a_generate_that_loses_texts():
     with pytest.raises(ValueError, match="examples: expected at least one"):
         evaluate(asked({})[0], [], None, NUMBERS)
-    with pytest.raises(ValueError, match="generate: expected 1·2 texts, it returned 1"):
+    with pytest.raises(ValueError, match="generate: expected 1·2 texts, came 1"):
         evaluate(
             lambda prompts, **_: ["x"], examples("1"), None, NUMBERS, samples=2, temperature=1.0
         )

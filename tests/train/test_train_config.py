@@ -1,4 +1,6 @@
-"""The configuration: unknown keys, nearest names, overrides, round trip, what excludes what."""
+"""The configuration: overrides, bounds, round trip, what excludes what (test_words: how words are
+read).
+"""
 
 from __future__ import annotations
 
@@ -87,33 +89,18 @@ def test_the_tutorials_settings():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.learning_rate=1", "optim.learning_rate: unknown key; nearest: lr"),
-        ("rollout.num_generations=1", "rollout.num_generations: unknown key; nearest: group_size"),
-        ("optim.warmpu=1", "optim.warmpu: unknown key; nearest: warmup"),
-        ("stpes=1", "stpes: unknown key; nearest: steps"),
-        ("loss.epsilon_hihg=0.3", "loss.epsilon_hihg: unknown key; nearest: epsilon_high"),
-        ("rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
-        ("warm_start.step=2", "warm_start.step: unknown key; nearest: steps"),
-        ("model.lora.rnk=2", "model.lora.rnk: unknown key"),
-        ("loss.loss_type=gpro", "loss_type: expected one of"),
         ("rollout.temperature=0", "rollout.temperature: "),
-        ("optim.lr=fast", "came 'fast'"),
-        ("rewards.7.weight=2", "is no index of a list of 2"),
-        ("steps.more=2", "holds a value, not a section"),
-        ("steps", "expected key=value"),
-        ("loss.beta=0.1", "reference.kind: loss.beta is not 0"),
-        ("accumulation=2", "accumulation: unknown key"),
+        ("loss.beta=0.1", "reference.kind: expected frozen or synced, loss.beta is not 0"),
         ("tokens_per_microbatch=0", "tokens_per_microbatch: "),
         ("model.checkpoint_offload=true", "model.gradient_checkpointing: "),
         ("data.shots_tokens=100", "data.shots_tokens: "),
-        ("minibatches=7", "must divide"),
-        ("loss.temperature=-1", "temperature: expected"),
-        ("model.path=x", "exactly one of path"),
+        ("minibatches=7", "minibatches: expected a number that divides"),
         ("data.task=gsm8k", "exactly one of path and name"),
-        ("data.path=x.jsonl", "data.path: task sort makes its own prompts, came 'x.jsonl'"),
-        ("data.chat=true", "data.chat: task sort makes its own prompts"),
-        ("advantages=nromalized", "advantages: expected one of"),
-        ("advantage_options.esp=1", "esp: mode 'centered' expects one of"),
+        (
+            "data.path=x.jsonl",
+            "data.path: expected none, task sort makes its own prompts, came 'x.jsonl'",
+        ),
+        ("data.chat=true", "data.chat: expected none, task sort makes its own prompts"),
         (
             "advantages=normalized advantage_options.eps=-1",
             "eps: expected a finite number >= 0, got -1",
@@ -136,8 +123,6 @@ def test_the_tutorials_settings():
         ("seed=1180591620717411303424", "seed: "),
         ("rollout.temperature=1.0e-45", "rollout.temperature: expected 0 (greedy) or at least"),
         ("eval.temperature=1.0e-45", "eval.temperature: expected 0 (greedy) or at least"),
-        ("rewards.².weight=5", "'²' is no index of a list of 2"),
-        ("optim.lr=.inf", "optim.lr: Input should be a finite number, came inf"),
         (
             "optim.weight_decay=.inf",
             "optim.weight_decay: Input should be a finite number, came inf",
@@ -211,8 +196,6 @@ def test_recipes_by_path_and_unknown_names(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))
     assert load_recipe(str(path)).data.task == "sort"
-    with pytest.raises(ValueError, match="nearest: gsm8k-tiny"):
-        load_recipe("gsm8k-tinny")
     path.write_text("- just\n- a list\n")
     with pytest.raises(ValueError, match="expected a mapping"):
         load_recipe(str(path))

@@ -9,7 +9,8 @@ import tracemalloc
 
 import pytest
 
-from grpo_fast.train.config.recipes import MAX_VALUES, load_recipe, read_yaml, read_yaml_file
+from grpo_fast.train.config.plain import MAX_VALUES, read_yaml, read_yaml_file
+from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, invoke, refused
 
 # Nine lists, each of ten aliases of the one before it: a billion values in 400 bytes.
@@ -43,7 +44,7 @@ def test_plain_data():
         ("!!float ''", ""),
         ("2020-13-45", "month must be in 1..12"),
         ("1" * 5000, "4300 digits"),
-        ("[" * 3000, "recursion"),
+        ("[" * 3000, "levels of lists"),
         ("!!python/object/apply:os.getpid []", "python/object"),
         ("a: \x00", "special characters"),
         ("a: 1\n---\nb: 2", "single document"),

@@ -4,7 +4,7 @@ Every default exists once: the loss's in `LossConfig`, from which `LossSettings`
 here. Nothing here loads a model, so a typo is refused at once.
 """
 
-from grpo_fast.train.config.base import Positive, Section, UserPath, home_path
+from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, require
 from grpo_fast.train.config.data import (
     DataConfig,
     DynamicSamplingConfig,
@@ -25,24 +25,8 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import LogConfig, LossSettings, RunConfig
 
 __all__ = [
-    "CriticConfig",
-    "DataConfig",
-    "DynamicSamplingConfig",
-    "EvalConfig",
-    "HeldOut",
-    "KLConfig",
-    "LogConfig",
-    "LoraConfig",
-    "LossSettings",
-    "ModelConfig",
-    "OptimConfig",
-    "Positive",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "Section",
-    "UserPath",
-    "WarmStartConfig",
-    "home_path",
-]
+    "CriticConfig", "DataConfig", "DynamicSamplingConfig", "EvalConfig", "HeldOut", "KLConfig",
+    "LogConfig", "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive",
+    "ReferenceConfig", "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath",
+    "WarmStartConfig", "home_path", "require",
+]  # fmt: skip

@@ -1,9 +1,11 @@
-"""What every part of the configuration is made of: strict sections, paths, bounded numbers."""
+"""The parts of every configuration: strict sections, their refusals, paths, bounded numbers."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -31,3 +33,25 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+
+def require(fits: Any, name: str, expected: str, came: Any) -> None:
+    """Raise a ValueError naming the setting, what was expected and what came, unless it fits."""
+    if not fits:
+        raise ValueError(f"{name}: expected {expected}, came {came}")
+
+
+@contextmanager
+def named_in(section: str) -> Iterator[None]:
+    """Put the section's name before an error that names one of its fields."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{section}.{error}") from None
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """A type and all that it is made of: `list[int] | None` is made of list[int], int and None."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from members(part)

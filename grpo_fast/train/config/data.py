@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.continuous import ContinuousOptions
 from grpo_fast.rollout.vllm_options import VLLMOptions
-from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath
+from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
 
 KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 
@@ -32,16 +32,17 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if self.task in ("gsm8k", "jsonl") and (self.path is None) == (self.name is None):
-            raise ValueError(f"data: task {self.task} needs exactly one of path and name")
-        if self.shots_tokens is not None and (self.shots or self.task not in ("gsm8k", "jsonl")):
-            needed = "expected task gsm8k or jsonl and no data.shots beside it"
-            raise ValueError(f"data.shots_tokens: {needed}")
-        for name in ("path", "name", "prompt_template", "system_prompt", "chat", "shots"):
-            came = getattr(self, name)
-            if self.task not in ("gsm8k", "jsonl") and came:
-                made = f"task {self.task} makes its own prompts"
-                raise ValueError(f"data.{name}: {made}, came {came!r}")
+        if self.task in ("gsm8k", "jsonl"):
+            one = f"exactly one of path and name for task {self.task}"
+            came = "both" if self.path else "neither"
+            require((self.path is None) != (self.name is None), "path", one, came)
+            fits = not (self.shots_tokens and self.shots)
+            require(fits, "shots_tokens", "no shots beside it", self.shots_tokens)
+            return self
+        for name in ("path", "name", "prompt_template", "system_prompt", "chat", "shots",
+                     "shots_tokens"):  # fmt: skip
+            value, made = getattr(self, name), f"none, task {self.task} makes its own prompts"
+            require(not value, name, made, repr(value))
         return self
 
 
@@ -59,12 +60,10 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
         is_model = self.name == "reward_model"
-        if is_model != (self.path is not None):
-            expected = "expected the model's folder or hub id" if is_model else "expected none"
-            raise ValueError(f"rewards.path: {expected} for {self.name}, came {self.path!r}")
-        if self.in_process and ":" not in self.name:
-            own = "expected package.module:function or file.py:function beside in_process"
-            raise ValueError(f"rewards.name: {own}, came {self.name!r}")
+        expected = f"{'a folder or hub id' if is_model else 'none'} for {self.name}"
+        require(is_model == (self.path is not None), "path", expected, repr(self.path))
+        own = "package.module:function or file.py:function beside in_process"
+        require(not self.in_process or ":" in self.name, "name", own, repr(self.name))
         return self
 
 
@@ -101,10 +100,9 @@ class RolloutConfig(Section, Sampling):
 
     @model_validator(mode="after")
     def _servers_are_named(self) -> RolloutConfig:
-        if (self.engine == "vllm-server") != bool(self.vllm.urls):
-            one = "at least one server" if self.engine == "vllm-server" else "none"
-            came = ", ".join(self.vllm.urls) or "none"
-            raise ValueError(f"vllm.urls: expected {one} for engine: {self.engine}, came {came}")
+        needed, urls = self.engine == "vllm-server", ", ".join(self.vllm.urls)
+        one = f"{'at least one server' if needed else 'none'} for engine: {self.engine}"
+        require(needed == bool(urls), "vllm.urls", one, urls or "none")
         return self
 
     @property

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from grpo_fast.objective.config import choice
 from grpo_fast.objective.value import VALUE_LOSSES
-from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath
+from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
+
+
+class Origin(Section):
+    """Where a model comes from: it is loaded (`path`), or a random start (`config`)."""
+
+    path: UserPath | None = None  # hub id or local folder
+    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
+    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
+    vocab_size: Size = 2048  # of the "bpe" tokenizer
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one = "exactly one of path and config (a random start; model=PATH takes its place)"
+        came = "both" if self.path else "neither"
+        require((self.path is None) != (self.config is None), "path", one, came)
+        if self.config is not None:
+            named = "model_type" in self.config
+            require(named, "config.model_type", "one, for example llama", "none")
+            require(self.tokenizer, "tokenizer", "bpe or symbols beside config", "none")
+        return self
 
 
 class LoraConfig(Section):
@@ -19,13 +38,9 @@ class LoraConfig(Section):
     target_modules: str | list[str] = "all-linear"
 
 
-class ModelConfig(Section):
-    """The policy: loaded (`path`), or a random start (`config`)."""
+class ModelConfig(Origin):
+    """The policy."""
 
-    path: UserPath | None = None  # hub id or local folder
-    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
-    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
-    vocab_size: Size = 2048  # of the "bpe" tokenizer
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights
     autocast: Literal["bfloat16", "float16"] | None = None  # the trunk's, over fp32 weights
     attn: str = "auto"  # attention of the rollout; training always uses the packed attention
@@ -39,20 +54,11 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.config is None):
-            raise ValueError(
-                "model: exactly one of path (hub id or folder) and config (random start) is needed"
-            )
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("model.config: model_type is missing, for example model_type: llama")
-        if self.config is not None and self.tokenizer is None:
-            needed = "a model made from a config needs tokenizer: bpe or symbols"
-            raise ValueError(f"model.tokenizer: {needed}")
+    def _checkpoints(self) -> ModelConfig:
         checkpoints = self.checkpoint_offload or self.checkpoint_every != 1
-        if checkpoints and not self.gradient_checkpointing:
-            needed = "checkpoint_every and checkpoint_offload need it"
-            raise ValueError(f"model.gradient_checkpointing: {needed}, came false")
+        needed = "true beside checkpoint_every and checkpoint_offload"
+        fits = self.gradient_checkpointing or not checkpoints
+        require(fits, "gradient_checkpointing", needed, "false")
         return self
 
 
@@ -80,9 +86,8 @@ class ReferenceConfig(Section):
 
     @model_validator(mode="after")
     def _path_is_frozen(self) -> ReferenceConfig:
-        if self.path is not None and self.kind != "frozen":
-            needed = "expected reference.kind: frozen beside it"
-            raise ValueError(f"reference.path: {needed}, came {self.kind}")
+        fits = self.path is None or self.kind == "frozen"
+        require(fits, "path", "kind: frozen beside it", self.kind)
         return self
 
 
@@ -104,16 +109,14 @@ class CriticConfig(Section):
     lam: float = Field(0.95, ge=0, le=1)
     bootstrap: bool = True  # a completion that was cut off would have gone on: its end has a value
     whiten: bool = True  # advantages get mean 0 and deviation 1 over the step's tokens
-    loss: str = "clipped"  # plain | clipped | huber
+    loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
     epsilon: float = Field(0.2, gt=0)  # of the clipped loss
     delta: float = Field(1.0, gt=0)  # of Huber's
     coef: float = Field(0.5, ge=0)  # weight of the value loss
 
     @model_validator(mode="after")
     def _consistent(self) -> CriticConfig:
-        choice("critic.loss", self.loss, VALUE_LOSSES)
-        if self.path is not None and self.kind != "model":
-            raise ValueError(f"critic.kind: expected model beside critic.path, came {self.kind}")
+        require(self.path is None or self.kind == "model", "kind", "model beside path", self.kind)
         return self
 
 

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 from pydantic import Field, model_validator
 
-from grpo_fast.train.config.base import Positive, Section, Size, UserPath
+from grpo_fast.train.config.base import Positive, Section, UserPath, require
 from grpo_fast.train.config.data import DataConfig
-from grpo_fast.train.config.model import OptimConfig
+from grpo_fast.train.config.model import OptimConfig, Origin
 
 
-class ScorerConfig(Section):
-    """The model that learns to score: loaded (`path`), or a random start (`config`)."""
-
-    path: UserPath | None = None  # hub id or folder; a causal LM gets a new output
-    config: dict[str, Any] | None = None  # model_type and the fields of that transformers config
-    tokenizer: Literal["bpe", "symbols"] | None = None  # built here; None: loaded from `path`
-    vocab_size: Size = 2048  # of the "bpe" tokenizer
+class ScorerConfig(Origin):
+    """The model that learns to score; a causal LM gets a new output."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> ScorerConfig:
-        if (self.path is None) == (self.config is None):
-            expected = "exactly one of path (hub id or folder) and config (random start)"
-            came = "neither" if self.path is None else "both"
-            raise ValueError(f"model: expected {expected}, came {came}")
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("model.config: model_type is missing, for example model_type: llama")
-        if (self.tokenizer is None) != (self.config is None):
-            expected = "expected bpe or symbols beside config, none beside path"
-            raise ValueError(f"model.tokenizer: {expected}, came {self.tokenizer!r}")
+    def _own_tokenizer(self) -> ScorerConfig:
+        fits = self.tokenizer is None or self.path is None
+        require(fits, "tokenizer", "none beside path", self.tokenizer)
         return self
 
 
@@ -48,11 +34,9 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardModelConfig:
-        if self.data.task not in ("sort", "arithmetic", "jsonl"):
-            expected = "expected sort, arithmetic or jsonl"
-            raise ValueError(f"data.task: {expected}, came {self.data.task}")
-        if self.data.shots or self.data.shots_tokens:
-            raise ValueError("data.shots: expected none for pairs, came some")
-        if self.optim.states != "full":
-            raise ValueError(f"optim.states: expected full, came {self.optim.states}")
+        data, states = self.data, self.optim.states
+        fits = data.task in ("sort", "arithmetic", "jsonl")
+        require(fits, "data.task", "sort, arithmetic or jsonl", data.task)
+        require(not (data.shots or data.shots_tokens), "data.shots", "none for pairs", "some")
+        require(states == "full", "optim.states", "full", states)
         return self

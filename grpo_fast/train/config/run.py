@@ -9,10 +9,10 @@ from pydantic import Field, create_model, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
-from grpo_fast.objective.config import LossConfig, choice
+from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath
+from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
     CriticConfig,
@@ -28,7 +28,9 @@ GAE = "gae"  # advantages of every token, by a critic; the other modes are of a 
 
 
 def _loss_settings() -> type[Section]:
-    hints = get_type_hints(LossConfig)
+    hints: dict[str, Any] = get_type_hints(LossConfig)
+    for name, choices in CHOICES.items():
+        hints[name] = Literal[(*choices, *([None] if name in NULLABLE else []))]
     fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(LossConfig)}
     fields["temperature"] = (float | None, None)  # None: that of the rollout
     return create_model("LossSettings", __base__=Section, **fields)
@@ -67,7 +69,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     loss: LossSettings = Field(default_factory=LossSettings)  # type: ignore[valid-type]
-    advantages: str = "normalized"
+    advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     rewards: list[RewardConfig] = Field(min_length=1)
     max_reward_failures: float = Field(0.5, ge=0, le=1)  # a larger share without one ends the run
@@ -104,49 +106,43 @@ class RunConfig(Section):
         self._check_advantages()
         for name in ("softcap", "logit_scale"):
             came = getattr(self.loss, name)
-            if came != getattr(LossConfig, name):
-                expected = "expected none, the model's own is used"
-                raise ValueError(f"loss.{name}: {expected}, came {came}")
+            fits = came == getattr(LossConfig, name)
+            require(fits, f"loss.{name}", "none, the model's own is used", came)
         self._check_sampling_correction()
-        if not any(reward.weight for reward in self.rewards):
-            raise ValueError("rewards: expected a weight that is not 0, came 0 for all")
+        weighed = any(reward.weight for reward in self.rewards)
+        require(weighed, "rewards", "a weight that is not 0", "0 for all")
         self._check_dynamic_sampling()
-        if max(self.eval.k, default=1) > self.eval.samples:
-            expected = f"expected values up to eval.samples = {self.eval.samples}"
-            raise ValueError(f"eval.k: {expected}, came {self.eval.k}")
+        samples, states = self.eval.samples, self.optim.states
+        fits = max(self.eval.k, default=1) <= samples
+        require(fits, "eval.k", f"values up to eval.samples = {samples}", self.eval.k)
         self._check_kl()
         self._check_distributed()
-        if self.checkpoint.every and self.optim.states != "full":
-            expected = "expected full beside checkpoint.every: a file cannot hold the others"
-            raise ValueError(f"optim.states: {expected}, came {self.optim.states}")
-        if self.reference.kind == "synced" and self.model.lora is not None:
-            expected = "with model.lora use frozen (the adapter switched off)"
-            raise ValueError(f"reference.kind: {expected}, came synced")
+        expected = "full beside checkpoint.every: a file cannot hold the others"
+        require(not self.checkpoint.every or states == "full", "optim.states", expected, states)
+        fits = self.reference.kind != "synced" or self.model.lora is None
+        expected = "frozen (the adapter switched off) beside model.lora"
+        require(fits, "reference.kind", expected, "synced")
         completions = self.rollout.prompts_per_step * self.rollout.group_size
-        if completions % self.minibatches:
-            needed = f"must divide the {completions} completions of a step"
-            raise ValueError(f"minibatches: {self.minibatches} {needed}")
+        expected = f"a number that divides the {completions} completions of a step"
+        require(completions % self.minibatches == 0, "minibatches", expected, self.minibatches)
         return self
 
     def _check_distributed(self) -> None:
         """Refuse what sharded weights cannot do, and replicas without shards."""
-        if (self.distributed == "hsdp") != (self.distributed_replicas is not None):
-            expected = "expected a number beside distributed: hsdp, and there alone"
-            raise ValueError(f"distributed_replicas: {expected}, came {self.distributed_replicas}")
+        fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
+        expected = "a number beside distributed: hsdp, and there alone"
+        require(fits, "distributed_replicas", expected, self.distributed_replicas)
         if self.distributed not in SHARDED:
             return
-        if cast(Any, self.loss).kl_estimator == EXACT:
-            expected = "expected an estimator, of the sampled tokens, beside sharded weights"
-            raise ValueError(f"loss.kl_estimator: {expected}, came {EXACT}")
-        if self.log.grad_variance:
-            expected = "expected false beside sharded weights"
-            raise ValueError(f"log.grad_variance: {expected}, came true")
-        if self.rollout.engine == "continuous":
-            expected = "expected transformers, or an engine of its own, beside sharded weights"
-            raise ValueError(f"rollout.engine: {expected}, came continuous")
-        if self.optim.states != "full":
-            expected = "expected full beside sharded weights, which share the moments, too"
-            raise ValueError(f"optim.states: {expected}, came {self.optim.states}")
+        exact = cast(Any, self.loss).kl_estimator == EXACT
+        for refused, name, expected, came in (
+            (exact, "loss.kl_estimator", "an estimator, of the sampled tokens,", EXACT),
+            (self.log.grad_variance, "log.grad_variance", "false", "true"),
+            (self.rollout.engine == "continuous", "rollout.engine",
+             "transformers, or an engine of its own,", "continuous"),
+            (self.optim.states != "full", "optim.states", "full", self.optim.states),
+        ):  # fmt: skip
+            require(not refused, name, f"{expected} beside sharded weights", came)
 
     def _fit_answers(self) -> None:
         """Room for the answer of a generated task, where nobody said how much."""
@@ -157,77 +153,64 @@ class RunConfig(Section):
             self.rollout.max_new_tokens = self.data.digits + longer
 
     def _check_advantages(self) -> None:
-        choice("advantages", self.advantages, [*MODES, GAE])
-        if self.advantages != GAE:
-            options, _ = split_options(self.advantages, self.advantage_options)
-            check_options(self.advantages, options)
+        is_gae, options = self.advantages == GAE, self.advantage_options
+        if is_gae:
+            require(not options, "advantage_options", "none, critic has those of gae", options)
+            expected = "a section (critic={}) beside advantages: gae"
+            require(self.critic is not None, "critic", expected, "none")
+            expected = "false with a critic: its advantages are no group's"
+            require(not self.log.grad_variance, "log.grad_variance", expected, "true")
+        else:
+            require(self.critic is None, "advantages", "gae beside a critic", self.advantages)
+            with named_in("advantage_options"):
+                check_options(self.advantages, split_options(self.advantages, options)[0])
             check_group_size(self.advantages, self.rollout.group_size)
-        elif self.advantage_options:
-            came = f"came {self.advantage_options}"
-            raise ValueError(f"advantage_options: expected none, critic has those of gae, {came}")
-        if self.critic is None and self.advantages == GAE:
-            raise ValueError("critic: expected a section (critic={}) beside advantages: gae")
-        if self.log.grad_variance and self.advantages == GAE:
-            expected = "expected false with a critic: its advantages are no group's"
-            raise ValueError(f"log.grad_variance: {expected}, came true")
-        if self.critic is not None and self.advantages != GAE:
-            raise ValueError(f"advantages: expected gae beside a critic, came {self.advantages}")
 
     def _check_kl(self) -> None:
         """Refuse a KL that has no reference, no weight, or no place."""
-        loss, kl = cast(Any, self.loss), self.kl
+        loss, kl, kind = cast(Any, self.loss), self.kl, self.reference.kind
         uses = self.loss_config().uses_reference  # raises with the argument's name
         if kl.into == "reward":
-            if self.advantages != GAE:
-                raise ValueError(f"kl.into: reward expects advantages: gae, came {self.advantages}")
-            if loss.kl_estimator == EXACT:
-                expected = "expected an estimator, of the sampled tokens, beside kl.into: reward"
-                raise ValueError(f"loss.kl_estimator: {expected}, came {EXACT}")
-            if loss.kl_times_ratio or not OBJECTIVES[loss.loss_type].reference:
-                expected = "expected loss for a loss_type or kl_times_ratio with a KL of its own"
-                raise ValueError(f"kl.into: {expected}, came reward")
+            fits = self.advantages == GAE
+            require(fits, "kl.into", "loss unless advantages: gae", f"reward, {self.advantages}")
+            expected = "an estimator, of the sampled tokens, beside kl.into: reward"
+            require(loss.kl_estimator != EXACT, "loss.kl_estimator", expected, EXACT)
+            fits = not loss.kl_times_ratio and OBJECTIVES[loss.loss_type].reference
+            expected = "loss for a loss_type or kl_times_ratio with a KL of its own"
+            require(fits, "kl.into", expected, "reward")
             uses = loss.beta != 0
-        if (kl.into == "reward" or kl.target is not None) and not (uses and loss.beta > 0):
-            expected = "expected a weight > 0 of the KL, beside kl.into: reward or a kl.target"
-            raise ValueError(f"loss.beta: {expected}, came {loss.beta}")
-        if uses and self.reference.kind == "none":
-            expected = "loss.beta is not 0, so it must be frozen or synced"
-            raise ValueError(f"reference.kind: {expected}, came none")
-        if self.max_ref_kl is not None and self.reference.kind == "none":
-            expected = "expected frozen or synced beside max_ref_kl"
-            raise ValueError(f"reference.kind: {expected}, came none")
+        if kl.into == "reward" or kl.target is not None:
+            expected = "a weight > 0 of the KL, beside kl.into: reward or a kl.target"
+            require(uses and loss.beta > 0, "loss.beta", expected, loss.beta)
+        expected = "frozen or synced, loss.beta is not 0"
+        require(not uses or kind != "none", "reference.kind", expected, "none")
+        fits = self.max_ref_kl is None or kind != "none"
+        require(fits, "reference.kind", "frozen or synced beside max_ref_kl", "none")
 
     def _check_dynamic_sampling(self) -> None:
         """Refuse to judge by a reward that is not there, and groups that cannot have a spread."""
-        dynamic = self.rollout.dynamic
-        if dynamic is None:
-            return
-        labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
-        if dynamic.judged_by not in (None, *labels):
-            expected = f"expected one of the rewards {', '.join(labels)}"
-            raise ValueError(f"rollout.dynamic.judged_by: {expected}, came {dynamic.judged_by!r}")
-        if self.rollout.group_size < 2:
-            expected = "expected at least 2 beside rollout.dynamic"
-            raise ValueError(f"rollout.group_size: {expected}, came {self.rollout.group_size}")
+        dynamic, size = self.rollout.dynamic, self.rollout.group_size
+        if dynamic is not None:
+            labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
+            expected, judge = f"one of the rewards {', '.join(labels)}", dynamic.judged_by
+            require(judge in (None, *labels), "rollout.dynamic.judged_by", expected, repr(judge))
+            require(size >= 2, "rollout.group_size", "at least 2 beside rollout.dynamic", size)
 
     def _check_sampling_correction(self) -> None:
         """Refuse a correction by logps that the loss is not given, and logps it does not read."""
         given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
-        if self.rollout.ahead and not given:
-            expected = "expected true beside rollout.ahead, whose completions older weights sampled"
-            raise ValueError(f"rollout.correct_sampling: {expected}, came false")
+        expected = "true beside rollout.ahead, whose completions older weights sampled"
+        require(given or not self.rollout.ahead, "rollout.correct_sampling", expected, "false")
         for name in ("sampling_correction", "sampling_ratio_cap"):
             came, default = getattr(loss, name), getattr(LossConfig, name)
             # A saved configuration holds every default: this one beside correct_sampling: false.
             saved = came == default and "correct_sampling" in self.rollout.model_fields_set
-            if not given and name in loss.model_fields_set and came is not None and not saved:
-                needed = "rollout.correct_sampling: true"
-                raise ValueError(f"loss.{name}: expected {needed} beside it, came {came!r} alone")
-        if given and loss.sampling_correction is None and loss.off_policy_threshold is None:
-            raise ValueError(
-                "rollout.correct_sampling: expected loss.sampling_correction or "
-                "loss.off_policy_threshold beside it, came neither"
-            )
+            fits = given or saved or came is None or name not in loss.model_fields_set
+            expected = "rollout.correct_sampling: true beside it"
+            require(fits, f"loss.{name}", expected, f"{came!r} alone")
+        reads = loss.sampling_correction is not None or loss.off_policy_threshold is not None
+        expected = "loss.sampling_correction or loss.off_policy_threshold beside it"
+        require(reads or not given, "rollout.correct_sampling", expected, "neither")
 
     def loss_config(self) -> LossConfig:
         """The loss's own frozen configuration, with the sampling temperature unless one was set.
@@ -241,4 +224,5 @@ class RunConfig(Section):
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
-        return LossConfig(**settings)
+        with named_in("loss"):
+            return LossConfig(**settings)

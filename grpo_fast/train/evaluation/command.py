@@ -78,7 +78,7 @@ def _asked(
     _check_out(settings.out)
     sources = [Source.of(model) for model in models]
     recipe = recipe_of(settings, sources, allow_code)
-    data, asked = data_of(settings, recipe), complete(settings, recipe)
+    asked, data = complete(settings, recipe), data_of(settings, recipe)
     tasks = {source.run.data.task: source.name for source in sources if source.run}
     if len(tasks) > 1:
         listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())

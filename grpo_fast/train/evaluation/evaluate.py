@@ -15,7 +15,7 @@ from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rollout import Engine, Sampling
-from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.ranks import rollouts
 
 
@@ -82,15 +82,12 @@ def evaluate(
         ValueError: no examples, samples < 1, a k that is not in 1…samples, or a wrong number of
             generated texts.
     """
-    if not len(examples):
-        raise ValueError("examples: expected at least one, got none")
-    if samples < 1:
-        raise ValueError(f"samples: expected at least 1, got {samples}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature: expected a number ≥ 0 (0: greedy), got {temperature}")
-    for value in k:
-        if not 1 <= value <= samples:
-            raise ValueError(f"k: expected values from 1 to samples = {samples}, got {value}")
+    require(len(examples), "examples", "at least one", "none")
+    require(samples >= 1, "samples", "at least 1", samples)
+    fits = math.isfinite(temperature) and temperature >= 0
+    require(fits, "temperature", "a number ≥ 0 (0: greedy)", temperature)
+    fits = all(1 <= value <= samples for value in k)
+    require(fits, "k", f"values from 1 to samples = {samples}", list(k))
     judged: list[Judged] = []
     per_question: dict[str, list[float]] = {}
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)
@@ -98,9 +95,8 @@ def evaluate(
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
         texts = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
-        if len(texts) != len(batch) * samples:
-            expected = f"expected {len(batch)}·{samples} texts"
-            raise ValueError(f"generate: {expected}, it returned {len(texts)}")
+        fits = len(texts) == len(batch) * samples
+        require(fits, "generate", f"{len(batch)}·{samples} texts", len(texts))
         for i, example in enumerate(batch):
             judged.append(_judge(example, texts[i * samples : (i + 1) * samples], scorer))
         if rewards is not None:
@@ -130,9 +126,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
     Unbiased (Chen et al. 2021, 2107.03374), as a product so that no large binomial is formed.
     """
-    if not 0 <= correct <= n or not 1 <= k <= n:
-        expected = "expected 0 ≤ correct ≤ n and 1 ≤ k ≤ n"
-        raise ValueError(f"pass_at_k: {expected}, got n={n}, correct={correct}, k={k}")
+    fits, came = 0 <= correct <= n and 1 <= k <= n, f"n={n}, correct={correct}, k={k}"
+    require(fits, "pass_at_k", "0 ≤ correct ≤ n and 1 ≤ k ≤ n", came)
     if n - correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))

@@ -1,12 +1,12 @@
-"""What `grpo-fast eval` is told: its settings, and the recipe or run they complete."""
+"""The settings of `grpo-fast eval`, and the recipe or run that completes them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from grpo_fast.data import is_local
 from grpo_fast.train.config import (
@@ -18,8 +18,10 @@ from grpo_fast.train.config import (
     RunConfig,
     UserPath,
     home_path,
+    require,
 )
-from grpo_fast.train.config.recipes import load_recipe, nearest, quoted, read_yaml
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config.words import read_words, validated
 
 DEFAULT_REWARDS = {
     "gsm8k": ("gsm8k_correct", "gsm8k_format"),
@@ -27,6 +29,9 @@ DEFAULT_REWARDS = {
     "arithmetic": ("exact_match",),
     "jsonl": ("exact_match",),
 }
+CommaList = BeforeValidator(  # k=1,4,8
+    lambda came: came if came is None or isinstance(came, list) else str(came).split(",")
+)
 NEW_TOKENS, TEMPERATURE = 256, 0.7  # where neither settings nor a recipe say it
 # What a recipe's section `eval` says unless a setting does.
 OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")
@@ -46,7 +51,8 @@ class EvalSettings(HeldOut):
     system_prompt: str | None = None
     chat: bool | None = None
     temperature: float = Field(TEMPERATURE, gt=0)  # of the sampled pass
-    k: list[Positive] | None = None  # for pass@k and maj@k; None: 1, 2, 4, … up to samples
+    # for pass@k and maj@k; None: 1, 2, 4, … up to samples
+    k: Annotated[list[Positive] | None, CommaList] = None
     batch_size: Positive = 64
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
@@ -86,24 +92,13 @@ def is_model(word: str) -> bool:
     return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
 
 
-def parse_settings(assignments: Sequence[str]) -> EvalSettings:
-    """`key=value` words as settings. Raises ValueError naming the unknown key or misfit value."""
-    given: dict[str, Any] = {}
-    for word in assignments:
-        key, equals, value = word.partition("=")
-        if not (key and equals):
+def parse_settings(words: Sequence[str]) -> EvalSettings:
+    """The settings that words `key=value` make; see `read_words`."""
+    for word in words:
+        if "=" not in word:
             second = "a second model is a folder or a hub id owner/name"
-            raise ValueError(f"expected key=value, got {word!r} ({second})")
-        given[key] = read_yaml(value, key)
-    if "k" in given and given["k"] is not None and not isinstance(given["k"], list):
-        given["k"] = str(given["k"]).split(",")  # k=1,4,8
-    try:
-        settings = EvalSettings.model_validate(given)
-    except ValidationError as error:
-        raise ValueError("; ".join(_explain(e) for e in error.errors())) from None
-    if settings.recipe is None or "samples" in given:  # else the recipe says how many there are
-        _check_k(settings)
-    return settings
+            raise ValueError(f"settings: expected key=value, came {word!r} ({second})")
+    return read_words(EvalSettings, words)
 
 
 def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) -> RunConfig | None:
@@ -127,18 +122,17 @@ def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) ->
 
 def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
     """The settings with what the recipe's evaluation says where they say nothing themselves."""
-    given, asked = settings.model_fields_set, {} if recipe is None else dict(recipe.eval)
-    changes = {name: asked[name] for name in OF_THE_RECIPE if name in asked and name not in given}
-    if asked.get("temperature") and "temperature" not in given:  # 0 is the greedy pass
-        changes["temperature"] = asked["temperature"]
-    samples = changes.get("samples", settings.samples)
-    if "k" in changes:
+    own, changes, length = settings.model_dump(exclude_unset=True), {}, NEW_TOKENS
+    if recipe is not None:
+        changes = {name: getattr(recipe.eval, name) for name in OF_THE_RECIPE}
+        samples, length = own.get("samples", changes["samples"]), recipe.rollout.max_new_tokens
         changes["k"] = [size for size in changes["k"] if size <= samples] or None
-    whole = settings.model_copy(update=changes)
-    if whole.max_new_tokens is None:
-        length = NEW_TOKENS if recipe is None else recipe.rollout.max_new_tokens
-        whole = whole.model_copy(update={"max_new_tokens": length})
-    _check_k(whole)
+        if recipe.eval.temperature:  # 0 is the greedy pass
+            changes["temperature"] = recipe.eval.temperature
+    whole = settings.model_copy(update={**changes, **own})
+    whole.max_new_tokens = whole.max_new_tokens or length
+    expected = f"values from 1 to samples={whole.samples}"
+    require(max(whole.k or [1]) <= whole.samples, "k", expected, whole.k)
     return whole
 
 
@@ -160,11 +154,7 @@ def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
     if fields["task"] in ("gsm8k", "jsonl") and not (fields.get("path") or fields.get("name")):
         whose = f"with task={fields['task']}" if recipe else "for a model without a recipe"
         raise ValueError(f"data: expected data=<jsonl file, folder or hub id> {whose}, got nothing")
-    try:
-        return DataConfig.model_validate(fields)
-    except ValidationError as error:
-        reasons = (e["msg"].removeprefix("Value error, ") for e in error.errors())
-        raise ValueError("; ".join(reasons)) from None
+    return validated(DataConfig, fields, at="data")
 
 
 def rewards_of(data: DataConfig, recipe: RunConfig | None) -> list[RewardConfig]:
@@ -172,16 +162,3 @@ def rewards_of(data: DataConfig, recipe: RunConfig | None) -> list[RewardConfig]
     if recipe is not None:
         return recipe.rewards
     return [RewardConfig(name=name) for name in DEFAULT_REWARDS[data.task]]
-
-
-def _check_k(settings: EvalSettings) -> None:
-    for size in settings.k or ():
-        if not 1 <= size <= settings.samples:
-            raise ValueError(f"k: expected values from 1 to samples={settings.samples}, got {size}")
-
-
-def _explain(error: Any) -> str:
-    key = str(error["loc"][0])
-    if error["type"] == "extra_forbidden":
-        return f"{key}: unknown key" + nearest(key, list(EvalSettings.model_fields))
-    return f"{key}: {error['msg']}, got {quoted(error['input'])}"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config.words import grid_values
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 from grpo_fast.train.experiments import compare_plot
 from grpo_fast.train.files import plain_json
@@ -120,7 +121,7 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
     """Every setting of the grid with its configurations. Raises ValueError for one refused."""
     if seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {seeds}")
-    parsed = [parse_word(word) for word in words]
+    parsed = [grid_values(word) for word in words]
     axes = {key: values for key, values in parsed if len(values) > 1}
     common = [word for word, (_, values) in zip(words, parsed, strict=True) if len(values) == 1]
     if len({key for key, _ in parsed}) != len(parsed):
@@ -145,28 +146,6 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
     if len({arm.name for arm in arms}) != len(arms):
         raise ValueError(f"grid: expected settings that differ, got {' '.join(words)}")
     return arms
-
-
-def parse_word(word: str) -> tuple[str, list[str]]:
-    """`key=a,b` → key, [a, b]. Brackets, braces and quotes keep their commas."""
-    key, equals, text = word.partition("=")
-    if not (key and equals):
-        raise ValueError(f"grid: expected key=value or key=value,value, got {word!r}")
-    values, depth, quote, start = [], 0, "", 0
-    for index, character in enumerate(text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in "[]{}":
-            depth += 1 if character in "[{" else -1
-        elif character == "," and depth == 0:
-            values.append(text[start:index])
-            start = index + 1
-    values.append(text[start:])
-    if any(not value.strip() for value in values):
-        raise ValueError(f"grid: expected a value between the commas, got {word!r}")
-    return key, values
 
 
 def arm_name(values: dict[str, str], recipe: str) -> str:

@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import Field
 
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.model_files import check_fields, check_files
-from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import (
-    apply_override,
-    load_recipe,
-    parse_config,
-    read_yaml,
-    recipe_names,
-    set_key,
-)
+from grpo_fast.train.config import RunConfig, Section
+from grpo_fast.train.config.recipes import load_settings, parse_config, recipe_names
+from grpo_fast.train.config.words import own_words, read_words, set_key
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 
 # Sizes of public models, as fields of their transformers configs: nobody has to ask the hub.
@@ -46,8 +41,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # prompt tokens, completion tokens, completions
 CASES = ((150, 200, 8), (1500, 250, 16), (8192, 512, 16), (32768, 1024, 16))
-OWN_KEYS = {"gpu": float, "prompt": int, "completion": int, "group": int}
-TOO_MUCH = 1e18  # of any of these: infinity, and what a float cannot count
+TOO_MUCH = 1e18  # of any setting of a plan: a float cannot count it
 
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 TILED = {**CHECKPOINTING, "model.tiled_mlp": 2048}
@@ -64,6 +58,15 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("checkpointing, LoRA r=16", {**CHECKPOINTING, **LORA}),
     ("+ tiled MLP, offload, LoRA r=16", {**OFFLOADED, **LORA}),
 )
+
+
+class PlanSettings(Section):
+    """The settings of `grpo-fast plan` itself; every other `key=value` is the run's."""
+
+    gpu: float | None = Field(None, gt=0, lt=TOO_MUCH)  # GB; None: of the GPU that is here
+    prompt: int = Field(8192, ge=1, lt=TOO_MUCH)  # tokens
+    completion: int | None = Field(None, ge=1, lt=TOO_MUCH)  # None: rollout.max_new_tokens
+    group: int | None = Field(None, ge=1, lt=TOO_MUCH)  # None: rollout.group_size
 
 
 class Case(NamedTuple):
@@ -104,20 +107,20 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     Raises:
         ValueError: something that is none of these, an unknown key, or no gpu where there is none.
     """
-    own, overrides = _split(settings)
-    run = _run_config(model, overrides)
+    own, words = own_words(PlanSettings, settings)
+    run = _run_config(model, words)
     shape = Shape.of(*_config_and_parameters(run, model))
     rows = []
     for label, changes in OPTIONS:
         changed = run.model_dump(mode="json")
         for key, value in changes.items():
-            set_key(changed, key.split("."), value, key)
+            set_key(changed, key, value)
         rows.append((label, predict_run(shape, parse_config(changed), "cuda")))
     rollout = run.rollout
-    defaults = {"prompt": 8192, "completion": rollout.max_new_tokens, "group": rollout.group_size}
-    wanted = Case(**{name: own.get(name, default) for name, default in defaults.items()})
+    completion, group = own.completion or rollout.max_new_tokens, own.group or rollout.group_size
+    wanted = Case(own.prompt, completion, group)
     cases = [wanted, *(Case(*case) for case in CASES if case != wanted)]
-    return Plan(model, shape, own.get("gpu") or _gpu_here(), rows, cases)
+    return Plan(model, shape, own.gpu or _gpu_here(), rows, cases)
 
 
 def render(found: Plan) -> list[Any]:
@@ -157,35 +160,16 @@ def render(found: Plan) -> list[Any]:
     return [options, fits]
 
 
-def _split(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    own: dict[str, Any] = {}
-    overrides = []
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if key not in OWN_KEYS:
-            overrides.append(setting)
-            continue
-        number, kind = read_yaml(value, key) if equals else None, OWN_KEYS[key]
-        is_number = isinstance(number, (int, kind)) and not isinstance(number, bool)
-        if not is_number or not 0 < number < TOO_MUCH:
-            expected = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{key}: expected {key}=<{expected} above 0>, came {setting[:60]!r}")
-        own[key] = kind(number)
-    return own, overrides
-
-
-def _run_config(model: str, overrides: list[str]) -> RunConfig:
+def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     if model in recipe_names() or model.endswith((".yaml", ".yml")):
-        return load_recipe(model, overrides)
+        return load_settings(RunConfig, model, words, PlanSettings.model_fields)
     settings: dict[str, Any] = {
         "model": {"path": model, "dtype": "bfloat16"},
         "data": {"task": "gsm8k", "name": "openai/gsm8k"},
         "rewards": [{"name": "gsm8k_correct"}],
         "rollout": {"group_size": 16, "max_new_tokens": 512},
     }
-    for override in overrides:
-        apply_override(settings, override)
-    return parse_config(settings)
+    return read_words(RunConfig, words, settings, PlanSettings.model_fields)
 
 
 def _config_and_parameters(run: RunConfig, model: str) -> tuple[Any, int]:

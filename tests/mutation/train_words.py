@@ -1,0 +1,58 @@
+"""Planted in the one way for words: how `key=value` is read, refused, and its nearest name found."""
+
+from tests.mutation.mutants import Mutant
+
+WORDS = "grpo_fast/train/config/words.py"
+PLAIN = "grpo_fast/train/config/plain.py"
+RECIPES = "grpo_fast/train/config/recipes.py"
+
+MUTANTS = [
+    Mutant("words-truths", WORDS,
+           "        _refuse_truths(settings, kind, at)\n", "",
+           "steps=true is one step", "words"),
+    Mutant("words-transposed", WORDS,
+           ", sorted(other) == sorted(letters)", ", False",
+           "gspo is nearer to gpro than grpo is", "words"),
+    Mutant("words-case", WORDS,
+           "letters = word[:QUOTED].casefold()", "letters = word[:QUOTED]",
+           "a key in capitals is like no other", "words"),
+    Mutant("words-elsewhere", WORDS,
+           '[d for d in dotted if d.rpartition(".")[2] == name]', "[]",
+           "lr is not found in optim", "words"),
+    Mutant("words-null", WORDS,
+           ' or None in types', "",
+           "null is none of the words of a loss's field", "words"),
+    Mutant("words-also", WORDS,
+           "*(also if len(path) == 1 else ())", "",
+           "a plan's own keys are never the nearest", "words"),
+    Mutant("words-own", WORDS,
+           "[word for word in words if word not in own]", "list(words)",
+           "the keys of a plan are said to be unknown to its run", "words"),
+    Mutant("words-index", WORDS,
+           "part not in map(str, range(length)):", "not part.isdecimal():",
+           "an index beyond the list is a traceback", "words"),
+    Mutant("words-grid", WORDS,
+           "if listed.end_mark.index == len(text) + 2", "if True",
+           "what stands behind a bracket or a comment is lost", "words"),
+    Mutant("words-model", WORDS,
+           "section.update(path=value, config=None, tokenizer=None)", "section.update(path=value)",
+           "model=PATH stands beside the recipe's own model", "words"),
+    Mutant("words-section", WORDS,
+           'return f"{where}.{message}" if where else message', "return message",
+           "a section's check does not say which section", "words"),
+    Mutant("words-control", WORDS,
+           " and key.isprintable()", "",
+           "control characters and halves of characters are keys", "words"),
+    Mutant("words-octal", PLAIN,
+           "if tag not in NUMBERS", "if True",
+           "010 is 8, and 1:30 is 90", "words"),
+    Mutant("words-dumper", PLAIN,
+           "for _class in (_StrictLoader, _Dumper):", "for _class in (_StrictLoader,):",
+           "a folder called 1e-4 is a number when the run is resumed", "words_hostile"),
+    Mutant("words-other-command", RECIPES,
+           "close_to(name, _shipped())", "close_to(name, own)",
+           "a reward model's recipe is taken for a misspelt one of a run", "words"),
+    Mutant("words-option", "grpo_fast/cli.py",
+           "value = value if equals else next(iter(args[place + 1 :]), \"VALUE\")", 'value = "VALUE"',
+           "the hint of --steps 5 is not steps=5", "words"),
+]  # fmt: skip

@@ -1,0 +1,231 @@
+"""Words `key=value`, as every command reads them: one table of refusals, and words made to break
+the reader.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_fast.train.config.recipes import load_recipe, load_settings, save_config
+from grpo_fast.train.config.reward_model import RewardModelConfig
+from grpo_fast.train.config.words import close_to, grid_values, own_words, quoted
+from grpo_fast.train.evaluation.settings import parse_settings
+from grpo_fast.train.planning.plan import PlanSettings
+from tests.command_line import invoke, refused
+
+READERS = {
+    "train": lambda words: load_recipe("sort", words),
+    "reward-model": lambda words: load_settings(RewardModelConfig, "reward-model-sort", words),
+    "eval": parse_settings,
+    "plan": lambda words: own_words(PlanSettings, words),
+    "compare": lambda words: [
+        load_recipe("sort", [f"{key}={value}"])
+        for key, values in map(grid_values, words)
+        for value in values
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("reader", "words", "message"),
+    [
+        # the nearest key: in its own section, of another trainer's name, in other sections
+        ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
+        ("train", "STEPS=1", "STEPS: unknown key; nearest: steps"),
+        ("train", "optim.warmpu=1", "optim.warmpu: unknown key; nearest: warmup"),
+        ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; nearest: lr"),
+        ("train", "rollout.num_generations=1", "unknown key; nearest: group_size"),
+        ("train", "num_generations=1", "unknown key; nearest: rollout.group_size"),
+        ("train", "lr=1", "lr: unknown key; nearest: optim.lr, critic.lr, warm_start.lr"),
+        ("train", "beta=1", "beta: unknown key; nearest: loss.beta"),
+        ("train", "loss.epsilon_hihg=0.3", "unknown key; nearest: epsilon_high"),
+        ("train", "rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
+        ("train", "warm_start.step=2", "warm_start.step: unknown key; nearest: steps"),
+        ("train", "model.lora.rnk=2", "model.lora.rnk: unknown key"),
+        ("train", "🙂=1", "🙂: unknown key; known: seed, output_dir"),
+        ("reward-model", "centre=1", "centre: unknown key; nearest: center"),
+        ("eval", "sample=4", "sample: unknown key; nearest: samples"),
+        # the nearest value
+        ("train", "loss.loss_type=gpro", "came 'gpro'; nearest: grpo"),
+        ("train", "loss.loss_type=GRPO", "came 'GRPO'; nearest: grpo"),
+        ("train", "loss.aggregation=nul", "came 'nul'; nearest: null"),
+        ("train", "advantages=centred", "advantages: expected one of rewards, baseline, centered,"),
+        ("train", "advantages=centred", "came 'centred'; nearest: centered"),
+        ("train", "critic={loss: cliped}", "critic.loss: expected one of clipped, plain, huber"),
+        ("train", "log.progress=ture", "expected one of true, false, came 'ture'; nearest: true"),
+        ("train", "log.trackers=[wandbb]", "log.trackers.0: expected one of tensorboard, wandb"),
+        ("train", "rollout.engine=xyz", "transformers, continuous, vllm, vllm-server, came 'xyz'"),
+        ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, came"),
+        # the form of a word
+        *((reader, "steps", "expected key=value, came 'steps'") for reader in READERS),
+        *((reader, "=5", "expected key=value, came '=5'") for reader in READERS),
+        ("train", "optim..lr=5", "expected key=value, came 'optim..lr=5'"),
+        ("train", "x\x1b=5", "expected key=value, came 'x\\x1b=5'"),
+        ("eval", "other", "a second model is a folder or a hub id owner/name"),
+        ("compare", "steps=1,", "grid: expected a value between the commas, came 'steps=1,'"),
+        ("compare", "steps=1,,2", "came '1,,2'"),
+        # indices
+        ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is no index of a list of 2"),
+        ("compare", "rewards=[],[]", "rewards: List should have at least 1 item"),
+        ("train", "rewards.-1.weight=2", "'-1' is no index of a list of 2"),
+        ("train", "rewards.².weight=5", "'²' is no index of a list of 2"),
+        ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is no index of a list of 2"),
+        ("train", "steps.more=2", "steps.more: 'more' is below a value, no section"),
+        # values of another kind
+        *((reader, "seed=true", "seed: expected a number, came true")
+          for reader in ("train", "reward-model", "eval", "compare")),
+        ("plan", "gpu=true", "gpu: expected a number, came true"),
+        ("train", "eval.k=[1,true]", "eval.k.1: expected a number, came true"),
+        ("train", "rewards.0.weight=true", "rewards.0.weight: expected a number, came true"),
+        ("train", "rollout.vllm.timeout=true", "rollout.vllm.timeout: expected a number"),
+        ("train", "optim=3", "optim: expected a section of keys, came 3"),
+        ("train", "optim={1: 2}", "optim.1: Keys should be strings"),
+        ("train", "optim.lr=fast", "optim.lr: Input should be a valid number"),
+        ("train", "optim.lr=.nan", "optim.lr: Input should be a finite number, came nan"),
+        ("train", "seed=1:30", "seed: Input should be a valid integer"),
+        ("train", "model.lora.target_modules=5", "model.lora.target_modules: Input should be a va"),
+        ("train", "loss.temperature=-1", "loss.temperature: expected a finite number > 0"),
+        ("train", "advantage_options.esp=1", "advantage_options.esp: mode 'centered' expects"),
+        ("train", "model.path=x", "model.path: expected exactly one of path and config"),
+        ("train", "data.path=x", "data.path: expected none, task sort makes its own prompts"),
+        ("plan", "gpu=0", "gpu: Input should be greater than 0, came 0"),
+        ("plan", "gpu=.inf", "gpu: Input should be a finite number, came inf"),
+        ("plan", "gpu=" + "9" * 400, "gpu: Input should be a valid number"),
+        ("plan", "group=0.5", "group: Input should be a valid integer"),
+        ("plan", "completion=.inf", "completion: Input should be a finite number, came inf"),
+        ("plan", "prompt=1e18", "prompt: Input should be less than 1000000000000000000"),
+        ("eval", "samples=0", "samples: Input should be greater than or equal to 1, came 0"),
+        ("eval", "k=1,a", "k.1: Input should be a valid integer"),
+    ],
+)  # fmt: skip
+def test_refusals(reader, words, message):
+    with pytest.raises(ValueError, match="(?s).*") as error:
+        READERS[reader]([words])
+    assert message in str(error.value), str(error.value)
+
+
+def test_every_refusal_has_its_line():
+    with pytest.raises(ValueError, match="(?s).*") as error:
+        load_recipe("sort", ["optim.rl=1", "steps=x"])
+    assert str(error.value).startswith("optim.rl: unknown key; nearest: lr\n  steps: Input should")
+
+
+HOSTILE = [
+    "", "=", "==", ".=1", "a=b=c", "[steps]=5", "'steps'=5", "--steps=5", "steps =5", "ѕteps=5",
+    "a" * 100_000 + "=1", "steps=" + "a" * 100_000, "\udcff=1", "steps=\udcff", "output_dir=\x00",
+    'output_dir="\\x1b[31m"', "model.config." + "a." * 3000 + "a=1", "output_dir='1e-4'",
+    "model.config.x=" + "[" * 200 + "]" * 200, "model.config.x=" + "[" * 60 + "]" * 60,
+    "steps=" + "9" * 400, "steps=" + "9" * 5000, "steps=1e400", "steps=²", "seed=010", "steps=",
+    "steps=5\n6", "steps=5\noptim: 3", "steps=!!int 5", "steps=!foo 5", "steps=*a", "steps=&a [*a]",
+    "output_dir=!!binary aGk=", "rewards=!!set {a}", "rewards=!!omap [a: 1]", "optim={null: 2}",
+    "optim={? [1] : 3}", "optim={2020-01-01: 2}", "optim={lr: 1, lr: 2}", "optim={<<: {lr: 1}}",
+    "advantage_options={null: 2}", "model.config={1: 2}", "optim.betas=[.nan]", "optim.lr=1e-400",
+    "rewards=[]", "rewards.0=null", "rewards.0.options={1: 2}", "rewards.0.options.a.b.c=1e-6",
+    "model=null", "model=PATH", "model=[]", "data={}", "data=", "data=x y", "data.task=5",
+    "shuffle=off", "shuffle=true", "rollout.replay_support=on", "log.progress=TRUE", "k=1,,2",
+    "loss.0.x=1", "__class__=1", "model_fields=1", "loss.__dict__=1", "output_dir=2020-01-01",
+    "loss.loss_type=[grpo]", "loss.loss_type={}", "loss.loss_type=null", "gpu=1e-9", "gpu=-.inf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", HOSTILE, ids=lambda word: ascii(word)[:30])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
+    try:
+        config = READERS[reader]([word])
+    except ValueError as error:
+        assert type(error) is ValueError and 10 < len(str(error)) < 1500
+        return
+    if reader == "train":
+        save_config(config, tmp_path / "config.yaml")
+        assert load_recipe(str(tmp_path / "config.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("a=1,2", ["1", "2"]),
+        ("a=[1,2],[3]", ["[1,2]", "[3]"]),
+        ("a={x: 1, y: 2}", ["{x: 1, y: 2}"]),
+        ("a='x,y',z", ["'x,y'", "z"]),
+        ("a=b=c,d", ["b=c", "d"]),
+        ("a=http://h:1,http://h:2", ["http://h:1", "http://h:2"]),
+        ("a=1],[2", ["1],[2"]),
+        ("a=1,2] #3", ["1,2] #3"]),
+        ("a=", [""]),
+    ],
+)
+def test_a_comma_parts_values_outside_of_brackets_and_quotes(word, expected):
+    assert grid_values(word) == ("a", expected)
+
+
+def test_numbers_are_those_of_yaml_1_2():
+    options = load_recipe("sort", ["rewards.0.options={a: 1e-6, b: 010, c: 1:30}"]).rewards[0]
+    assert options.options == {"a": 1e-6, "b": "010", "c": "1:30"}
+    assert load_recipe("sort", ["seed=010"]).seed == 10
+
+
+def test_data_and_model_in_one_word(tmp_path):
+    (tmp_path / "x.jsonl").write_text("")
+    task = "data.task=jsonl"
+    for source in (tmp_path / "x.jsonl", tmp_path):
+        data = load_recipe("sort", [task, f"data={source}"]).data
+        assert (data.path, data.name) == (str(source), None)
+    data = load_recipe("gsm8k-tiny", ["data=openai/gsm8k", "seed=3"]).data
+    assert (data.path, data.name) == (None, "openai/gsm8k")
+    assert load_recipe("sort", ["data={task: arithmetic}"]).data.task == "arithmetic"
+    for model in (load_recipe("sort", ["model=owner/name"]).model,
+                  load_settings(RewardModelConfig, "reward-model-sort", ["model=x/y"]).model,
+                  ):  # fmt: skip
+        assert "/" in model.path and model.config is None and model.tokenizer is None
+
+
+def test_the_last_of_two_words_counts():
+    assert load_recipe("sort", ["steps=1", "steps=2"]).steps == 2
+
+
+def test_the_settings_of_a_plan_and_its_runs():
+    own, rest = own_words(PlanSettings, ["gpu=80", "steps=3", "group=4"])
+    assert (own.gpu, own.group, own.prompt, rest) == (80.0, 4, 8192, ["steps=3"])
+    assert refused(invoke("plan", "sort", "promt=3"), "promt: unknown key; nearest: prompt")
+
+
+def test_letters_that_changed_places_are_nearer_than_a_wrong_one():
+    assert close_to("gpro", ["gspo", "grpo"]) == close_to("gpro", ["grpo", "gspo"]) == "grpo"
+    assert close_to("xyz", ["grpo"]) is None and close_to("x", []) is None
+
+
+def test_a_long_value_is_shown_by_its_beginning():
+    assert quoted("x" * 200) == f"'{'x' * 199}… (202 characters)" and quoted("x" * 198)[-1] == "'"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("train", "sort", "--steps", "5"), "steps=5"),
+        (("train", "--optim.lr=3", "sort"), "optim.lr=3"),
+        (("reward-model", "x", "-steps", "4", "seed=1"), "steps=4"),
+        (("eval", "x", "--max-new-tokens"), "max_new_tokens=VALUE"),
+        (("compare", "sort", "--seed", "3"), "--seeds"),
+        (("compare", "sort", "--seed", "3"), "seed=3"),
+        (("plan", "sort", "--gpu", "80", "--debug"), "gpu=80"),
+        (("doctor", "--n=3"), "n=3"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_word(words, hint):
+    result = invoke(*words)
+    assert result.exit_code == 2 and "No such option" in result.stderr and hint in result.stderr
+    assert "--help)" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "hint"),
+    [
+        ("train", "reward-model-sort", "grpo-fast reward-model reward-model-sort"),
+        ("train", "reward-model-srot", "grpo-fast reward-model reward-model-sort"),
+        ("reward-model", "sort", "grpo-fast train sort"),
+        ("train", "gsm8k-tinny", "nearest: gsm8k-tiny"),
+    ],
+)
+def test_a_recipe_of_another_command_is_named_with_it(command, name, hint):
+    assert refused(invoke(command, name), hint)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def register() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, window_as_mask)
     return NAME
 
 
@@ -46,7 +47,7 @@ def packed_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: Tensor | None,
+    attention_mask: Any,  # as `window_as_mask` made it
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -59,17 +60,15 @@ def packed_attention(
 
     Output (1, T, H, D), as transformers expects it.
 
-    Raises ValueError for whatever would be computed wrongly: no layout, a mask, a batch of more
-    than one row, a cache, dropout, attention sinks, a position bias, a bidirectional layer.
+    Raises ValueError for whatever would be computed wrongly: no layout, a mask that is more than a
+    window, a batch of more than one row, a cache, dropout, attention sinks, a position bias, a
+    bidirectional layer.
     """
     if packed_layout is None:
         raise ValueError(
             "packed_layout: expected a PackedLayout as keyword of model(...), came None"
         )
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask: expected None (the layout keeps segments apart), came a mask"
-        )
+    window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
@@ -90,20 +89,8 @@ def packed_attention(
     # are cut off again.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
-    out = packed_rows_attention(
-        q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap
-    )
+    out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)
     return out[None, ..., : value.shape[-1]], None
-
-
-def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-    """The mask function beside `packed_attention`: there is no mask, and a padded one is refused,
-    not ignored.
-    """
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask: packed attention takes no padding mask; pack the sequences instead"
-        )
 
 
 def check_supported(model: nn.Module) -> None:

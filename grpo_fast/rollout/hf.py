@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import check_tolerance
+from grpo_fast.attention import check_tolerance, small_windows
 from grpo_fast.rollout.decode import Decoded, decode
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
 from grpo_fast.rollout.kept import KeptIds
@@ -117,7 +117,8 @@ def why_unsuited(policy: Any) -> str | None:
     """
     if policy.lm not in _unsuited:
         try:
-            _unsuited[policy.lm] = compare(policy)
+            with small_windows(policy.lm):
+                _unsuited[policy.lm] = compare(policy)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             _unsuited[policy.lm] = str(error).splitlines()[0]
         if _unsuited[policy.lm] is not None:

@@ -27,6 +27,7 @@ from grpo_fast.attention import (
     pack_groups,
     register,
     shared_prompt_supported,
+    small_windows,
 )
 from grpo_fast.data import reason
 from grpo_fast.train import sharding
@@ -228,9 +229,10 @@ class Policy:
             [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
         )
         groups, is_shared = [(prompt, completions)], self.unshared is None
-        ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
-        with self.generation():
-            own = [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
+        with small_windows(self.lm):
+            ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
+            with self.generation():
+                own = [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
         theirs = torch.cat(own)
         if theirs.isnan().any():
             kind = self.lm.config.model_type

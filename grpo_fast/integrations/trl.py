@@ -138,7 +138,7 @@ class FastGRPOTrainer(GRPOTrainer):
                 theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
                 pack = pack_padded(ids, real, real[:, -5:])
                 ours = pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             return str(error)
         finally:
             for module, training in modes:

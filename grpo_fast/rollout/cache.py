@@ -9,8 +9,8 @@ One attention function, registered with transformers, serves both halves of a ro
               own tokens, (B, H_kv, t, D), written in place; one softmax over both. fp32 on a CPU
               goes through our own kernel, which keeps the same in tiles
 
-Models are called without a cache of their own and without a mask. Softcaps arrive with the call, and
-so does what prefill says of a layer's window; the layer keeps it for decoding.
+Models are called without a cache of their own and without a mask. Softcaps arrive with the call; a
+layer's window arrives in prefill, and the cache keeps it for decoding.
 """
 
 from __future__ import annotations

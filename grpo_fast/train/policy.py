@@ -229,19 +229,22 @@ class Policy:
             [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
         )
         groups, is_shared = [(prompt, completions)], self.unshared is None
+        kind, dtype = self.lm.config.model_type, self.autocast or self.head.weight.dtype
         with small_windows(self.lm):
-            ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
+            try:
+                ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
+            except (AttributeError, TypeError) as error:  # the model computes with its mask
+                refusal = f"model_type {kind}: packed attention does not fit: {error}"
+                raise ValueError(refusal) from error
             with self.generation():
                 own = [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
         theirs = torch.cat(own)
         if theirs.isnan().any():
-            kind = self.lm.config.model_type
             raise ValueError(f"model_type {kind}: expected weights with finite logits, got NaN")
         difference = float((ours - theirs).abs().max())
-        dtype = self.autocast or self.head.weight.dtype
         if not difference <= check_tolerance(dtype):
             raise ValueError(
-                f"model_type {self.lm.config.model_type}: packed attention with the fused head "
+                f"model_type {kind}: packed attention with the fused head "
                 f"differs from its own logits by {difference:.3g} nats (expected ≤ "
                 f"{check_tolerance(dtype)} in {dtype}); its head or attention has a rule this "
                 "trainer does not know"

@@ -59,10 +59,11 @@ SIZES = {
 }
 # What the generic sizes do not fit.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
-# Latent attention: queries and keys of 16, values of 8; the heads for RoPE have a size of their own.
+# Latent attention: queries and keys of 16, values of 8.
 MLA = {"head_dim": 8, "num_key_value_heads": 4}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "granitemoehybrid": MAMBA,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},

@@ -11,9 +11,12 @@ refused (with the reason, before any training) · wrong. Ends with status 1 wher
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +32,15 @@ TOLERANCE = 2e-3  # nats in fp32; a wrong mask shows by tenths
 # Ragged, every prompt and most completions longer than the window, groups with nothing to share.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
+MEANING = {
+    RIGHT: "packed rows and our own loop are right",
+    SLOWER: "packed rows are right, rollouts by `generate`",
+    REFUSED: "refused before training",
+    NOT_BUILT: "the generic configuration does not fit",
+    WRONG: "WRONG",
+}
+README = Path(__file__).resolve().parents[2] / "grpo_fast/attention/README.md"
+MARKS = "<!-- sweep -->", "<!-- end of sweep -->"
 
 Group = tuple[list[int], list[list[int]]]
 
@@ -110,6 +122,40 @@ def _line(error: Exception) -> str:
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
 
+def table(verdicts: Sequence[Verdict]) -> str:
+    """One row for each class and reason, with its families."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for kind in (RIGHT, SLOWER, REFUSED, NOT_BUILT, WRONG):
+        for family, own, reason in verdicts:
+            if own == kind:
+                why = "" if kind == NOT_BUILT else _without_numbers(reason)
+                rows.setdefault((kind, why), []).append(f"`{family}`")
+    lines = ["| class | families | reason |", "|---|---|---|"]
+    for (kind, reason), names in rows.items():
+        lines.append(f"| {MEANING[kind]} | {len(names)}: {', '.join(names)} | {reason} |")
+    return "\n".join(lines)
+
+
+def _without_numbers(reason: str) -> str:
+    """The reason without what belongs to this model alone."""
+    reason = re.sub(r"^model_type \S+: ", "", reason)
+    reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
+    reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)
+    return reason.replace("|", "\\|")
+
+
+def write(verdicts: Sequence[Verdict]) -> None:
+    """Put the table between its two marks in the README."""
+    import transformers
+
+    text = README.read_text(encoding="utf-8")
+    before, after = text[: text.index(MARKS[0])], text[text.index(MARKS[1]) :]
+    version = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}:"
+    README.write_text(
+        f"{before}{MARKS[0]}\n{version}\n\n{table(verdicts)}\n{after}", encoding="utf-8"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", action="append", metavar="NAME")
@@ -124,6 +170,9 @@ def main() -> int:
     for family in asked.only or causal_lms():
         verdicts.append(judge(family))
         print(f"{verdicts[-1].kind:9} {family:24} {verdicts[-1].reason[:170]}", flush=True)
+    print(", ".join(f"{n} {kind}" for kind, n in Counter(v.kind for v in verdicts).items()))
+    if asked.write:
+        write(verdicts)
     return int(any(verdict.kind == WRONG for verdict in verdicts))
 
 

@@ -29,6 +29,7 @@ NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+JITTER = {"jitter_noise", "input_jitter_noise"}  # of routers: Mixtral, PhiMoE
 
 
 def register() -> str:
@@ -134,15 +135,17 @@ def shared_prompt_supported(model: nn.Module) -> str | None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch every dropout off: with it old and new logps of the same weights would differ."""
+    """Switch off every dropout and the routers' jitter: with them old and new logps of the same
+    weights would differ.
+    """
     rates: set[float] = set()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             rates.add(module.p)
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout"):
-            if isinstance(rate := getattr(module, name, None), float):
+        for name, rate in vars(module).items():
+            if isinstance(rate, float) and ("dropout" in name or name in JITTER):
                 rates.add(rate)
-                setattr(module, name, 0.0)
+                vars(module)[name] = 0.0
     if any(rates):
         log.warning("the model's dropout is switched off: its rates were %s", sorted(rates))

@@ -29,7 +29,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
     [
         ("qwen2_moe", {}),  # the window is in the mask alone, in every other layer
         ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
-        ("phimoe", {}),  # in the mask alone, in all layers
+        ("mixtral", {"router_jitter_noise": 0.5}),  # random numbers in training, switched off
+        ("seed_oss", {}),  # dropout under a name of its own
         ("qwen2", {"max_window_layers": 1}),  # in the mask, and as keyword of some layers
         ("mistral", {"sliding_window": 1}),
         ("mistral", {"sliding_window": 4096}),  # longer than any sequence
@@ -54,6 +55,7 @@ def test_right(family, changes):
         ("mistral", {"sliding_window": 0}, "at least one token; this layer asks for 0"),
         ("doge", {}, "packed attention does not fit: 'int' object"),  # computes with its mask
         ("mamba", {}, "recurrent state"),
+        ("phimoe", {}, "training mode"),  # draws its experts at random in training
         ("bert", {}, "this layer is not"),
     ],
 )
@@ -65,6 +67,11 @@ def test_refused(family, changes, reason):
 def test_the_kernels_in_torch_and_the_gathered_prompts_of_a_plain_mask(monkeypatch):
     monkeypatch.setattr(cpp, "runs", lambda x: False)
     assert sweep.judge("qwen2_moe").kind == sweep.RIGHT
+
+
+def test_a_window_that_is_in_the_mask_of_all_layers_alone(monkeypatch):
+    monkeypatch.setattr(Policy, "self_check", lambda policy: 0.0)
+    assert sweep.judge("phimoe").kind == sweep.RIGHT
 
 
 @pytest.mark.parametrize("window", [WINDOW, 4096])  # the checks have 9 tokens, and 7

@@ -61,9 +61,8 @@ def packed_attention(
 
     Output (1, T, H, D), as transformers expects it.
 
-    Raises ValueError for whatever would be computed wrongly: no layout, a mask that is more than a
-    window, a batch of more than one row, a cache, dropout, attention sinks, a position bias, a
-    bidirectional layer.
+    Raises ValueError for whatever would be computed wrongly: no layout, a mask beyond a window, a
+    batch of several rows, a cache, dropout, sinks, a position bias, a bidirectional layer.
     """
     if packed_layout is None:
         raise ValueError(
@@ -135,9 +134,7 @@ def shared_prompt_supported(model: nn.Module) -> str | None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch off every dropout and the routers' jitter: with them old and new logps of the same
-    weights would differ.
-    """
+    """Switch off dropout and routers' jitter: with them logps of the same weights would differ."""
     rates: set[float] = set()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

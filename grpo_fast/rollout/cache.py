@@ -153,7 +153,7 @@ class RolloutCache:
     def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """(H, B, D) and (H_kv, B, D) twice → (B, H, D): one more token of each completion."""
         layer, heads = self.layers[module], k.shape[0]
-        # Latent attention (DeepSeek) has values shorter than keys, which the kernel does not take.
+        # The kernel has no room for values shorter than keys (latent attention).
         if rule.softcap is None and k.shape == v.shape and cpp.runs(v):
             return self.decode_in_tiles(layer, q.to(v.dtype), k.to(v.dtype), v, rule)
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)

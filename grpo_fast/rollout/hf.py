@@ -120,7 +120,7 @@ def why_unsuited(policy: Any) -> str | None:
             with small_windows(policy.lm):
                 _unsuited[policy.lm] = compare(policy)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            does = "" if isinstance(error, ValueError) else "our loop's attention does not fit it: "
+            does = "" if isinstance(error, ValueError) else "our loop fails on it: "
             _unsuited[policy.lm] = does + (str(error).splitlines() or [type(error).__name__])[0]
         if _unsuited[policy.lm] is not None:
             why = f"{type(policy.lm).__name__}: {_unsuited[policy.lm]}"

@@ -236,8 +236,7 @@ class Policy:
             try:
                 ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
             except (AttributeError, TypeError) as error:  # the model computes with its mask
-                refusal = f"model_type {kind}: packed attention does not fit: {error}"
-                raise ValueError(refusal) from error
+                raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
             finally:
                 self.lm.train(training)
             with self.generation():

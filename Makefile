@@ -48,7 +48,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -60,6 +60,7 @@ help:
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make test-vllm the engines vllm and vllm-server against vLLM itself on a CPU (3.5 GB, some minutes)'
+	@echo 'make sweep     every causal LM class of transformers against our packed rows and sampling loop (a minute)'
 	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
@@ -164,7 +165,7 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 
 test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)
 	@$(STEP) 'what concerns transformers, on transformers 5.17'
-	@PYTHONPATH='$(abspath $(OLD_TRANSFORMERS))' $(PYTEST) tests/attention/test_attention.py tests/attention/test_shared_prompt.py \
+	@PYTHONPATH='$(abspath $(OLD_TRANSFORMERS))' $(PYTEST) tests/attention/test_attention.py tests/attention/test_shared_prompt.py tests/attention/test_windows.py \
 	  tests/train/test_longcontext.py tests/train/test_longcontext_step.py tests/train/test_pretrained.py tests/train/test_train_policy.py
 
 # Before a release, and before any visit to a GPU: the machine there has these versions.
@@ -201,6 +202,11 @@ test-vllm: $(VLLM_ENV)
 	@$(STEP) 'the engines vllm and vllm-server, against vLLM itself'
 	@GRPO_FAST_VLLM=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING \
 	  HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 $(VLLM_ENV)/bin/python -m pytest tests/rollout/test_vllm_real.py $(PYTEST_ARGS)
+
+# Tiny models of all families, against transformers' own attention; ARGS=--write renews the table in the README.
+sweep: $(SETUP) csrc
+	@$(STEP) 'packed rows and the sampling loop, family by family'
+	@OMP_NUM_THREADS=1 $(PY) -m tests.attention.sweep $(ARGS)
 
 # ---- measurements ----
 

@@ -12,12 +12,12 @@ from grpo_fast.attention.model import (
     NAME,
     check_supported,
     disable_dropout,
-    no_mask,
     packed_attention,
     register,
     shared_prompt_supported,
 )
 from grpo_fast.attention.packing import PackedGroups, Share, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 
 __all__ = [
     "NAME",
@@ -29,12 +29,14 @@ __all__ = [
     "check_tolerance",
     "disable_dropout",
     "head_of",
-    "no_mask",
     "pack_groups",
     "packed_attention",
     "packed_rows_attention",
     "plan_packs",
     "register",
     "shared_prompt_supported",
+    "small_windows",
     "trunk_tokens",
+    "window_as_mask",
+    "window_of",
 ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+JITTER = {"jitter_noise", "input_jitter_noise"}  # of routers: Mixtral, PhiMoE
 
 
 def register() -> str:
@@ -37,7 +39,7 @@ def register() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, window_as_mask)
     return NAME
 
 
@@ -46,7 +48,7 @@ def packed_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: Tensor | None,
+    attention_mask: Any,  # as `window_as_mask` made it
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -59,17 +61,14 @@ def packed_attention(
 
     Output (1, T, H, D), as transformers expects it.
 
-    Raises ValueError for whatever would be computed wrongly: no layout, a mask, a batch of more
-    than one row, a cache, dropout, attention sinks, a position bias, a bidirectional layer.
+    Raises ValueError for whatever would be computed wrongly: no layout, a mask beyond a window, a
+    batch of several rows, a cache, dropout, sinks, a position bias, a bidirectional layer.
     """
     if packed_layout is None:
         raise ValueError(
             "packed_layout: expected a PackedLayout as keyword of model(...), came None"
         )
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask: expected None (the layout keeps segments apart), came a mask"
-        )
+    window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
@@ -90,20 +89,8 @@ def packed_attention(
     # are cut off again.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
-    out = packed_rows_attention(
-        q, k, v, packed_layout, scale=scale, window=sliding_window, softcap=softcap
-    )
+    out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)
     return out[None, ..., : value.shape[-1]], None
-
-
-def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-    """The mask function beside `packed_attention`: there is no mask, and a padded one is refused,
-    not ignored.
-    """
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask: packed attention takes no padding mask; pack the sequences instead"
-        )
 
 
 def check_supported(model: nn.Module) -> None:
@@ -147,15 +134,15 @@ def shared_prompt_supported(model: nn.Module) -> str | None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch every dropout off: with it old and new logps of the same weights would differ."""
+    """Switch off dropout and routers' jitter: with them logps of the same weights would differ."""
     rates: set[float] = set()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             rates.add(module.p)
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout"):
-            if isinstance(rate := getattr(module, name, None), float):
+        for name, rate in vars(module).items():
+            if isinstance(rate, float) and ("dropout" in name or name in JITTER):
                 rates.add(rate)
-                setattr(module, name, 0.0)
+                vars(module)[name] = 0.0
     if any(rates):
         log.warning("the model's dropout is switched off: its rates were %s", sorted(rates))

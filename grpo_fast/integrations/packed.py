@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import pack_groups, register
+from grpo_fast.attention import pack_groups, register, window_as_mask
 
 # Masks are made before the layers run and do not see the layout.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
@@ -28,7 +28,7 @@ PREFIX = "grpo_packed_or_"
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Calls of a prepared model in this block bring a layout and need no mask."""
+    """Calls of a prepared model in this block bring a layout, and no padding for a mask."""
     token = _packing.set(True)
     try:
         yield
@@ -73,13 +73,14 @@ def _register_over(original: str) -> str:
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if options.get("packed_layout") is not None:
-            return packed_attention(module, query, key, value, None, **options)
+            return packed_attention(module, query, key, value, attention_mask, **options)
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         theirs = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         return theirs(module, query, key, value, attention_mask, **options)
 
     def mask(*args: Any, **options: Any) -> Any:
-        return None if _packing.get() else ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **options)
+        theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
+        return (window_as_mask if _packing.get() else theirs)(*args, **options)
 
     # transformers gives names with "flash", "sdpa", "flex_attention" or "|" a meaning of their own.
     name = PREFIX + original.encode().hex()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast.attention import check_tolerance
+from grpo_fast.attention import check_tolerance, small_windows
 from grpo_fast.integrations.fast_head import reshard
 from grpo_fast.integrations.packed import own_attention, pack_padded, take_packed_rows
 from grpo_fast.integrations.trl_forward import PackedCall, let_run_inside, packed_forward
@@ -134,10 +134,11 @@ class FastGRPOTrainer(GRPOTrainer):
         modes = [(module, module.training) for module in lm.modules()]
         lm.eval()
         try:
-            theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
-            pack = pack_padded(ids, real, real[:, -5:])
-            ours = pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
-        except (ValueError, TypeError) as error:
+            with small_windows(lm):
+                theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
+                pack = pack_padded(ids, real, real[:, -5:])
+                ours = pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
+        except (ValueError, TypeError, AttributeError) as error:
             return str(error)
         finally:
             for module, training in modes:

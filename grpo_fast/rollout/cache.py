@@ -9,8 +9,8 @@ One attention function, registered with transformers, serves both halves of a ro
               own tokens, (B, H_kv, t, D), written in place; one softmax over both. fp32 on a CPU
               goes through our own kernel, which keeps the same in tiles
 
-Models are called without a cache of their own and without a mask. Sliding windows and softcaps are
-rules of the layer and arrive with the call.
+Models are called without a cache of their own and without a mask. Softcaps arrive with the call; a
+layer's window arrives in prefill, and the cache keeps it for decoding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import PackedLayout, no_mask, packed_attention
+from grpo_fast.attention import PackedLayout, packed_attention, window_as_mask, window_of
 from grpo_fast.kernels.cpu import decode as cpp
 
 NAME = "grpo_cached"
@@ -33,7 +33,7 @@ def register() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, cached_attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, window_as_mask)
     return NAME
 
 
@@ -42,7 +42,7 @@ def cached_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: Tensor | None,
+    attention_mask: Any,  # in prefill as `window_as_mask` made it
     *,
     rollout_cache: RolloutCache,
     scaling: float | None = None,
@@ -51,12 +51,13 @@ def cached_attention(
     **extra: Any,
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
     """Attention of the prompts on themselves, or of B tokens on what the cache holds."""
-    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     layout = rollout_cache.layout
     if layout is None:
+        window = rollout_cache.layers[module].window
+        rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
         out = rollout_cache.decode(module, query[0], key[0], value[0], rule)
         return out.to(value.dtype)[None], None
-    rollout_cache.keep(module, key[0], value[0])
+    rollout_cache.keep(module, key[0], value[0], window_of(attention_mask, sliding_window))
     return packed_attention(
         module, query, key, value, attention_mask, packed_layout=layout, scaling=scaling,
         sliding_window=sliding_window, softcap=softcap, **extra,
@@ -74,7 +75,8 @@ class Rule(NamedTuple):
 class Layer:
     """What one layer keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None) -> None:
+        self.window = window
         self.parts: list[tuple[Tensor, Tensor]] = []  # (H_kv, T, D) of the prompts, packed
         self.prompts: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # (N, H_kv, L, D)
         self.own: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # (B, H_kv, room, D)
@@ -111,9 +113,9 @@ class RolloutCache:
         self.ends, self.places = ends, torch.arange(longest, device=self.device)
         self.padding = self.places >= ends if min(self.lengths) < longest else None
 
-    def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Keys and values of the prompts of `layout`, as one layer made them."""
-        self.layers.setdefault(module, Layer()).parts.append((key.to(value.dtype), value))
+    def keep(self, module: nn.Module, key: Tensor, value: Tensor, window: int | None) -> None:
+        """Keys and values of the prompts of `layout`, as one layer made them, and its window."""
+        self.layers.setdefault(module, Layer(window)).parts.append((key.to(value.dtype), value))
 
     def close_prompts(self) -> None:
         """All prompts have passed: stack what they left behind, padded at the end."""
@@ -151,7 +153,8 @@ class RolloutCache:
     def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """(H, B, D) and (H_kv, B, D) twice → (B, H, D): one more token of each completion."""
         layer, heads = self.layers[module], k.shape[0]
-        if rule.softcap is None and cpp.runs(v):
+        # The kernel has no room for values shorter than keys (latent attention).
+        if rule.softcap is None and k.shape == v.shape and cpp.runs(v):
             return self.decode_in_tiles(layer, q.to(v.dtype), k.to(v.dtype), v, rule)
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
         first = 0 if rule.window is None else max(0, self.time + 1 - rule.window)

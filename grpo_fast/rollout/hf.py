@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import check_tolerance
 from grpo_fast.errors import NonFiniteLogits
+from grpo_fast.attention import check_tolerance, small_windows
 from grpo_fast.rollout.decode import Decoded, decode
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
 from grpo_fast.rollout.kept import KeptIds
@@ -118,9 +118,11 @@ def why_unsuited(policy: Any) -> str | None:
     """
     if policy.lm not in _unsuited:
         try:
-            _unsuited[policy.lm] = compare(policy)
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            _unsuited[policy.lm] = str(error).splitlines()[0]
+            with small_windows(policy.lm):
+                _unsuited[policy.lm] = compare(policy)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            does = "" if isinstance(error, ValueError) else "our loop fails on it: "
+            _unsuited[policy.lm] = does + (str(error).splitlines() or [type(error).__name__])[0]
         if _unsuited[policy.lm] is not None:
             why = f"{type(policy.lm).__name__}: {_unsuited[policy.lm]}"
             log.warning("rollouts run by transformers' generate, more slowly: %s", why)

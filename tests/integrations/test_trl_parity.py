@@ -302,14 +302,24 @@ def test_bf16_autocast(model_path, tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere"])
+WINDOW_IN_THE_MASK = {
+    "use_sliding_window": True, "sliding_window": 6, "initializer_range": 0.3,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere", "qwen2_moe"])
 def test_families(tmp_path, family):
-    """Softcaps and a sliding window; a tied head; a scaled head."""
-    changes = {"head_dim": 16} if family == "gemma2" else {}
+    """Softcaps and a sliding window; a tied head; a scaled head; a window in the mask alone."""
+    changes = {"gemma2": {"head_dim": 16}, "qwen2_moe": WINDOW_IN_THE_MASK}.get(family, {})
     path = cases.folder(tmp_path / family, family, **changes)
     # By default transformers 5.17 takes sdpa for Gemma 2, which has no softcap.
     loading = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    compare_runs(path, tmp_path, loss_type="dapo", beta=0.05, max_steps=2, loading=loading)
+    options = {"router_aux_loss_coef": 0.0} if family == "qwen2_moe" else {}
+    compare_runs(
+        path, tmp_path, loss_type="dapo", beta=0.05, max_steps=2, loading=loading, **options
+    )
 
 
 def test_router_loss_stays_with_trl(tmp_path):

@@ -33,6 +33,7 @@ AREAS = (
     "forward_cuda",
     "integrations",
     "attention_cpu",
+    "windows",
     "rollout",
     "support",
     "support_triton",
@@ -41,6 +42,8 @@ AREAS = (
 
 # What pytest is given for each kind of bug: the fitting tests, fast enough to be run once per bug.
 SUITES: dict[str, list[str]] = {
+    "windows": ["tests/attention/test_windows.py"],
+    "trl_window": ["tests/integrations/test_trl_parity.py", "-k", "test_families and moe"],
     "leaves": ["tests/objective/test_objectives.py"],
     "estimators": ["tests/objective/test_objectives.py", "-k", "kl or k3"],
     "traps": ["tests/loss/test_loss_traps.py"],

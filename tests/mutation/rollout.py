@@ -92,7 +92,7 @@ MUTANTS = [
            "new[:, :, : self.time] = old", "new[:, :, : self.time] = 0",
            "when the room grows the past is lost", "decode"),
     Mutant("cache-softcap-in-tiles", CACHE,
-           "if rule.softcap is None and cpp.runs(v):", "if cpp.runs(v):",
+           "if rule.softcap is None and k.shape", "if k.shape",
            "on a CPU scores have no softcap", "csrc_cache"),
     Mutant("cache-tiles-stand", CACHE,
            "layer.own[0].shape[2] * cpp.TILE == self.time:", "layer.own[0].shape[2] == self.time:",

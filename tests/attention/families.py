@@ -1,0 +1,123 @@
+"""Tiny random models of every causal LM class that the installed transformers has, from one generic
+configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# A window that every prompt of the sweep outgrows.
+WINDOW = 16
+LARGEST = 20_000_000  # parameters; a class that stays larger keeps its size in a field not listed
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"), 32),
+    **dict.fromkeys(("embedding_dim", "embedding_size", "hidden_dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"), 4),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
+    "swa_num_attention_heads": 4,
+    **dict.fromkeys(("head_dim", "kv_channels", "swa_head_dim", "global_head_dim"), 8),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("dense_intermediate_size", "moe_shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
+    "moe_num_experts": 4,
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    "qk_head_dim": 16,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), 61),
+    "hidden_size_per_layer_input": 8,
+    "rotary_dim": 4,
+    "query_pre_attn_scalar": 16,
+    "experts_implementation": "eager",
+    # As wrong as a mask can be, it has to show: windows that the sequences outgrow.
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
+    **dict.fromkeys(("sliding_window_size", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("keep_window_size", "local_attention_window_len"), WINDOW),
+    "local_attention": 2 * WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "sliding_window_pattern": 2,
+    "_sliding_window_pattern": 2,
+    "no_rope_layer_interval": 2,
+    "use_cache": False,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+# What the generic sizes do not fit.
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+# Latent attention: queries and keys of 16, values of 8.
+MLA = {"head_dim": 8, "num_key_value_heads": 4}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA,
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "granitemoehybrid": MAMBA,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), MLA),
+    **dict.fromkeys(("axk1", "axk2", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), MLA),
+    "reformer": {"is_decoder": True},
+    "qwen2_moe": {"decoder_sparse_step": 2},  # experts and a plain MLP in turns
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+
+
+def causal_lms() -> list[str]:
+    """The model types that `AutoModelForCausalLM` knows, in order."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    """The configuration of this model type with every known field tiny."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return _shrunk(CONFIG_MAPPING[kind], {**OWN.get(kind, {}), **changes})
+
+
+def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
+    known = config_class()
+    aliases = getattr(config_class, "attribute_map", None) or {}
+    names = {*known.to_dict(), *aliases}
+    fields = {k: v for k, v in SIZES.items() if k in names and aliases.get(k) not in SIZES}
+    for name in ("text_config", "decoder"):
+        if name in (getattr(config_class, "sub_configs", None) or {}):
+            fields[name] = _shrunk(type(getattr(known, name)), own)
+    return config_class(**{**fields, **{k: v for k, v in own.items() if k in names}})
+
+
+def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A random causal LM of this type, in evaluation mode, in which a wrong mask shows.
+
+    Raises whatever the class raises where the generic sizes do not fit it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(kind, **changes)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size} parameters")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()

@@ -1,0 +1,180 @@
+"""`python -m tests.attention.sweep`: packed rows and our own sampling loop against transformers'
+own padded eager attention, for every causal LM class that a generic tiny configuration builds.
+
+    --only NAME     this family; may be repeated
+    --write         put the table into grpo_fast/attention/README.md
+
+Each family ends in one class: right · slower path (its rollouts run by transformers' generate) ·
+refused (with the reason, before any training) · wrong. Ends with status 1 where a family is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.attention import pack_groups
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import Sampling, hf
+from grpo_fast.train.policy import Policy
+from tests.attention.families import causal_lms, family_model
+
+TOLERANCE = 2e-3  # nats in fp32; a wrong mask shows by tenths
+# Ragged, every prompt and most completions longer than the window, groups with nothing to share.
+LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)))
+RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
+MEANING = {
+    RIGHT: "packed rows and our own loop are right",
+    SLOWER: "packed rows are right, rollouts by `generate`",
+    REFUSED: "refused before training",
+    NOT_BUILT: "the generic configuration does not fit",
+    WRONG: "WRONG",
+}
+README = Path(__file__).resolve().parents[2] / "grpo_fast/attention/README.md"
+MARKS = "<!-- sweep -->", "<!-- end of sweep -->"
+
+Group = tuple[list[int], list[list[int]]]
+
+
+class Verdict(NamedTuple):
+    family: str
+    kind: str
+    reason: str = ""
+
+
+def groups_of(vocabulary: int) -> list[Group]:
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
+
+    return [(ids(prompt), [ids(n) for n in completions]) for prompt, completions in LENGTHS]
+
+
+@torch.no_grad()
+def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
+    """(R,) logps of the completion tokens by transformers' eager attention, padded on the right."""
+    model.set_attn_implementation("eager")
+    pairs = [(prompt, c) for prompt, completions in groups for c in completions]
+    longest = max(len(p) + len(c) for p, c in pairs)
+    ids = torch.tensor([[*p, *c] + [0] * (longest - len(p) - len(c)) for p, c in pairs])
+    mask = torch.tensor(
+        [[1] * (len(p) + len(c)) + [0] * (longest - len(p) - len(c)) for p, c in pairs]
+    )
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+    logps = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.cat(
+        [row[len(p) - 1 : len(p) + len(c) - 1] for row, (p, c) in zip(logps, pairs, strict=True)]
+    )
+
+
+def judge(family: str, **changes: Any) -> Verdict:
+    """Build this family, take it through the doors of the trainer, and compare what comes out."""
+    try:
+        model = family_model(family, **changes)
+        groups = groups_of(model.get_input_embeddings().weight.shape[0])
+        truth = padded_logps(model, groups)
+    except Exception as error:  # transformers' own, about a configuration that is ours
+        return Verdict(family, NOT_BUILT, _line(error))
+    try:
+        policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
+        policy.eos_ids = frozenset()  # every completion outgrows the window
+        policy.self_check()
+    except Exception as error:
+        return Verdict(family, REFUSED, _line(error))
+    found = [f"{name} by {gap:.2g}" for name, gap in gaps(policy, groups, truth).items()
+             if not gap <= TOLERANCE]  # fmt: skip
+    if found:
+        return Verdict(family, WRONG, ", ".join(found))
+    reason = hf._unsuited[policy.lm]
+    return Verdict(family, RIGHT if reason is None else SLOWER, reason or "")
+
+
+@torch.no_grad()
+def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, float]:
+    """The largest differences in nats: packed rows with and without shared prompts, the sampler."""
+    found = {}
+    for name, shared in (("shared", True), ("unshared", False)):
+        logps = policy.logps(pack_groups(groups, shared=shared))
+        found[name] = float((logps - truth).abs().max())
+    engine = hf.TransformersEngine(policy)
+    prompts = [prompt for prompt, _ in groups]
+    sampled = engine.generate(prompts, Sampling(max_new_tokens=20), group_size=3, seed=5)
+    owners = [prompt for prompt in prompts for _ in range(3)]
+    pairs = [(p, [one.ids]) for p, one in zip(owners, sampled, strict=True)]
+    logps = torch.cat([one.logps for one in sampled])
+    found["sampled"] = float((logps - padded_logps(policy.lm, pairs)).abs().max())
+    return found
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip() or "no message"
+    line = text.splitlines()[0]
+    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """One row for each class and reason, with its families."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for kind in (RIGHT, SLOWER, REFUSED, NOT_BUILT, WRONG):
+        for family, own, reason in verdicts:
+            if own == kind:
+                why = "" if kind == NOT_BUILT else _without_numbers(reason)
+                rows.setdefault((kind, why), []).append(f"`{family}`")
+    lines = ["| class | families | reason |", "|---|---|---|"]
+    for (kind, reason), names in rows.items():
+        lines.append(f"| {MEANING[kind]} | {len(names)}: {', '.join(names)} | {reason} |")
+    return "\n".join(lines)
+
+
+def _without_numbers(reason: str) -> str:
+    """The reason without what belongs to this model alone."""
+    reason = re.sub(r"^model_type \S+: ", "", reason)
+    reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
+    reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)
+    return reason.replace("|", "\\|")
+
+
+def write(verdicts: Sequence[Verdict]) -> None:
+    """Put the table between its two marks in the README."""
+    import transformers
+
+    text = README.read_text(encoding="utf-8")
+    before, after = text[: text.index(MARKS[0])], text[text.index(MARKS[1]) :]
+    version = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}:"
+    README.write_text(
+        f"{before}{MARKS[0]}\n{version}\n\n{table(verdicts)}\n{after}", encoding="utf-8"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", action="append", metavar="NAME")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    verdicts = []
+    for family in asked.only or causal_lms():
+        verdicts.append(judge(family))
+        print(f"{verdicts[-1].kind:9} {family:24} {verdicts[-1].reason[:170]}", flush=True)
+    print(", ".join(f"{n} {kind}" for kind, n in Counter(v.kind for v in verdicts).items()))
+    if asked.write:
+        write(verdicts)
+    return int(any(verdict.kind == WRONG for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The window of a layer: from the mask that the model asks for, whatever its attention is handed;
+and the sweep of all families, in part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import masking_utils
+
+from grpo_fast.attention import small_windows, window_as_mask, window_of
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.kernels.cpu import decode as cpp
+from grpo_fast.rollout import hf
+from grpo_fast.train.policy import Policy
+from tests.attention import sweep
+from tests.attention.families import WINDOW, family_model
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2_moe", {}),  # the window is in the mask alone, in every other layer
+        ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
+        ("mixtral", {"router_jitter_noise": 0.5}),  # random numbers in training, switched off
+        ("seed_oss", {}),  # dropout under a name of its own
+        ("qwen2", {"max_window_layers": 1}),  # in the mask, and as keyword of some layers
+        ("mistral", {"sliding_window": 1}),
+        ("mistral", {"sliding_window": 4096}),  # longer than any sequence
+        ("mistral", {"sliding_window": None}),
+        ("gemma2", {"attn_logit_softcapping": 5.0}),  # with a softcap
+        ("smollm3", {}),  # with layers that have no RoPE
+        ("exaone4", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
+        ("deepseek_v3", {}),  # latent attention: values shorter than keys
+    ],
+    ids=str,
+)
+def test_right(family, changes):
+    verdict = sweep.judge(family, **changes)
+    assert verdict == (family, sweep.RIGHT, "")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama4_text", {}, "chunked_attention"),
+        ("gpt_oss", {}, "s_aux"),  # sinks beside windows
+        ("mistral", {"sliding_window": 0}, "at least one token; this layer asks for 0"),
+        ("doge", {}, "packed attention fails: 'int' object"),  # computes with its mask
+        ("mamba", {}, "recurrent state"),
+        ("phimoe", {}, "training mode"),  # draws its experts at random in training
+        ("bert", {}, "this layer is not"),
+    ],
+)
+def test_refused(family, changes, reason):
+    verdict = sweep.judge(family, **changes)
+    assert verdict.kind == sweep.REFUSED and reason in verdict.reason
+
+
+def test_the_kernels_in_torch_and_the_gathered_prompts_of_a_plain_mask(monkeypatch):
+    monkeypatch.setattr(cpp, "runs", lambda x: False)
+    assert sweep.judge("qwen2_moe").kind == sweep.RIGHT
+
+
+def test_a_window_that_is_in_the_mask_of_all_layers_alone(monkeypatch):
+    monkeypatch.setattr(Policy, "self_check", lambda policy: 0.0)
+    assert sweep.judge("phimoe").kind == sweep.RIGHT
+
+
+@pytest.mark.parametrize("window", [WINDOW, 4096])  # the checks have 9 tokens, and 7
+def test_a_lost_window_is_found_by_the_self_checks(monkeypatch, window):
+    policy = Policy(
+        family_model("qwen2_moe", sliding_window=window), build_symbol_tokenizer(["0", "1"])
+    )
+    monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
+    monkeypatch.setattr("grpo_fast.rollout.cache.window_of", lambda mask, keyword: keyword)
+    with pytest.raises(ValueError, match="differs from its own logits"):
+        policy.self_check()
+    with policy.generation():
+        assert "differ by" in hf.why_unsuited(policy)
+    assert policy.lm.config.sliding_window == window
+
+
+def test_a_loop_that_fails_says_so_of_the_model(monkeypatch):
+    policy = Policy(family_model("llama"), build_symbol_tokenizer(["0", "1"]))
+    monkeypatch.setattr(hf, "compare", lambda policy: torch.zeros(2) @ torch.zeros(3))
+    with policy.generation():
+        assert hf.why_unsuited(policy).startswith("our loop fails on it: ")
+
+
+# ------------------------------------------------------------------------------------------------
+# one layer
+@pytest.mark.parametrize(
+    ("mask", "keyword", "expected"),
+    [(None, None, None), (None, 7, 7), (7, None, 7), (7, 7, 7), (1, None, 1)],
+)
+def test_mask_or_keyword(mask, keyword, expected):
+    assert window_of(mask, keyword) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "keyword"), [(7, 8), (7, 0), (0, None), (-1, -1), (print, None), (torch.ones(1), 7)]
+)
+def test_refused_masks(mask, keyword):
+    with pytest.raises(ValueError, match=r"7 tokens in its mask|this layer asks for"):
+        window_of(mask, keyword)
+
+
+@pytest.mark.parametrize(
+    ("build", "more", "expected"),
+    [
+        ("create_causal_mask", {}, None),
+        ("create_sliding_window_causal_mask", {}, 6),
+        ("create_chunked_causal_mask", {}, "chunks"),
+        ("create_causal_mask", {"and_mask_function": lambda b, h, q, k: k > q - 2}, "its own"),
+        ("create_causal_mask", {"or_mask_function": lambda b, h, q, k: k < 3}, "its own"),
+    ],
+)
+def test_what_transformers_asks_for(build, more, expected):
+    masking_utils.AttentionMaskInterface.register("asked", window_as_mask)
+    config = SimpleNamespace(
+        _attn_implementation="asked", sliding_window=6, attention_chunk_size=8, is_causal=True
+    )
+    mask = getattr(masking_utils, build)(
+        config, torch.zeros(1, 9, 4), None, past_key_values=None,
+        position_ids=torch.arange(9)[None] % 5, **more,
+    )  # fmt: skip
+    assert callable(mask) if isinstance(expected, str) else mask == expected
+
+
+# ------------------------------------------------------------------------------------------------
+# small windows
+def windowed(*windows):
+    """A model of a layer for each window, with a configuration of its own."""
+    model = nn.ModuleList(nn.Identity() for _ in windows)
+    for layer, window in zip(model, windows, strict=True):
+        layer.config = SimpleNamespace(sliding_window=window, max_window_layers=2, hidden_size=64)
+        layer.own_window, layer.width = window, window
+    return model
+
+
+def windows_of(model):
+    return [(layer.config.sliding_window, layer.own_window) for layer in model]
+
+
+def test_windows_shrink_in_order_and_come_back_after_an_error():
+    model = windowed(4096, None, 64, 2, 0, 4096)
+    before = windows_of(model)
+    with pytest.raises(KeyError), small_windows(model):
+        assert windows_of(model) == [(6, 6), (None, None), (5, 5), (2, 2), (0, 0), (6, 6)]
+        assert model[0].width == 4096 and model[2].config.hidden_size == 64
+        raise KeyError
+    assert windows_of(model) == before
+
+
+def test_sizes_that_are_no_window_stay():
+    model = windowed(2)
+    model[0].config.attention_chunk_size = 8192
+    model[0].config.chunk_size_feed_forward = 0
+    with small_windows(model):
+        assert model[0].config.max_window_layers == 2
+        assert model[0].config.attention_chunk_size == 4
+    assert model[0].config.attention_chunk_size == 8192
+
+
+# ------------------------------------------------------------------------------------------------
+# the sweep itself
+def test_the_sweep_sees_a_wrong_window(monkeypatch):
+    """Its lengths reach beyond the window, and its weights make a wrong mask show."""
+    monkeypatch.setattr(Policy, "self_check", lambda policy: 0.0)
+    monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
+    assert sweep.judge("phimoe").kind == sweep.WRONG
+
+
+def test_the_readme_has_a_verdict_for_every_family():
+    text = sweep.README.read_text(encoding="utf-8")
+    text = text[text.index(sweep.MARKS[0]) : text.index(sweep.MARKS[1])]
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("the table was made with another transformers")
+    named = Counter(word for word in text.split("`")[1::2] if word in sweep.causal_lms())
+    assert set(named) == set(sweep.causal_lms()) and "WRONG" not in text

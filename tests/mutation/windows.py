@@ -1,0 +1,66 @@
+"""Bugs planted in the windows of layers: what the mask asks for, and the self-checks around it."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+WINDOWS, MODEL = "grpo_fast/attention/windows.py", "grpo_fast/attention/model.py"
+CACHE, HF = "grpo_fast/rollout/cache.py", "grpo_fast/rollout/hf.py"
+POLICY, PACKED = "grpo_fast/train/policy.py", "grpo_fast/integrations/packed.py"
+
+MUTANTS = [
+    Mutant("window-of-the-mask-lost", WINDOWS,
+           "    return attention_mask\n", "    return sliding_window\n",
+           "a window that is in the mask alone is no window", "windows"),
+    Mutant("window-two-sizes", WINDOWS,
+           "if sliding_window not in (None, attention_mask):", "if False:",
+           "a keyword that differs from the mask goes unseen", "windows"),
+    Mutant("window-of-no-token", WINDOWS,
+           "isinstance(attention_mask, int) or attention_mask < 1:",
+           "isinstance(attention_mask, int):",
+           "a window of 0 tokens is none", "windows"),
+    Mutant("window-of-chunks", WINDOWS,
+           'is_plain = size in (None, getattr(config, "sliding_window", None))',
+           "is_plain = True",
+           "chunks are taken for windows", "windows"),
+    Mutant("window-rule-of-the-models-own", WINDOWS,
+           'if is_plain and not asked.get("use_vmap") else', "if is_plain else",
+           "what else a mask hides is seen", "windows"),
+    Mutant("window-stays-small", WINDOWS,
+           "            fields[name] = size\n", "            pass\n",
+           "the model trains with the windows of its self-check", "windows"),
+    Mutant("window-stays-large", WINDOWS,
+           "fields[name] = small[size]", "fields[name] = size",
+           "the self-check is shorter than the window", "windows"),
+    Mutant("window-sizes-meet", WINDOWS,
+           "min(size, SMALLEST + rank)", "min(size, SMALLEST)",
+           "windows that differ are one in the self-check", "windows"),
+    Mutant("window-of-modules-stays", WINDOWS,
+           "for owner in (*configs.values(), *modules)", "for owner in configs.values()",
+           "layers keep the window that they copied from the configuration", "windows"),
+    Mutant("window-forgotten-in-decoding", CACHE,
+           "window = rollout_cache.layers[module].window", "window = sliding_window",
+           "a window in the mask alone ends with the prompt", "windows"),
+    Mutant("decode-short-values", CACHE,
+           "k.shape == v.shape and cpp.runs(v)", "cpp.runs(v)",
+           "latent attention samples by generate, for a reason of C++'s", "windows"),
+    Mutant("rollout-check-in-the-window", HF,
+           "            with small_windows(policy.lm):\n", "            if True:\n",
+           "the loop's self-check is shorter than the window", "windows"),
+    Mutant("policy-check-in-the-window", POLICY,
+           "        with small_windows(self.lm):\n", "        if True:\n",
+           "the policy's self-check is shorter than the window", "windows"),
+    Mutant("policy-check-in-evaluation-mode", POLICY,
+           "            self.lm.train()  # experts", "            # experts",
+           "experts that are drawn at random in training go unseen", "windows"),
+    Mutant("dropout-of-another-name", MODEL,
+           '"dropout" in name or name in JITTER', "name in JITTER",
+           "a dropout that is a number stays on", "windows"),
+    Mutant("jitter-stays", MODEL,
+           '"dropout" in name or name in JITTER', '"dropout" in name',
+           "Mixtral's routers add noise in training", "windows"),
+    Mutant("packed-mask-lost", PACKED,
+           "return packed_attention(module, query, key, value, attention_mask, **options)",
+           "return packed_attention(module, query, key, value, None, **options)",
+           "a window in the mask alone is lost in TRL", "trl_window"),
+]  # fmt: skip

@@ -107,6 +107,16 @@ class Engine(ABC):
         version: tells weights apart; an engine that has this one already need not move any.
         """
 
+    def fallback(self) -> str | None:
+        """Why it samples by a slower path than its own; None: it does not.
+
+        A checkpoint keeps it, as another path rounds differently and so draws other tokens.
+        """
+        return None
+
+    def fall_back(self, why: str) -> None:  # noqa: B027
+        """Sample by the slower path, as the run did that is resumed."""
+
     def sleep(self) -> None:  # noqa: B027
         """Leave the device to the trainer. Weights may be lost: `update` follows `wake`."""
 

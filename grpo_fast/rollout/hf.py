@@ -38,6 +38,12 @@ class TransformersEngine(Engine):
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
+    def fallback(self) -> str | None:
+        return why_unsuited(self.policy)
+
+    def fall_back(self, why: str) -> None:
+        _unsuited[self.policy.lm] = why
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -53,8 +59,7 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(owners), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            by_loop = not owners or why_unsuited(self.policy) is None
-            run = decode if by_loop else by_transformers
+            run = decode if not owners or self.fallback() is None else by_transformers
             for start in range(0, len(owners), size):
                 part = slice(start, start + size)
                 runs = [(n, len(list(same))) for n, same in groupby(owners[part])]
@@ -127,13 +132,17 @@ def why_unsuited(policy: Any) -> str | None:
 
 
 def compare(policy: Any) -> str | None:
-    """Two prompts with two greedy completions each, by the loop and by the model in one pass."""
+    """Greedy completions of two prompts, by the loop and by the model in one pass.
+
+    Every token is compared: an EOS ends nothing here, or a model that begins with one would be
+    judged by its first logits alone.
+    """
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [
         [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))
     ]
     options = Sampling(max_new_tokens=3, temperature=0)
-    found = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3))
+    found = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3), stop_at_eos=False)
     policy.lm.set_attn_implementation(policy.generation_attn)
     worst = 0.0
     for prompt, tokens, logps in zip(

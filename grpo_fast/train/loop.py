@@ -36,7 +36,7 @@ from grpo_fast.train.planning.budget import host_peak
 from grpo_fast.train.policy import Policy
 from grpo_fast.train.prompts import PromptQueue
 from grpo_fast.train.reference import check_reference
-from grpo_fast.train.report import RunReport, kernels_line, memory_line, support_line
+from grpo_fast.train.report import RunReport, kernels_line, memory_line, sampler_line, support_line
 from grpo_fast.train.resume import Start, find_start
 from grpo_fast.train.run_state import RunState
 from grpo_fast.train.silent_report import SilentReport
@@ -108,7 +108,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         state = RunState(trainer, PromptQueue(examples), report)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
-            report.note(f"goes on from {start.checkpoint}")
+        report.note(sampler_line(config.rollout.engine, engine.fallback()))
         with saved_when_it_ends(state):
             run_steps(state, evaluate)
         summary = {

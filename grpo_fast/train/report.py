@@ -226,6 +226,14 @@ def kernels_line(summary: Mapping[str, Any]) -> str:
     return f"kernels: {summary['backend']}" + (f" (slower; {why})" if why else "")
 
 
+def sampler_line(engine: str, fallback: str | None) -> str:
+    """`sampler: own loop`, or `sampler: transformers' generate (slower; its logits differ …)`."""
+    own = "own loop" if engine == "transformers" else engine
+    return (
+        f"sampler: transformers' generate (slower; {fallback})" if fallback else f"sampler: {own}"
+    )
+
+
 def support_line(rollout: RolloutConfig) -> str:
     """Of a run whose engine is asked for what its sampler kept."""
     kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"

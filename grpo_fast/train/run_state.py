@@ -153,6 +153,7 @@ class RunState:
             "training_set": len(self.queue.examples), **self.marked,
             "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
             "trainer": trainer.counters(), "underway": numbers, "ahead": coming,
+            "fallback": trainer.engine.fallback(),
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -165,6 +166,7 @@ class RunState:
         except (OSError, KeyError, RuntimeError) as error:
             said = "expected a checkpoint of this configuration"
             raise ValueError(f"resume: {said} in {folder}, got {error}") from error
+        self.report.note(f"goes on from {folder}")
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         from safetensors.torch import load_file
@@ -194,8 +196,18 @@ class RunState:
             )  # fmt: skip
         if state["ahead"] is not None:
             trainer.ahead.load(state["ahead"], load_file(folder / "ahead.safetensors"))
+        self._take_path(state.get("fallback", trainer.engine.fallback()))
         self.mark()
         _set_random_state(load_file(folder / "random.safetensors"))
+
+    def _take_path(self, was: str | None) -> None:
+        """Sample by the path of the run before, or say that its bits will be others."""
+        engine = self.trainer.engine
+        if was is not None:
+            engine.fall_back(was)
+        elif engine.fallback() is not None:
+            now = "which cannot be taken here: from this step on its bits are others"
+            self.report.note(f"resume: the run before sampled by its own loop, {now}")
 
     def _stores_reference(self) -> bool:
         config, copy = self.trainer.config, self.trainer.reference.copy

@@ -200,6 +200,28 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
     assert "rollouts run by transformers' generate" in said and "differ by" in said
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_stands_behind_an_eos_is_no_difference(seed, monkeypatch):
+    """A model that ends at once is judged by all its tokens: neither unsuited for what follows its
+    EOS, nor found well by its first logits alone.
+    """
+    vocab, heads = (5, 14, 61)[seed % 3], (1, 2, 4)[seed // 3 % 3]
+    model = tiny_model("llama", seed=seed, vocab_size=vocab, num_key_value_heads=heads)
+    if seed % 2:
+        model = model.to(torch.bfloat16)
+    policy = ending_often(Policy(model, build_symbol_tokenizer(["0", "1"])), range(vocab))
+    with policy.generation():
+        assert hf.compare(policy) is None
+    step = decode.forward
+
+    def forgets_the_latest(policy, ids, positions, cache):
+        return step(policy, ids if cache.layout is not None else 0 * ids, positions, cache)
+
+    monkeypatch.setattr(decode, "forward", forgets_the_latest)
+    with policy.generation():
+        assert hf.compare(policy) is not None
+
+
 def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
     policy = policy_of("llama", seed=4)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fast.rollout import hf
 from grpo_fast.train import checkpoint, run_state
 from grpo_fast.train.checkpoint import CheckpointError, checkpoints_in, problem_of
 from grpo_fast.train.folder import FolderLock, OutputFolderError
@@ -129,6 +130,33 @@ def test_a_warm_start_is_not_made_again(tmp_path, monkeypatch):
     words = ["warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
              "data.n_test=4"]  # fmt: skip
     check_everywhere(tmp_path, monkeypatch, (0.75,), *words)
+
+
+def test_a_resumed_run_samples_by_the_path_of_the_run_before(tmp_path, monkeypatch, capsys):
+    """By transformers' `generate`, even where the loop would do now: other paths, other bits."""
+    own = "sampler: own loop\n"
+    run(tmp_path / "loop")
+    assert capsys.readouterr().out.count(own) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "compare", lambda _: "another attention")
+        whole = run(tmp_path / "whole")
+        left_at(tmp_path / "left", patch, 40)
+    by_generate = "sampler: transformers' generate (slower; another attention)\n"
+    assert capsys.readouterr().out.count(by_generate) == 2
+    monkeypatch.setattr(hf, "decode", lambda *_, **__: pytest.fail("by the loop"))
+    monkeypatch.setattr(hf, "compare", lambda _: None)
+    same(run(tmp_path / "left", "resume=auto"), whole)
+    said = capsys.readouterr().out
+    assert by_generate in said and own not in said
+
+
+def test_a_loop_that_a_resumed_run_cannot_take_is_named(tmp_path, monkeypatch, capsys):
+    left_at(tmp_path, monkeypatch, 40)
+    monkeypatch.setattr(hf, "compare", lambda _: "another attention")
+    run(tmp_path, "resume=auto")
+    said = capsys.readouterr().out
+    assert "resume: the run before sampled by its own loop" in said
+    assert "sampler: transformers' generate (slower; another attention)" in said
 
 
 def test_the_model_of_a_checkpoint_loads_in_transformers(tmp_path):

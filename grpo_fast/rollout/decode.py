@@ -62,8 +62,7 @@ def decode(
         drawn = sample(logits_of(head, hidden), numbers[rows, t], options)
         found.tokens[rows, t], found.logps[rows, t] = drawn.tokens, drawn.logps
         found.kept.add(rows, t, drawn)
-        if stop_at_eos:
-            ended |= torch.isin(drawn.tokens, eos)
+        ended |= torch.isin(drawn.tokens, eos) & stop_at_eos
         if t + 1 == length:
             break
         new = drawn.tokens

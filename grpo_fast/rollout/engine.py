@@ -80,6 +80,8 @@ class Engine(ABC):
     # It samples on a device and with weights of its own, also in a thread while the policy is
     # trained, and needs no sleep meanwhile.
     is_apart = False
+    # Why it samples by a slower path than its own, which gives other bits; None: it does not.
+    fallback: str | None = None
 
     @abstractmethod
     def generate(
@@ -106,16 +108,6 @@ class Engine(ABC):
 
         version: tells weights apart; an engine that has this one already need not move any.
         """
-
-    def fallback(self) -> str | None:
-        """Why it samples by a slower path than its own; None: it does not.
-
-        A checkpoint keeps it, as another path rounds differently and so draws other tokens.
-        """
-        return None
-
-    def fall_back(self, why: str) -> None:  # noqa: B027
-        """Sample by the slower path, as the run did that is resumed."""
 
     def sleep(self) -> None:  # noqa: B027
         """Leave the device to the trainer. Weights may be lost: `update` follows `wake`."""

@@ -33,16 +33,10 @@ class TransformersEngine(Engine):
     def __init__(self, policy: Any, options: Any = None) -> None:
         self.policy, self.version = policy, 0
         with policy.generation():
-            why_unsuited(policy)
+            self.fallback = why_unsuited(policy)
 
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
-
-    def fallback(self) -> str | None:
-        return why_unsuited(self.policy)
-
-    def fall_back(self, why: str) -> None:
-        _unsuited[self.policy.lm] = why
 
     def generate(
         self,
@@ -59,7 +53,8 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(owners), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            run = decode if not owners or self.fallback() is None else by_transformers
+            by_loop = not owners or (self.fallback or why_unsuited(self.policy)) is None
+            run = decode if by_loop else by_transformers
             for start in range(0, len(owners), size):
                 part = slice(start, start + size)
                 runs = [(n, len(list(same))) for n, same in groupby(owners[part])]
@@ -132,11 +127,7 @@ def why_unsuited(policy: Any) -> str | None:
 
 
 def compare(policy: Any) -> str | None:
-    """Greedy completions of two prompts, by the loop and by the model in one pass.
-
-    Every token is compared: an EOS ends nothing here, or a model that begins with one would be
-    judged by its first logits alone.
-    """
+    """Greedy completions of two prompts, past any EOS, by the loop and by the model in one pass."""
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [
         [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))

@@ -108,7 +108,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         state = RunState(trainer, PromptQueue(examples), report)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
-        report.note(sampler_line(config.rollout.engine, engine.fallback()))
+        report.note(sampler_line(config.rollout.engine, engine.fallback))
         with saved_when_it_ends(state):
             run_steps(state, evaluate)
         summary = {

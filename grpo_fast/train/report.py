@@ -229,9 +229,7 @@ def kernels_line(summary: Mapping[str, Any]) -> str:
 def sampler_line(engine: str, fallback: str | None) -> str:
     """`sampler: own loop`, or `sampler: transformers' generate (slower; its logits differ …)`."""
     own = "own loop" if engine == "transformers" else engine
-    return (
-        f"sampler: transformers' generate (slower; {fallback})" if fallback else f"sampler: {own}"
-    )
+    return "sampler: " + (f"transformers' generate (slower; {fallback})" if fallback else own)
 
 
 def support_line(rollout: RolloutConfig) -> str:

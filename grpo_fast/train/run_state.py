@@ -153,7 +153,7 @@ class RunState:
             "training_set": len(self.queue.examples), **self.marked,
             "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
             "trainer": trainer.counters(), "underway": numbers, "ahead": coming,
-            "fallback": trainer.engine.fallback(),
+            "fallback": trainer.engine.fallback,
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -196,18 +196,13 @@ class RunState:
             )  # fmt: skip
         if state["ahead"] is not None:
             trainer.ahead.load(state["ahead"], load_file(folder / "ahead.safetensors"))
-        self._take_path(state.get("fallback", trainer.engine.fallback()))
+        if state.get("fallback") is not None:
+            trainer.engine.fallback = state["fallback"]
+        elif "fallback" in state and trainer.engine.fallback is not None:
+            now = "which this one cannot take: its bits are others from here on"
+            self.report.note(f"resume: the run before sampled by its own loop, {now}")
         self.mark()
         _set_random_state(load_file(folder / "random.safetensors"))
-
-    def _take_path(self, was: str | None) -> None:
-        """Sample by the path of the run before, or say that its bits will be others."""
-        engine = self.trainer.engine
-        if was is not None:
-            engine.fall_back(was)
-        elif engine.fallback() is not None:
-            now = "which cannot be taken here: from this step on its bits are others"
-            self.report.note(f"resume: the run before sampled by its own loop, {now}")
 
     def _stores_reference(self) -> bool:
         config, copy = self.trainer.config, self.trainer.reference.copy

@@ -14,6 +14,10 @@ import torch
 from grpo_fast.data import load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
+from grpo_fast.objective.advantages import CENTERED
+from grpo_fast.objective.aggregation import AGGREGATIONS
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rollout import (
     Engine,
@@ -30,7 +34,7 @@ from grpo_fast.train.critic import load_critic
 from grpo_fast.train.evaluate import EvalResult, build_evaluation
 from grpo_fast.train.lines import written
 from grpo_fast.train.loading import build_tokenizer, load_policy
-from grpo_fast.train.metrics import finite, is_policy_alone
+from grpo_fast.train.metrics import finite
 from grpo_fast.train.optimizer import NonFiniteGradient
 from grpo_fast.train.planning.budget import host_peak
 from grpo_fast.train.policy import Policy
@@ -47,10 +51,7 @@ from grpo_fast.train.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
-LOSS_IS_ZERO = (
-    "one update per batch: the loss stays near 0 while its gradient does not; watch reward and "
-    "grad_norm"
-)
+LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -166,8 +167,9 @@ def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None
         with awake(trainer.engine, trainer.policy, version=steps) as engine:
             return evaluate(engine).metrics
 
-    if trainer.updates == 1 and is_policy_alone(trainer.loss_config) and trainer.critic is None:
-        report.note(LOSS_IS_ZERO)
+    is_first = trainer.updates == 1 and config.advantages in CENTERED
+    if is_first and is_zero_on_policy(trainer.loss_config):
+        report.note(zero_line(trainer.loss_config, config.advantages))
     if state.before is None:
         before = evaluated(0)
         report.log(0, before)
@@ -188,6 +190,23 @@ def run_steps(state: RunState, evaluate: Callable[[Engine], EvalResult]) -> None
         state.finish_step(step, finite(metrics), after)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             state.save()
+
+
+def is_zero_on_policy(loss: LossConfig) -> bool:
+    """Whether the losses of advantages 1 and -1 cancel where every ratio to the old policy is 1."""
+    leaf, logps = OBJECTIVES[loss.loss_type].leaf, torch.tensor([-1.0, -2.0])
+    values, _ = leaf(logps, torch.zeros(2), torch.tensor([1.0, -1.0]), *loss.params)
+    return float(values.sum()) == 0
+
+
+def zero_line(loss: LossConfig, advantages: str) -> str:
+    """What the loss shows where the policy term of every step is 0, lengths apart."""
+    rest = "beta * KL" if loss.uses_reference else ""
+    rest += " - entropy_coef * entropy" if loss.entropy_coef else ""
+    by_token = AGGREGATIONS[loss.aggregation].by_length == (advantages == "opo")
+    near = "near 0" + ", apart from how lengths go with advantages," * by_token
+    term = f"the {'policy term of the ' if rest else ''}loss stays {near}"
+    return LOSS_IS_ZERO.format(term, f", and the rest of the loss is {rest.strip()}" * bool(rest))
 
 
 @contextmanager

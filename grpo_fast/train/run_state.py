@@ -65,7 +65,7 @@ class RunState:
 
         A run that is ended in the middle of one starts it again, from here.
         """
-        trainer = self.trainer
+        trainer, self.random = self.trainer, _random_state()
         self.marked: dict[str, Any] = {
             "consumed": self.queue.consumed,
             "rewards": trainer.rewards.state_dict(),
@@ -141,7 +141,7 @@ class RunState:
             save_file(head, folder / "critic" / HEAD_FILE)
         for who, (_, moments) in optimizers.items():
             save_moments(moments, folder / f"{who}_optimizer.safetensors")
-        save_file(_random_state(), folder / "random.safetensors")
+        save_file(self.random, folder / "random.safetensors")
         numbers, tensors = underway
         if numbers is not None:
             save_file(tensors, folder / "step.safetensors")
@@ -201,8 +201,8 @@ class RunState:
         elif "fallback" in state and trainer.engine.fallback is not None:
             now = "which this one cannot take: its bits are others from here on"
             self.report.note(f"resume: the run before sampled by its own loop, {now}")
-        self.mark()
         _set_random_state(load_file(folder / "random.safetensors"))
+        self.mark()
 
     def _stores_reference(self) -> bool:
         config, copy = self.trainer.config, self.trainer.reference.copy

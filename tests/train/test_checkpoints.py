@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_fast.rollout import hf
-from grpo_fast.train import checkpoint, run_state
+from grpo_fast.train import accumulate, checkpoint, run_state
 from grpo_fast.train.checkpoint import CheckpointError, checkpoints_in, problem_of
 from grpo_fast.train.folder import FolderLock, OutputFolderError
 from grpo_fast.train.optimizer import NonFiniteGradient, Optimizer
@@ -76,6 +77,33 @@ def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
     check_everywhere(tmp_path, monkeypatch, (0.37, 0.66, 0.85), *KINDS[kind])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
+def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, share):
+    """No run draws from them; a dropout would, or an engine. What an evaluation, a rollout or a
+    minibatch has drawn before it was left is drawn again.
+    """
+    loss, decode = accumulate.policy_loss, hf.decode
+
+    def with_dropout(*arguments):
+        value, hidden, output = loss(*arguments)
+        return value * (0.5 + torch.rand(())), hidden, output
+
+    def drawing(*arguments, **options):
+        torch.rand(3)
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(accumulate, "policy_loss", with_dropout)
+    monkeypatch.setattr(hf, "decode", drawing)
+    options = ["eval.batch_size=2", "rollout.dynamic={rounds: 2}", "rollout.batch_size=4", *PASSES]
+    counted = Leave(monkeypatch, None)
+    whole = run(tmp_path / "whole", *options)
+    for place in range(3):
+        left = tmp_path / f"left-{place}"
+        left_at(left, monkeypatch, 3 * place + round(share * counted.passes), *options)
+        torch.manual_seed(99)
+        same(run(left, "resume=auto", *options), whole)
 
 
 @pytest.mark.slow

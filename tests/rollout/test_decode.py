@@ -4,6 +4,7 @@ attention in torch and in C++.
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -127,6 +128,18 @@ def test_prompts_pass_in_several_rows(policy, monkeypatch):
     monkeypatch.setattr(decode, "forward", counted)
     assert_same(*both(policy, monkeypatch))
     assert rows[:3] == [9, 5, 12]  # each prompt once, then a token of each completion
+
+
+@pytest.mark.parametrize(
+    "lengths", [[8], [9], [4, 4], [4, 5], [1] * 17, [9, 9], [3, 5, 1, 8, 2, 9, 1, 1, 6, 7, 20, 2]]
+)
+def test_prompts_of_one_row_fit_it_and_no_other_prompt_would(monkeypatch, lengths):
+    monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
+    prompts = [list(range(n)) for n in lengths]
+    rows = [[len(p) for p in row] for row in decode.chunks(prompts)]
+    assert sum(rows, []) == lengths
+    assert all(row and (sum(row) <= 8 or len(row) == 1) for row in rows)
+    assert all(sum(row) + following[0] > 8 for row, following in itertools.pairwise(rows))
 
 
 @pytest.mark.parametrize("every", [1, 5])

@@ -96,12 +96,15 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
 
     monkeypatch.setattr(accumulate, "policy_loss", with_dropout)
     monkeypatch.setattr(hf, "decode", drawing)
-    options = ["eval.batch_size=2", "rollout.dynamic={rounds: 2}", "rollout.batch_size=4", *PASSES]
+    options = ["eval.batch_size=2", "rollout.dynamic={rounds: 1}", "rollout.batch_size=4",
+               "steps=2", *PASSES]  # fmt: skip
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *options)
-    for place in range(3):
+    for place in range(2):
         left = tmp_path / f"left-{place}"
+        torch.manual_seed(99)
         left_at(left, monkeypatch, 3 * place + round(share * counted.passes), *options)
+        left_at(left, monkeypatch, 2, "resume=auto", *options)  # before the next mark
         torch.manual_seed(99)
         same(run(left, "resume=auto", *options), whole)
 

@@ -69,7 +69,9 @@ def test_a_mean_over_micro_batches_is_logged_as_it_is_trained(kind):
     micro_batches = batch.minibatches[0]
     count = len(micro_batches)
     totals = Totals.of(micro_batches)
-    one = totals._replace(micro_batches=1, items=totals.items / count)  # the entropy's mean is global
+    one = totals._replace(
+        micro_batches=1, items=totals.items / count
+    )  # the entropy's mean is global
     alone = [gradients(policy, [x], config, critic=critic, totals=one) for x in micro_batches]
     names = ["loss", "policy_loss", *(["value/loss"] if critic else [])]
     others = totals._replace(micro_batches=2 * count, items=2 * totals.items)

@@ -108,6 +108,8 @@ MODES: dict[str, Callable[..., Tensor]] = {
 
 # Modes in which a group is not its own baseline: it may be of one, and of equal rewards.
 WITHOUT_GROUPS = ("rewards", "baseline")
+# Modes whose advantages sum to 0 over a step; those of opo, weighed by the completions' lengths.
+CENTERED = ("centered", "normalized", "batch", "rloo", "reinforce_pp_baseline", "opo")
 
 
 def group_advantages(
@@ -164,8 +166,8 @@ def group_advantages(
             raise ValueError("lengths: mode 'opo' expects finite numbers >= 0, got others")
     function = MODES[mode]
     grouped = rewards.double().reshape(-1, group_size)
-    if grouped.numel() == 0:
-        return rewards.float()
+    if grouped.isnan().all():  # also of none: torch warns of a deviation over nothing
+        return torch.zeros_like(rewards, dtype=torch.float32)
     advantages = function(grouped, **options)
     if mode not in WITHOUT_GROUPS:
         lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)

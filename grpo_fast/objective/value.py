@@ -44,8 +44,10 @@ def value_losses(
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:  # (R,) each → 0-d
     """1 − Var(returns − values)/Var(returns): 1 explains all, 0 no more than a constant does.
 
-    NaN where the returns do not vary.
+    NaN where the returns do not vary, or are none.
     """
+    if returns.numel() == 0:  # torch warns of a variance over nothing
+        return returns.new_full((), torch.nan, dtype=torch.float64)
     returns, values = returns.double(), values.double()
     spread = returns.var(correction=0)
     left = (returns - values).var(correction=0)

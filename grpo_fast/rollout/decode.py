@@ -38,6 +38,8 @@ def decode(
     counts: Sequence[int],
     options: Sampling,
     numbers: Tensor,  # (B, L) in [0, 1)
+    *,
+    stop_at_eos: bool = True,
 ) -> Decoded:
     """`counts[n]` completions of prompt n, side by side; `numbers` decide them.
 
@@ -60,7 +62,7 @@ def decode(
         drawn = sample(logits_of(head, hidden), numbers[rows, t], options)
         found.tokens[rows, t], found.logps[rows, t] = drawn.tokens, drawn.logps
         found.kept.add(rows, t, drawn)
-        ended |= torch.isin(drawn.tokens, eos)
+        ended |= torch.isin(drawn.tokens, eos) & stop_at_eos
         if t + 1 == length:
             break
         new = drawn.tokens

@@ -76,6 +76,8 @@ class Engine(ABC):
     # It samples on a device and with weights of its own, also in a thread while the policy is
     # trained, and needs no sleep meanwhile.
     is_apart = False
+    # Why it samples by a slower path than its own, which gives other bits; None: it does not.
+    fallback: str | None = None
 
     @abstractmethod
     def generate(

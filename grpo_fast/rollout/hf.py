@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.attention import check_tolerance, small_windows
+from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.decode import Decoded, decode
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
 from grpo_fast.rollout.kept import KeptIds
@@ -34,7 +34,7 @@ class TransformersEngine(Engine):
     def __init__(self, policy: Any, options: Any = None) -> None:
         self.policy, self.version = policy, 0
         with policy.generation():
-            why_unsuited(policy)
+            self.fallback = why_unsuited(policy)
 
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
@@ -54,7 +54,7 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(owners), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            by_loop = not owners or why_unsuited(self.policy) is None
+            by_loop = not owners or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
             for start in range(0, len(owners), size):
                 part = slice(start, start + size)
@@ -130,13 +130,13 @@ def why_unsuited(policy: Any) -> str | None:
 
 
 def compare(policy: Any) -> str | None:
-    """Two prompts with two greedy completions each, by the loop and by the model in one pass."""
+    """Greedy completions of two prompts, past any EOS, by the loop and by the model in one pass."""
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [
         [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))
     ]
     options = Sampling(max_new_tokens=3, temperature=0)
-    found = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3))
+    found = decode(policy, prompts, [2, 1], options, torch.zeros(3, 3), stop_at_eos=False)
     policy.lm.set_attn_implementation(policy.generation_attn)
     worst = 0.0
     for prompt, tokens, logps in zip(
@@ -149,6 +149,6 @@ def compare(policy: Any) -> str | None:
             return None
         worst = max(worst, float((own - logps).abs().max()))
     dtype = policy.autocast or policy.head.weight.dtype
-    if worst <= check_tolerance(dtype):
+    if worst <= max(check_tolerance(dtype), check_tolerance(torch.float32)):  # logps are fp32
         return None
     return f"its logits differ by {worst:.2g} nats between our loop and one pass"

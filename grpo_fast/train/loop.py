@@ -26,7 +26,13 @@ from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import check_reference
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.report import RunReport, kernels_line, memory_line, support_line
+from grpo_fast.train.report.report import (
+    RunReport,
+    kernels_line,
+    memory_line,
+    sampler_line,
+    support_line,
+)
 from grpo_fast.train.report.silent_report import SilentReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.resume import Start, find_start
@@ -98,7 +104,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         state = RunState(collector, trainer, report)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
-            report.note(f"goes on from {start.checkpoint}")
+        report.note(sampler_line(config.rollout.engine, engine.fallback))
         run = Run(config, state, evaluate, engine)
         with run.saved_when_it_ends():
             run_steps(run, collector, trainer)

@@ -25,7 +25,7 @@ from torch import Tensor
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling, hf
-from grpo_fast.train.policy import Policy
+from grpo_fast.train.models.policy import Policy
 from tests.attention.families import causal_lms, family_model
 
 TOLERANCE = 2e-3  # nats in fp32; a wrong mask shows by tenths

@@ -44,7 +44,7 @@ MUTANTS = [
            "sampling, numbers[part])", "sampling, numbers[: len(owners[part])])",
            "every batch draws the first one's numbers", "rollout"),
     Mutant("rollout-no-fallback", HF,
-           "if worst <= check_tolerance(dtype):", "if worst <= 1e9:",
+           "if worst <= max(check_tolerance(dtype),", "if worst <= max(1e9,",
            "a model that the loop computes wrongly samples by it", "decode"),
     Mutant("rollout-nan-is-drawn", HF,
            "if any(row[:n].isnan().any()", "if any(row[:0].isnan().any()",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 
 import pytest
 import torch
@@ -182,6 +183,14 @@ def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
 def test_a_group_without_any_verdict_is_zero():
     own = group_advantages(torch.tensor([math.nan, math.nan, 1.0, 0.0]), "normalized", group_size=2)
     assert (own[:2] == 0).all() and (own[2:] != 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_any_verdict_is_zero_without_a_warning(mode):
+    options = {"lengths": torch.ones(4)} if mode == "opo" else {}
+    with warnings.catch_warnings(action="error"):
+        rewards = torch.full((4,), math.nan)
+        assert not group_advantages(rewards, mode, group_size=2, **options).any()
 
 
 def test_no_rewards_at_all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -51,6 +52,9 @@ def test_explained_variance():
         1 - (3 * 0.25 + 2.25) / 10  # the errors 0, 0, 0, 2 around their mean; Σ(R − 3)² = 10
     )
     assert explained_variance(returns, torch.ones(4)).isnan()
+    with warnings.catch_warnings(action="error"):
+        assert explained_variance(torch.zeros(0), torch.zeros(0)).isnan()
+        assert explained_variance(torch.ones(1), torch.zeros(1)).isnan()
 
 
 def test_the_value_after_a_cut_completion():

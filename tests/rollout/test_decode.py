@@ -4,6 +4,7 @@ attention in torch and in C++.
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -129,6 +130,18 @@ def test_prompts_pass_in_several_rows(policy, monkeypatch):
     assert rows[:3] == [9, 5, 12]  # each prompt once, then a token of each completion
 
 
+@pytest.mark.parametrize(
+    "lengths", [[8], [9], [4, 4], [4, 5], [1] * 17, [9, 9], [3, 5, 1, 8, 2, 9, 1, 1, 6, 7, 20, 2]]
+)
+def test_prompts_of_one_row_fit_it_and_no_other_prompt_would(monkeypatch, lengths):
+    monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
+    prompts = [list(range(n)) for n in lengths]
+    rows = [[len(p) for p in row] for row in decode.chunks(prompts)]
+    assert sum(rows, []) == lengths
+    assert all(row and (sum(row) <= 8 or len(row) == 1) for row in rows)
+    assert all(sum(row) + following[0] > 8 for row, following in itertools.pairwise(rows))
+
+
 @pytest.mark.parametrize("every", [1, 5])
 def test_a_look_now_and_then_changes_nothing(policy, monkeypatch, every):
     monkeypatch.setattr(decode, "LOOK_EVERY", {"cpu": every})
@@ -198,6 +211,27 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
     assert [one.ids for one in first] == [one.ids for one in again]
     (said,) = caplog.messages
     assert "rollouts run by transformers' generate" in said and "differ by" in said
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_stands_behind_an_eos_is_no_difference(seed, monkeypatch):
+    """A model that ends at once is judged by all its tokens: neither unsuited for what follows its
+    EOS, nor found well by its first logits alone.
+    """
+    vocab, heads = (5, 14, 61, 8)[seed // 3 % 4], (1, 2, 4)[(seed + seed // 3) % 3]
+    model = tiny_model("llama", seed=seed, vocab_size=vocab, num_key_value_heads=heads)
+    model = model.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])
+    policy = ending_often(Policy(model, build_symbol_tokenizer(["0", "1"])), range(vocab))
+    with policy.generation():
+        assert hf.compare(policy) is None
+    step = decode.forward
+
+    def forgets_the_latest(policy, ids, positions, cache):
+        return step(policy, ids if cache.layout is not None else 0 * ids, positions, cache)
+
+    monkeypatch.setattr(decode, "forward", forgets_the_latest)
+    with policy.generation():
+        assert hf.compare(policy) is not None
 
 
 def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
+from grpo_fast.rollout import hf
 from grpo_fast.train.runs import checkpoint, run_state
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
 from grpo_fast.train.runs.stopping import Stopping
+from grpo_fast.train.update import gradients as accumulate
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.command_line import ROOT
 from tests.tiny import tiny_folder
@@ -78,6 +81,35 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
     check_everywhere(tmp_path, monkeypatch, (0.37, 0.66, 0.85), *KINDS[kind])
 
 
+@pytest.mark.parametrize("share", [0.1, 0.45, 0.8])
+def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, share):
+    """No run draws from them; a dropout would, or an engine. What an evaluation, a rollout or a
+    minibatch has drawn before it was left is drawn again.
+    """
+    loss, decode = accumulate.policy_loss, hf.decode
+
+    def with_dropout(*arguments):
+        value, hidden, output = loss(*arguments)
+        return value * (0.5 + torch.rand(())), hidden, output
+
+    def drawing(*arguments, **options):
+        torch.rand(3)
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(accumulate, "policy_loss", with_dropout)
+    monkeypatch.setattr(hf, "decode", drawing)
+    options = ["eval.batch_size=2", "rollout.dynamic={rounds: 1}", "rollout.batch_size=4",
+               "steps=2", *PASSES]  # fmt: skip
+    counted = Leave(monkeypatch, None)
+    whole = run(tmp_path / "whole", *options)
+    for place in range(2):
+        left = tmp_path / f"left-{place}"
+        torch.manual_seed(99)
+        left_at(left, monkeypatch, 3 * place + round(share * counted.passes), *options)
+        torch.manual_seed(99)
+        same(run(left, "resume=auto", *options), whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["synced and led beta", "critic and KL in the reward"])
 def test_every_forward_pass_is_a_place_to_leave(tmp_path, monkeypatch, kind):
@@ -130,6 +162,33 @@ def test_a_warm_start_is_not_made_again(tmp_path, monkeypatch):
     words = ["warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
              "data.n_test=4"]  # fmt: skip
     check_everywhere(tmp_path, monkeypatch, (0.75,), *words)
+
+
+def test_a_resumed_run_samples_by_the_path_of_the_run_before(tmp_path, monkeypatch, capsys):
+    """By transformers' `generate`, even where the loop would do now: other paths, other bits."""
+    own = "sampler: own loop\n"
+    run(tmp_path / "loop")
+    assert capsys.readouterr().out.count(own) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "compare", lambda _: "another attention")
+        whole = run(tmp_path / "whole")
+        left_at(tmp_path / "left", patch, 40)
+    by_generate = "sampler: transformers' generate (slower; another attention)\n"
+    assert capsys.readouterr().out.count(by_generate) == 2
+    monkeypatch.setattr(hf, "decode", lambda *_, **__: pytest.fail("by the loop"))
+    monkeypatch.setattr(hf, "compare", lambda _: None)
+    same(run(tmp_path / "left", "resume=auto"), whole)
+    said = capsys.readouterr().out
+    assert by_generate in said and own not in said
+
+
+def test_a_loop_that_a_resumed_run_cannot_take_is_named(tmp_path, monkeypatch, capsys):
+    left_at(tmp_path, monkeypatch, 40)
+    monkeypatch.setattr(hf, "compare", lambda _: "another attention")
+    run(tmp_path, "resume=auto")
+    said = capsys.readouterr().out
+    assert "resume: the run before sampled by its own loop" in said
+    assert "sampler: transformers' generate (slower; another attention)" in said
 
 
 def test_the_model_of_a_checkpoint_loads_in_transformers(tmp_path):

@@ -100,6 +100,18 @@ def test_maj_counts_equal_numbers_together():
     assert metrics["eval_maj@3"] == 1.0 and math.isnan(metrics["eval_maj@3_se"])
 
 
+def test_a_vote_is_of_whole_blocks_of_k():
+    """Samples behind the last whole block have none: theirs would be a vote of fewer."""
+    said = {"q0": [1, 1, 1, 9, 9], "q1": [9, 1, 1, 9, 1]}
+    generate, _ = asked({q: [f"#### {x}" for x in answers] for q, answers in said.items()})
+    found = evaluate(
+        generate, examples("1", "1"), None, NUMBERS, samples=5, temperature=1.0, k=(2, 3, 4, 5)
+    ).per_question
+    assert found["maj@2"] == [1.0, 0.5]  # (1 1) (1 9), a tie for the first; (9 1) (1 9)
+    assert found["maj@3"] == found["maj@5"] == [1.0, 1.0]
+    assert found["maj@4"] == [1.0, 0.0]  # (9 1 1 9): a tie
+
+
 def test_lost_rewards_do_not_count_in_the_mean():
     def touchy(*, prompts, completions, answers):
         return [math.nan if c == "bad" else 1.0 for c in completions]

@@ -21,7 +21,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo_fast import LossConfig
 from grpo_fast.data import escape_control, reason
+from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.config.recipes import save_config
 from grpo_fast.train.files import JsonLines, plain_json, written
@@ -31,6 +33,7 @@ from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import Trackers
 from grpo_fast.train.runs.resume import ANEW, Start, enter_folder
 
+LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
 SHOWN = (  # in the progress line: metric, label, format
     ("reward", "reward", "{:.3f}"),
@@ -224,6 +227,22 @@ def kernels_line(summary: Mapping[str, Any]) -> str:
     """`kernels: cpu`, or `kernels: torch (slower; cpu: no C++ compiler …)`."""
     why = summary["backend_fallback"]
     return f"kernels: {summary['backend']}" + (f" (slower; {why})" if why else "")
+
+
+def sampler_line(engine: str, fallback: str | None) -> str:
+    """`sampler: own loop`, or `sampler: transformers' generate (slower; its logits differ …)`."""
+    own = "own loop" if engine == "transformers" else engine
+    return "sampler: " + (f"transformers' generate (slower; {fallback})" if fallback else own)
+
+
+def zero_line(loss: LossConfig, advantages: str) -> str:
+    """What the loss shows where the policy term of every step is 0, lengths apart."""
+    rest = "beta * KL" if loss.uses_reference else ""
+    rest += " - entropy_coef * entropy" if loss.entropy_coef else ""
+    by_token = AGGREGATIONS[loss.aggregation].by_length == (advantages == "opo")
+    near = "near 0" + ", apart from how lengths go with advantages," * by_token
+    term = f"the {'policy term of the ' if rest else ''}loss stays {near}"
+    return LOSS_IS_ZERO.format(term, f", and the rest of the loss is {rest.strip()}" * bool(rest))
 
 
 def support_line(rollout: RolloutConfig) -> str:

@@ -5,7 +5,6 @@ sha256 in a manifest, and a rename makes it appear. Which files lie in it is `ru
 """
 
 from __future__ import annotations
-from grpo_fast.errors import CheckpointError
 
 import hashlib
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import escape_control, reason
+from grpo_fast.errors import CheckpointError
 
 FOLDER, MANIFEST, UNFINISHED = "checkpoints", "manifest.json", ".unfinished"
 STATE = "state.json"  # of the run, as `run_state.py` writes it

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fast.train.runs.checkpoint import MANIFEST, newest, order_of, problem_of, read_state
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.runs.checkpoint import MANIFEST, newest, order_of, problem_of, read_state
 from grpo_fast.train.runs.folder import (
     FolderLock,
     OutputFolderError,
@@ -17,7 +18,6 @@ from grpo_fast.train.runs.folder import (
     claim_folder,
     is_occupied,
 )
-from grpo_fast.train.config.recipes import load_recipe
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"

@@ -18,21 +18,15 @@ from typing import Any
 
 import torch
 
-from grpo_fast.train.ranks import distributed
 from grpo_fast.errors import CheckpointError
-from grpo_fast.train.runs.checkpoint import (
-    STATE,
-    name_of,
-    prune,
-    read_state,
-    write_checkpoint,
-)
-from grpo_fast.train.update.critic import HEAD_FILE, Critic
-from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.collect.collector import Collector
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.update.trainer import Trainer
+from grpo_fast.train.runs.checkpoint import STATE, name_of, prune, read_state, write_checkpoint
 from grpo_fast.train.step import Step, restore
+from grpo_fast.train.update.critic import HEAD_FILE, Critic
+from grpo_fast.train.update.trainer import Trainer
 from grpo_fast.train.update.weights import (
     load_optimizer,
     load_parts,
@@ -67,6 +61,7 @@ class RunState:
         A run that is ended in the middle of one starts it again, from here.
         """
         self.collector.mark()
+        self.random = _random_state()
         self.marked = {"lengths": self.report.lengths()}
 
     def finish_step(
@@ -137,7 +132,7 @@ class RunState:
             save_file(head, folder / "critic" / HEAD_FILE)
         for who, (_, moments) in optimizers.items():
             save_moments(moments, folder / f"{who}_optimizer.safetensors")
-        save_file(_random_state(), folder / "random.safetensors")
+        save_file(self.random, folder / "random.safetensors")
         numbers, tensors = underway
         if numbers is not None:
             save_file(tensors, folder / "step.safetensors")
@@ -150,6 +145,7 @@ class RunState:
             **self.collector.state_dict(), **self.marked,
             "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
             "trainer": trainer.state_dict(), "underway": numbers, "ahead": coming,
+            "fallback": self.collector.engine.fallback,
             "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -162,6 +158,7 @@ class RunState:
         except (OSError, KeyError, RuntimeError) as error:
             said = "expected a checkpoint of this configuration"
             raise ValueError(f"resume: {said} in {folder}, got {error}") from error
+        self.report.note(f"goes on from {folder}")
 
     def _load(self, folder: Path, state: dict[str, Any]) -> None:
         from safetensors.torch import load_file
@@ -190,8 +187,13 @@ class RunState:
             )  # fmt: skip
         if state["ahead"] is not None:
             self.collector.ahead.load(state["ahead"], load_file(folder / "ahead.safetensors"))
-        self.mark()
+        if state.get("fallback") is not None:
+            self.collector.engine.fallback = state["fallback"]
+        elif "fallback" in state and self.collector.engine.fallback is not None:
+            now = "which this one cannot take: its bits are others from here on"
+            self.report.note(f"resume: the run before sampled by its own loop, {now}")
         _set_random_state(load_file(folder / "random.safetensors"))
+        self.mark()
 
     def _stores_reference(self) -> bool:
         config, copy = self.trainer.config, self.trainer.reference.copy

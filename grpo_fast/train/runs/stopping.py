@@ -5,7 +5,6 @@ its work; a second signal ends the process at once.
 """
 
 from __future__ import annotations
-from grpo_fast.errors import Stopped
 
 import os
 import signal
@@ -14,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
+
+from grpo_fast.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SHOW_CURSOR = b"\x1b[?25h"

@@ -48,7 +48,7 @@ def accumulate(
         advantages = batch.advantages if batch.token_advantages is None else batch.token_advantages
         per_token: dict[str, Any] = dict(
             completion_mask=mask, cu_seqlens=packed.cu_seqlens, old_logps=batch.old_logps,
-            ref_logps=batch.ref_logps, num_items_in_batch=items,
+            ref_logps=batch.ref_logps, num_items_in_batch=items * share,
             sampling_logps=batch.sampling_logps if correct_sampling else None,
             num_completions_in_batch=completions,
         )  # fmt: skip

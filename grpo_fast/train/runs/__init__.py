@@ -1,0 +1,1 @@
+"""A run's folder and its lock, checkpoints, resuming, signals, the audit."""

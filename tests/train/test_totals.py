@@ -1,0 +1,93 @@
+"""The normalisers of a step and the metrics of its micro-batches, counted by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_fast import LossConfig, group_advantages
+from grpo_fast.train.update.batch import Totals
+from grpo_fast.train.update.gradients import accumulate
+from tests.tiny import tiny_policy
+from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic
+
+NO_VERDICT = 2
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])  # of 3 groups: with 4 a rank is idle
+def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
+    scores = SCORES.clone()
+    scores[NO_VERDICT] = math.nan
+    options = dict(mask_truncated=mask_truncated, minibatches=minibatches, budget=14, ranks=ranks)
+    steps = [make_batch(scores, rank=rank, **options) for rank in range(ranks)]
+    lengths, idle = steps[0].rollout.lengths, 0
+    for k in range(minibatches):
+        everywhere = [micro for step in steps for micro in step.minibatches[k]]
+        real = [micro for micro in everywhere if not micro.is_idle]
+        chosen = sorted(i for micro in real for i in micro.chosen)
+        assert chosen == list(steps[0].parts[k])
+        left_out = {NO_VERDICT, *(CUT if mask_truncated else [])}
+        items = sum(lengths[i] for i in chosen if i not in left_out)
+        trunk = sum(micro.trunk_tokens for micro in real)
+        expected = Totals(items, len(chosen), len(real), trunk)
+        assert [step.totals[k] for step in steps] == [expected] * ranks
+        assert items == sum(micro.active_tokens for micro in everywhere)
+        idle += len(everywhere) - len(real)
+    assert (idle > 0) == (ranks > 1)
+
+
+def test_a_step_without_a_token_that_counts_moves_nothing():
+    policy, batch = tiny_policy(), make_batch(torch.full((9,), math.nan))
+    assert batch.totals[0].items == 1
+    seen, gradient = gradients(policy, batch.minibatches[0], LossConfig(), totals=batch.totals[0])
+    assert seen["loss"] == 0 and not gradient.any()
+
+
+def gradients(policy, micro_batches, config, **options):
+    """The metrics of these micro-batches, and their gradient."""
+    policy.model.zero_grad()
+    seen = accumulate(
+        policy, micro_batches, config, correct_sampling=False, validate="full", **options
+    )
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trainable()]
+    return seen.result(), torch.cat([x.flatten() for x in found])
+
+
+@pytest.mark.parametrize("kind", [None, "shared", "model"])
+def test_a_mean_over_micro_batches_is_logged_as_it_is_trained(kind):
+    """token_mean_local: the loss, its parts, the norm and the gradient of several micro-batches are
+    the means of theirs; also where another rank has as many, or an idle one comes to them.
+    """
+    policy, config = tiny_policy(), LossConfig(loss_type="bnpo", entropy_coef=0.1)
+    critic = None if kind is None else make_critic(policy, kind=kind)
+    advantages = group_advantages(SCORES, "centered", group_size=GROUP)
+    batch = fixed(make_batch(advantages, budget=14), policy, critic)
+    micro_batches = batch.minibatches[0]
+    count = len(micro_batches)
+    totals = Totals.of(micro_batches)
+    one = totals._replace(
+        micro_batches=1, items=totals.items / count
+    )  # the entropy's mean is global
+    alone = [gradients(policy, [x], config, critic=critic, totals=one) for x in micro_batches]
+    names = ["loss", "policy_loss", *(["value/loss"] if critic else [])]
+    others = totals._replace(micro_batches=2 * count, items=2 * totals.items)
+    for given, extra, ranks in (
+        (None, [], 1), (totals, [micro_batches[0].idle()], 1), (others, [], 2),
+    ):  # fmt: skip
+        seen, gradient = gradients(
+            policy, [*micro_batches, *extra], config, critic=critic, totals=given
+        )
+        for name in names:
+            mean = sum(metrics[name] for metrics, _ in alone) / count / ranks
+            assert seen[name] == pytest.approx(mean, rel=1e-4), name
+        squares = sum(metrics["policy_logp_grad_norm"] ** 2 for metrics, _ in alone)
+        norm = squares**0.5 / count / ranks
+        assert seen["policy_logp_grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert seen["active_tokens"] == batch.totals[0].items
+        whole = sum(each for _, each in alone) / count / ranks
+        torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-7)
+    assert count > 2

@@ -13,11 +13,12 @@ from grpo_fast.data import reason
 MAX_VALUES = 10_000  # of one document with its aliases written out; a recipe has about a hundred
 DEEPEST = 64  # lists and mappings inside each other
 # As YAML 1.2 has them: 1e-6 is a number, 010 is not 8 and 1:30 is not 90, as in 1.1.
-NUMBERS = {
-    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9]*)$",
-    "tag:yaml.org,2002:float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"
-    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
-}
+INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)$")
+REAL = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+NUMBERS = {"tag:yaml.org,2002:int": INTEGER, "tag:yaml.org,2002:float": REAL}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -52,7 +53,7 @@ class _Dumper(yaml.SafeDumper):
 
 for _tag, _pattern in NUMBERS.items():
     for _class in (_StrictLoader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
+        _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
 def _check(node: Any) -> None:

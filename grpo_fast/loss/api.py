@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 
+@call.outside_of_graphs("group")
 def linear_logps(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -152,6 +153,7 @@ def grpo_loss(
     return call.loss("given_logps", tensors, Options([True, True]), config, given)
 
 
+@call.outside_of_graphs("group")
 def linear_grpo_loss(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -233,7 +235,8 @@ def linear_grpo_loss(
         checks.options(backend, validate, grad_filter, is_shard=is_shard)
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
-        options = Options(wanted, backend, validate, hidden_rows, grad_filter, shard, support)
+        ids, offsets = support or (None, None)
+        options = Options(wanted, backend, validate, hidden_rows, grad_filter, ids, offsets, shard)
         given = Given(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
             sampling_logps, num_items_in_batch, num_completions_in_batch,
@@ -241,6 +244,7 @@ def linear_grpo_loss(
         return call.loss("linear", tensors, options, config, given, ranks=ranks)
 
 
+@call.outside_of_graphs("inplace")
 def logits_grpo_loss(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
@@ -273,12 +277,16 @@ def logits_grpo_loss(
     tensors = (_logit_rows(logits),)
     if inplace:
         checks.inplace(logits, *tensors)
-    options = Options(wants_gradient(logits), backend, validate, support=support)
+    ids, offsets = support or (None, None)
+    options = Options(
+        wants_gradient(logits), backend, validate, support_ids=ids, support_offsets=offsets,
+        inplace=inplace,
+    )  # fmt: skip
     given = Given(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
-    return call.loss("logits", tensors, options, config, given, inplace=inplace)
+    return call.loss("logits", tensors, options, config, given)
 
 
 def _head_tensors(

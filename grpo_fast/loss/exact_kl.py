@@ -23,7 +23,6 @@ from grpo_fast.kernels.types import LogitRule, Wanted, pad_rows, padded
 from grpo_fast.kernels.workspace import unset, workspace_bytes
 from grpo_fast.loss import checks
 from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD
-from grpo_fast.loss.passes import kernel_precision
 from grpo_fast.objective.config import number
 
 BUFFERS = 10  # of a chunk's size in fp32 that are alive together, at most
@@ -162,7 +161,7 @@ class _ExactKL(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, rule, reference):
         policy = Side(hidden, weight, bias, rule, reference.support)
         kl = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        with kernel_precision(hidden.device):
+        with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(policy):
                 lp, _ = policy.log_probs(chunk, policy.padded(chunk))
                 kl[chunk] = _terms(lp, reference, chunk).sum(-1, dtype=torch.float64)
@@ -178,7 +177,7 @@ class _ExactKL(torch.autograd.Function):
         policy = Side(hidden, weight, bias, ctx.rule, ctx.reference.support)
         wanted = Wanted(*ctx.needs_input_grad[:3])
         chunks = list(_chunks(policy))
-        with kernel_precision(hidden.device):
+        with torch.autocast(hidden.device.type, enabled=False):
             sums = GradientSums(hidden, weight, bias, wanted, is_only=len(chunks) == 1)
             for chunk in chunks:
                 h, count = policy.padded(chunk), chunk.stop - chunk.start

@@ -46,7 +46,7 @@ MUTANTS = [
            "d.mul_(p).add_(step)", "d.mul_(p)",
            "the KL of a certain policy is rounding noise", "exact_kl"),
     Mutant("exact-kl-autocast", DOOR,
-           "        with kernel_precision(hidden.device):\n            sums", "        if True:\n            sums",
+           "        with torch.autocast(hidden.device.type, enabled=False):\n            sums", "        if True:\n            sums",
            "a backward pass inside autocast multiplies in 16 bits", "exact_kl"),
     Mutant("exact-kl-whole-vocabulary-chunk", DOOR,
            "row_bytes = BUFFERS * 4 * policy.weight.shape[0]", "row_bytes = 4",

@@ -68,7 +68,7 @@ def linear_logps(
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
             predict several (the last row of a shared prompt predicts the first token of every
             completion). None: row t, target t.
-        support: see `Support`; not beside group, nor in a graph.
+        support: see `Support`; not beside group, nor in a CUDA graph.
         group: ranks that share the head (tensor parallel), as a process group or a mesh of one
             dimension. Every rank has the same hidden and the same targets, and rows of the
             vocabulary of its own, in the order of the ranks: a plain weight (V/n, H) of any number
@@ -211,7 +211,7 @@ def linear_grpo_loss(
             predict several (the last row of a shared prompt predicts the first token of every
             completion). None: row t, target t.
         support: the ids among which a truncating sampler drew each target: all is over these alone
-            (`Support`). Not beside group or grad_filter, nor in a graph.
+            (`Support`). Not beside group or grad_filter, nor in a CUDA graph.
         grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
             long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that

@@ -26,9 +26,7 @@ class Given(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a loss is computed; a graph of torch.compile carries the fields before `shard`, and
-    refuses a call that sets one from there on (`operators.carried`).
-    """
+    """How a loss is computed; a graph of torch.compile carries the fields before `shard`."""
 
     wanted: list[bool]  # of which differentiable tensors somebody will ask a gradient
     backend: str = "auto"

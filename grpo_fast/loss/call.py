@@ -32,13 +32,12 @@ def outside_of_graphs(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def door(*args: P.args, **keywords: P.kwargs) -> R:
-            if not keywords.get(name):
-                return function(*args, **keywords)
-            if torch.compiler.is_compiling():  # ends fullgraph; else the door runs again, untraced
-                expected = f"{default} in a graph of torch.compile"
-                raise checks.wrong(name, expected, type(keywords[name]).__name__)
-            if "torch._dynamo" in sys.modules:  # else nobody compiles, and to import it takes long
-                return untraced(function)(*args, **keywords)
+            if given := keywords.get(name):
+                if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
+                    expected = f"{default} in a graph of torch.compile"
+                    raise checks.wrong(name, expected, type(given).__name__)
+                if "torch._dynamo" in sys.modules:  # its import takes seconds
+                    return untraced(function)(*args, **keywords)
             return function(*args, **keywords)
 
         return door

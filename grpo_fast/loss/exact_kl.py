@@ -144,15 +144,11 @@ def _gap(lp: Tensor, p: Tensor, reference: Side, chunk: slice) -> Tensor:
 
 
 def _terms(lp: Tensor, reference: Side, chunk: slice) -> Tensor:
-    """(C, V) p·d + q − p with d = log p − log q: each ≥ 0, and Σ(q − p) is 0.
-
-    Of Σ p·d alone fp32 keeps nothing where the policy is certain: its terms cancel.
-    """
+    """(C, V) p·(log p − log q) + q − p, each ≥ 0: without Σ(q − p), which is 0, fp32 cancels."""
     ref_lp, _ = reference.log_probs(chunk, reference.padded(chunk))
     ref_lp = ref_lp.to(lp.dtype)
     p, d, q = lp.exp(), lp - ref_lp, ref_lp.exp()
-    near = d.abs().neg_().expm1_()
-    step = near.mul_(torch.where(d >= 0, p, -q))  # q − p, which cancels nothing
+    step = d.abs().neg_().expm1_().mul_(torch.where(d >= 0, p, -q))  # q − p: nothing cancels
     return torch.where(p == 0, q, d.mul_(p).add_(step))
 
 

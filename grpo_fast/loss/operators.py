@@ -77,13 +77,8 @@ library = torch.library.Library("grpo_fast", "DEF")
 
 
 def carried(options: Options | RowOptions, count: int) -> tuple:
-    """The first `count` fields, which a schema carries.
-
-    The public doors let no other field come here (`call.outside_of_graphs`); should one come, it is
-    not lost.
-
-    Raises:
-        ValueError: a field that no schema carries is set.
+    """The first `count` fields, which a schema carries; ValueError where another one is set, which
+    would be lost (the public doors keep those outside: `call.outside_of_graphs`).
     """
     for name, value in zip(options._fields[count:], options[count:], strict=True):
         if value:

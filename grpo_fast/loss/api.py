@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss import call, checks
 from grpo_fast.loss.agreement import Agreement
-from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.arguments import Given, Options, RowOptions, sets
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
 from grpo_fast.loss.pending import raise_pending
@@ -216,8 +216,7 @@ def linear_grpo_loss(
             long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that
             stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the
-            logps stay exact; the gradient is no longer bitwise invariant to batching. Not beside
-            group.
+            logps stay exact; the gradient's bits depend on the batching. Not beside group.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 
@@ -231,12 +230,11 @@ def linear_grpo_loss(
         raise_pending()
         tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        is_shard = group is not None
-        checks.options(backend, validate, grad_filter, is_shard=is_shard)
+        checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
-        ids, offsets = support or (None, None)
-        options = Options(wanted, backend, validate, hidden_rows, grad_filter, ids, offsets, shard)
+        own = backend, validate, hidden_rows, grad_filter, *sets(support)
+        options = Options(wanted, *own, shard)
         given = Given(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
             sampling_logps, num_items_in_batch, num_completions_in_batch,
@@ -277,11 +275,8 @@ def logits_grpo_loss(
     tensors = (_logit_rows(logits),)
     if inplace:
         checks.inplace(logits, *tensors)
-    ids, offsets = support or (None, None)
-    options = Options(
-        wants_gradient(logits), backend, validate, support_ids=ids, support_offsets=offsets,
-        inplace=inplace,
-    )  # fmt: skip
+    own = backend, validate, None, None, *sets(support)
+    options = Options(wants_gradient(logits), *own, inplace=inplace)
     given = Given(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
@@ -300,8 +295,6 @@ def _head_tensors(
 
 
 def _logit_rows(logits: Tensor) -> Tensor:
-    """(N, V) rows that lie contiguous, as the kernels read them; a copy only where the view does
-    not.
-    """
+    """(N, V) rows that lie contiguous, as the kernels read them; a copy where a view does not."""
     flat = logits.reshape(-1, logits.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

@@ -25,6 +25,11 @@ class Given(NamedTuple):
     num_completions_in_batch: Total | None = None  # likewise
 
 
+def sets(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
+    """The ids and offsets of a support, (None, None) without one."""
+    return support or (None, None)
+
+
 class Options(NamedTuple):
     """How a loss is computed; a graph of torch.compile carries the fields before `shard`."""
 
@@ -68,7 +73,6 @@ class RowOptions(NamedTuple):
         support: Support | None = None,
     ) -> RowOptions:
         """From the arguments of the public functions."""
-        ids, offsets = support or (None, None)
         by_row, number = None, 1.0
         if isinstance(temperature, Tensor):
             by_row = temperature
@@ -78,7 +82,7 @@ class RowOptions(NamedTuple):
         logit_scale = float(logit_scale)
         return cls(
             hidden_rows, target_ids, by_row, number, softcap, logit_scale, return_entropy, backend,
-            ids, offsets, shard,
+            *sets(support), shard,
         )  # fmt: skip
 
 

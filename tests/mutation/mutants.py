@@ -63,7 +63,7 @@ SUITES: dict[str, list[str]] = {
         "graph and (support or hidden_rows or group) and linear",
     ],
     "carried": ["tests/loss/test_compile.py", "-k", "no_schema"],
-    "self_check": ["tests/kernels/test_gemm_cpu.py", "-k", "self_check"],
+    "csrc_self_check": ["tests/kernels/test_gemm_cpu.py", "-k", "self_check"],
     "grad_filter": ["tests/kernels/test_grad_filter.py", "-k", "masses or one_chunk or chunk"],
     "hidden_rows": ["tests/loss/test_hidden_rows.py"],
     "graphs": ["tests/gpu/test_cuda_graphs.py"],

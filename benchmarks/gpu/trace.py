@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
-from grpo_fast import LossConfig, Support
+from grpo_fast import LossConfig
 from grpo_fast.loss import autograd, operators
 from grpo_fast.loss.arguments import Given, Options
 
@@ -61,11 +61,11 @@ class Case(NamedTuple):
         )  # fmt: skip
         config = LossConfig(loss_type=self.loss_type, beta=self.beta)
         tensors, known = (hidden, weight, None), operators.LOSSES["linear"]
-        support = None
+        ids = offsets = None
         if self.support:
             ids = new(self.rows * SET_SIZE, dtype=torch.int32)
-            support = Support(ids, new(self.rows + 1, dtype=torch.int64))
-        options = Options([*self.wants, False], "triton", support=support)
+            offsets = new(self.rows + 1, dtype=torch.int64)
+        options = Options([*self.wants, False], "triton", support_ids=ids, support_offsets=offsets)
         batch = operators.build(known, tensors, options, config, given)
         result = known.run(*tensors, batch=batch, options=options)
         for gradient in result.gradients:

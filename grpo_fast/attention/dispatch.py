@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import metadata, util
@@ -37,6 +36,7 @@ from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.shared_prefix import attend
 from grpo_fast.attention.spans import Rule
 from grpo_fast.kernels.cpu import loader
+from grpo_fast.kernels.self_test import apart
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +146,8 @@ def choose(kind: Kind) -> Provider:
 
 
 def _tested(attention: Attention, kind: Kind) -> float:
-    """`self_test` in a thread of its own, on the GPU of the caller's tensors.
-
-    The first call may come from a checkpointed layer, whose hooks on saved tensors (they belong to
-    the thread) would run the layer again in the middle of the test. A new thread starts on GPU 0,
-    where nobody but its owner wants a context.
+    """`self_test` apart, on the GPU of the caller's tensors: a new thread starts on GPU 0, where
+    nobody but its owner wants a context.
     """
     here: AbstractContextManager = nullcontext()
     if kind.device == "cuda":
@@ -161,8 +158,7 @@ def _tested(attention: Attention, kind: Kind) -> float:
         with here:
             return self_test(attention, kind)
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
+    return apart(run)
 
 
 def candidates(kind: Kind) -> Iterator[Provider]:
@@ -170,8 +166,6 @@ def candidates(kind: Kind) -> Iterator[Provider]:
     return (provider for provider in PROVIDERS if provider.why_not(kind) is None)
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
 def self_test(attention: Attention, kind: Kind) -> float:
     """Largest relative L2 error of output and gradients against the dense reference on a row of 41
     tokens.

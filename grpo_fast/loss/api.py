@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss import call, checks
 from grpo_fast.loss.agreement import Agreement
-from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.arguments import Given, Options, RowOptions, sets
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
 from grpo_fast.loss.pending import raise_pending
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 
+@call.outside_of_graphs("group")
 def linear_logps(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -67,7 +68,7 @@ def linear_logps(
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
             predict several (the last row of a shared prompt predicts the first token of every
             completion). None: row t, target t.
-        support: see `Support`; not beside group, nor in a graph.
+        support: see `Support`; not beside group, nor in a CUDA graph.
         group: ranks that share the head (tensor parallel), as a process group or a mesh of one
             dimension. Every rank has the same hidden and the same targets, and rows of the
             vocabulary of its own, in the order of the ranks: a plain weight (V/n, H) of any number
@@ -152,6 +153,7 @@ def grpo_loss(
     return call.loss("given_logps", tensors, Options([True, True]), config, given)
 
 
+@call.outside_of_graphs("group")
 def linear_grpo_loss(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -209,13 +211,12 @@ def linear_grpo_loss(
             predict several (the last row of a shared prompt predicts the first token of every
             completion). None: row t, target t.
         support: the ids among which a truncating sampler drew each target: all is over these alone
-            (`Support`). Not beside group or grad_filter, nor in a graph.
+            (`Support`). Not beside group or grad_filter, nor in a CUDA graph.
         grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
             long as they hold at most this share of Σ|d-logits| of a chunk. The metrics report the
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that
             stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the
-            logps stay exact; the gradient is no longer bitwise invariant to batching. Not beside
-            group.
+            logps stay exact; the gradient's bits depend on the batching. Not beside group.
         backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 
@@ -229,11 +230,11 @@ def linear_grpo_loss(
         raise_pending()
         tensors = _head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        is_shard = group is not None
-        checks.options(backend, validate, grad_filter, is_shard=is_shard)
+        checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
         wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
-        options = Options(wanted, backend, validate, hidden_rows, grad_filter, shard, support)
+        own = backend, validate, hidden_rows, grad_filter, *sets(support)
+        options = Options(wanted, *own, shard)
         given = Given(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
             sampling_logps, num_items_in_batch, num_completions_in_batch,
@@ -241,6 +242,7 @@ def linear_grpo_loss(
         return call.loss("linear", tensors, options, config, given, ranks=ranks)
 
 
+@call.outside_of_graphs("inplace")
 def logits_grpo_loss(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
@@ -273,12 +275,13 @@ def logits_grpo_loss(
     tensors = (_logit_rows(logits),)
     if inplace:
         checks.inplace(logits, *tensors)
-    options = Options(wants_gradient(logits), backend, validate, support=support)
+    own = backend, validate, None, None, *sets(support)
+    options = Options(wants_gradient(logits), *own, inplace=inplace)
     given = Given(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,
     )  # fmt: skip
-    return call.loss("logits", tensors, options, config, given, inplace=inplace)
+    return call.loss("logits", tensors, options, config, given)
 
 
 def _head_tensors(
@@ -292,8 +295,6 @@ def _head_tensors(
 
 
 def _logit_rows(logits: Tensor) -> Tensor:
-    """(N, V) rows that lie contiguous, as the kernels read them; a copy only where the view does
-    not.
-    """
+    """(N, V) rows that lie contiguous, as the kernels read them; a copy where a view does not."""
     flat = logits.reshape(-1, logits.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

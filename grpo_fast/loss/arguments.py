@@ -25,20 +25,27 @@ class Given(NamedTuple):
     num_completions_in_batch: Total | None = None  # likewise
 
 
+def sets(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
+    """The ids and offsets of a support, (None, None) without one."""
+    return support or (None, None)
+
+
 class Options(NamedTuple):
-    """How a loss is computed."""
+    """How a loss is computed; a graph of torch.compile carries the fields before `shard`."""
 
     wanted: list[bool]  # of which differentiable tensors somebody will ask a gradient
     backend: str = "auto"
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
     grad_filter: float | None = None
+    support_ids: Tensor | None = None
+    support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # the head is one rank's part of it
-    support: Support | None = None
+    inplace: bool = False  # the gradient is written over the logits
 
 
 class RowOptions(NamedTuple):
-    """How logps are computed."""
+    """How logps are computed; in a graph of torch.compile as `Options`."""
 
     hidden_rows: Tensor | None  # the shape of target_ids
     target_ids: Tensor  # (B, L) or (T,)
@@ -48,8 +55,9 @@ class RowOptions(NamedTuple):
     logit_scale: float
     return_entropy: bool
     backend: str
+    support_ids: Tensor | None = None
+    support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # the head is one rank's part of it
-    support: Support | None = None
 
     @classmethod
     def of(
@@ -74,7 +82,7 @@ class RowOptions(NamedTuple):
         logit_scale = float(logit_scale)
         return cls(
             hidden_rows, target_ids, by_row, number, softcap, logit_scale, return_entropy, backend,
-            shard, support,
+            *sets(support), shard,
         )  # fmt: skip
 
 
@@ -92,4 +100,6 @@ class Targets(NamedTuple):
     def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
         """Those of a call whose weight or logits have so many columns on this process."""
         vocabulary = columns if options.shard is None else options.shard.vocabulary
-        return cls(vocabulary, options.hidden_rows, num_hidden, options.support)
+        ids, offsets = options.support_ids, options.support_offsets
+        support = None if ids is None or offsets is None else Support(ids, offsets)
+        return cls(vocabulary, options.hidden_rows, num_hidden, support)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +17,35 @@ from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.agreement import ALONE, Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions
-from grpo_fast.loss.sharded import outside_of_graphs
 from grpo_fast.objective.config import LossConfig
 
+P = ParamSpec("P")
+R = TypeVar("R")
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
+
+
+def outside_of_graphs(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Keep calls with the keyword `name` out of graphs of torch.compile, and all that they call."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        default = inspect.signature(function).parameters[name].default
+
+        @functools.wraps(function)
+        def door(*args: P.args, **keywords: P.kwargs) -> R:
+            if given := keywords.get(name):
+                if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
+                    expected = f"{default} in a graph of torch.compile"
+                    raise checks.wrong(name, expected, type(given).__name__)
+                if "torch._dynamo" in sys.modules:  # its import takes seconds
+                    return untraced(function)(*args, **keywords)
+            return function(*args, **keywords)
+
+        return door
+
+    return decorate
+
+
+untraced = functools.cache(torch.compiler.disable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +83,9 @@ def loss(
     options: Options,
     config: LossConfig,
     given: Given,
-    *,
-    inplace: bool = False,
     ranks: Agreement = ALONE,
 ) -> LossOutput:
     """Run a loss of `operators.LOSSES` with autograd; with the other ranks, when all are ready."""
-    outside_of_graphs(options.shard)
     checks.tokens(config, given, has_logits=name != "given_logps")
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, given)
@@ -70,8 +95,8 @@ def loss(
         numbers = config.key if options.shard else ""
         ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
         run = partial(known.run, batch=batch, options=options)
-        if inplace:
-            outputs = autograd.Overwriting.apply(partial(run, inplace=True), *tensors)
+        if options.inplace:
+            outputs = autograd.Overwriting.apply(run, *tensors)
         else:
             outputs = autograd.Formed.apply(run, *tensors)
         metrics = batch.metrics
@@ -86,7 +111,6 @@ def logps(
     ranks: Agreement = ALONE,
 ) -> Any:  # logps, or (logps, entropy)
     """Differentiable logps in the layout of the targets."""
-    outside_of_graphs(options.shard)
     if torch.compiler.is_compiling():
         found, entropy = operators.compiled_logps(tensors, options)
     else:

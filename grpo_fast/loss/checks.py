@@ -163,8 +163,6 @@ def support(
         return
     if not isinstance(given, Support):
         raise wrong("support", "None or a Support(ids, offsets)", type(given).__name__)
-    if torch.compiler.is_compiling():
-        raise wrong("support", "None in a graph of torch.compile", "a Support")
     refuse("support", target_ids, given.ids)
     if is_shard:
         raise wrong("support", "None beside group, which does not know it", "a Support")
@@ -185,8 +183,6 @@ def support(
 
 def inplace(given: Tensor, flat: Tensor) -> None:
     """Logits that may be written over: flat is a view of them, and its rows share no memory."""
-    if torch.compiler.is_compiling():
-        raise ValueError("inplace: expected False under torch.compile, got True")
     shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # an expanded or overlapping view
     if flat.data_ptr() != given.data_ptr() or shares:
         raise ValueError(

@@ -82,7 +82,7 @@ def linear_exact_kl(
 
         lp = final_logits(hidden @ lm_head_weight.T).log_softmax(-1)
         ref_lp = final_logits(ref_hidden @ ref_lm_head_weight.T).log_softmax(-1)
-        (lp.exp() * (lp - ref_lp)).sum(-1)
+        (lp.exp() * (lp - ref_lp)).sum(-1)  # by terms that cancel nothing: exact KLs of 1e-9, too
 
     Args:
         hidden, ref_hidden: the rows that predict the same R tokens, of either model.
@@ -143,15 +143,24 @@ def _gap(lp: Tensor, p: Tensor, reference: Side, chunk: slice) -> Tensor:
     return (lp - ref_lp.to(lp.dtype)).masked_fill_(p == 0, 0.0)
 
 
+def _terms(lp: Tensor, reference: Side, chunk: slice) -> Tensor:
+    """(C, V) p·(log p − log q) + q − p, each ≥ 0: without Σ(q − p), which is 0, fp32 cancels."""
+    ref_lp, _ = reference.log_probs(chunk, reference.padded(chunk))
+    ref_lp = ref_lp.to(lp.dtype)
+    p, d, q = lp.exp(), lp - ref_lp, ref_lp.exp()
+    step = d.abs().neg_().expm1_().mul_(torch.where(d >= 0, p, -q))  # q − p: nothing cancels
+    return torch.where(p == 0, q, d.mul_(p).add_(step))
+
+
 class _ExactKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, rule, reference):
         policy = Side(hidden, weight, bias, rule, reference.support)
         kl = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        for chunk in _chunks(policy):
-            lp, _ = policy.log_probs(chunk, policy.padded(chunk))
-            p = lp.exp()
-            kl[chunk] = _gap(lp, p, reference, chunk).mul_(p).sum(-1, dtype=torch.float64)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk in _chunks(policy):
+                lp, _ = policy.log_probs(chunk, policy.padded(chunk))
+                kl[chunk] = _terms(lp, reference, chunk).sum(-1, dtype=torch.float64)
         ctx.save_for_backward(hidden, weight, bias, kl)
         ctx.rule, ctx.reference = rule, reference
         return kl
@@ -164,14 +173,15 @@ class _ExactKL(torch.autograd.Function):
         policy = Side(hidden, weight, bias, ctx.rule, ctx.reference.support)
         wanted = Wanted(*ctx.needs_input_grad[:3])
         chunks = list(_chunks(policy))
-        sums = GradientSums(hidden, weight, bias, wanted, is_only=len(chunks) == 1)
-        for chunk in chunks:
-            h, count = policy.padded(chunk), chunk.stop - chunk.start
-            lp, slope = policy.log_probs(chunk, h)
-            p = lp.exp()
-            d = _gap(lp, p, ctx.reference, chunk).sub_(kl[chunk, None]).mul_(p).mul_(slope)
-            g = grad[chunk, None].to(d.dtype)
-            d = torch.where(g == 0, 0.0, d.mul_(g))
-            sums.add(chunk, h, ChunkGradients(pad_rows(d)), count, None)
-        found = zip(sums.finish(), wanted, strict=True)
+        with torch.autocast(hidden.device.type, enabled=False):
+            sums = GradientSums(hidden, weight, bias, wanted, is_only=len(chunks) == 1)
+            for chunk in chunks:
+                h, count = policy.padded(chunk), chunk.stop - chunk.start
+                lp, slope = policy.log_probs(chunk, h)
+                p = lp.exp()
+                d = _gap(lp, p, ctx.reference, chunk).sub_(kl[chunk, None]).mul_(p).mul_(slope)
+                g = grad[chunk, None].to(d.dtype)
+                d = torch.where(g == 0, 0.0, d.mul_(g))
+                sums.add(chunk, h, ChunkGradients(pad_rows(d)), count, None)
+            found = zip(sums.finish(), wanted, strict=True)
         return *(x if is_wanted else None for x, is_wanted in found), None, None

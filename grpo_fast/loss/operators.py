@@ -19,6 +19,7 @@ from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import Given, Options, RowOptions, Targets
 from grpo_fast.loss.autograd import NO_DOUBLE_BACKWARD, RowPass, handed_over, kept_gradients
 from grpo_fast.loss.batch import TokenBatch
+from grpo_fast.loss.checks import wrong
 from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
@@ -28,14 +29,17 @@ BATCH = ", ".join(
     + ["Tensor? temperature, str config"]
 )
 SAMPLING = Given._fields.index("sampling_logps")  # its place in such a row
-OPTIONS = "bool[] wanted, str backend, str validate, Tensor? hidden_rows, float? grad_filter"
+SETS = "Tensor? support_ids, Tensor? support_offsets"
+OPTIONS = (
+    f"bool[] wanted, str backend, str validate, Tensor? hidden_rows, float? grad_filter, {SETS}"
+)
 # the gradients follow
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor units"
 ROWS = (
     "Tensor? hidden_rows, Tensor target_ids, Tensor? temperatures, float temperature, "
-    "float? softcap, float logit_scale, bool return_entropy, str backend"
+    f"float? softcap, float logit_scale, bool return_entropy, str backend, {SETS}"
 )
-# A schema knows no process group: the shard, and the support after it, stay outside.
+# A schema knows no process group, and autograd no operator that writes over its input.
 NUM_OPTIONS, NUM_ROW_OPTIONS = Options._fields.index("shard"), RowOptions._fields.index("shard")
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD, D_HEAD = (
@@ -72,6 +76,16 @@ LOSSES = {
 library = torch.library.Library("grpo_fast", "DEF")
 
 
+def carried(options: Options | RowOptions, count: int) -> tuple:
+    """The first `count` fields, which a schema carries; ValueError where another one is set, which
+    would be lost (the public doors keep those outside: `call.outside_of_graphs`).
+    """
+    for name, value in zip(options._fields[count:], options[count:], strict=True):
+        if value:
+            raise wrong(name, "its default in a graph of torch.compile", type(value).__name__)
+    return options[:count]
+
+
 def build(
     loss: LossPass, tensors: tuple, options: Options, config: LossConfig, given: Given
 ) -> TokenBatch:
@@ -87,7 +101,8 @@ def compiled_loss(
 ) -> tuple[tuple, Callable[..., dict[str, Tensor]]]:
     """Nodes of the graph: (loss, logps, entropy, filtered), and what gives the metrics of these."""
     row = _row(config, given)
-    outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *options[:NUM_OPTIONS], *row)
+    known = carried(options, NUM_OPTIONS)
+    outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
     loss, logps, entropy, filtered = outputs[:4]
     entropy = entropy if entropy.numel() or config.needs_entropy else None
     filtered = None if options.grad_filter is None else filtered
@@ -99,7 +114,7 @@ def compiled_loss(
 def compiled_logps(tensors: tuple, options: RowOptions) -> tuple[Tensor, Tensor]:
     """A node of the graph: flat logps and entropies ((0,) unless wanted)."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
-    return getattr(torch.ops.grpo_fast, name)(*tensors, *options[:NUM_ROW_OPTIONS])[:2]
+    return getattr(torch.ops.grpo_fast, name)(*tensors, *carried(options, NUM_ROW_OPTIONS))[:2]
 
 
 def _row(config: LossConfig, given: Given) -> list:

@@ -188,16 +188,14 @@ def logits_loss(
     *,
     batch: TokenBatch,
     options: Options,
-    inplace: bool = False,
 ) -> LossResult:
-    """logits → loss; the gradient is (d-logits,), written over the logits with `inplace`."""
+    """logits → loss; the gradient is (d-logits,), written over the logits where `inplace`."""
     refuse("validate", logits, options.validate, "auto")
     wanted = Wanted(options.wanted[0], False, False)
     has_units = wanted.hidden and needs_range(logits.dtype)
     batch = batch.in_range() if has_units else batch
-    sweep = LogitsSweep.of(
-        logits, logits if inplace else None, batch.rows, rows_route(options.backend, logits)
-    )
+    out = logits if options.inplace else None
+    sweep = LogitsSweep.of(logits, out, batch.rows, rows_route(options.backend, logits))
     result, unit = _swept(sweep, batch, options, wanted), batch.tokens.unit
     return result._replace(loss=result.loss / unit, units=1 / unit[None]) if has_units else result
 

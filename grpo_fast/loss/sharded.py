@@ -57,7 +57,6 @@ def process_group(group: Any) -> distributed.ProcessGroup:
 
     Raises ValueError for anything else, and where this process is not in the group.
     """
-    outside_of_graphs(group)
     if hasattr(group, "mesh_dim_names"):  # a DeviceMesh, whose module is slow to import
         if group.ndim != 1:
             raise ValueError(
@@ -71,14 +70,6 @@ def process_group(group: Any) -> distributed.ProcessGroup:
             f"got {group if isinstance(group, int | str) else type(group).__name__}"
         )
     return group
-
-
-def outside_of_graphs(group: object) -> None:
-    """A ValueError inside a graph of torch.compile, which knows no group; without fullgraph it then
-    leaves the call outside of the graph.
-    """
-    if group is not None and torch.compiler.is_compiling():
-        raise ValueError("group: expected None in a graph of torch.compile, got a group")
 
 
 def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:

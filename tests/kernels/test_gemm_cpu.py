@@ -5,11 +5,13 @@ where it is used.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from grpo_fast import LossConfig, linear_grpo_loss
 from grpo_fast.kernels import route
@@ -407,6 +409,21 @@ def test_a_wrong_bf16_product_is_not_used(
     for _ in range(2):
         assert gemm_cpu.unavailable(torch.bfloat16) == "its bf16 product failed its self-check"
     assert len(caplog.records) == 1 and "off by" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"), FakeTensorMode],
+    ids=["autocast", "default device", "fake tensors"],
+)
+def test_the_self_check_does_not_see_the_modes_of_the_first_call(
+    mode: Callable[[], AbstractContextManager[object]], fresh: None
+) -> None:
+    """Its verdict stays for the life of the process."""
+    expected = gemm_cpu.unavailable(torch.bfloat16)
+    gemm_cpu.unavailable.cache_clear()
+    with mode():
+        assert gemm_cpu.unavailable(torch.bfloat16) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

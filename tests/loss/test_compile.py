@@ -153,6 +153,18 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
     fast(case.hidden, case.weight, case.ids)
 
 
+def test_what_no_schema_carries_is_refused():
+    """The net under the public doors: a field of the options that a graph would lose."""
+    from grpo_fast.loss import operators
+    from grpo_fast.loss.arguments import Options
+
+    count, plain = operators.NUM_OPTIONS, Options([True], grad_filter=0.1)
+    assert operators.carried(plain, count) == plain[:count]
+    for name in Options._fields[count:]:
+        with pytest.raises(ValueError, match=f"{name}: expected its default in a graph"):
+            operators.carried(plain._replace(**{name: True}), count)
+
+
 # ----------------------------------------------------------
 # custom ops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, Support, grpo_loss
+from grpo_fast.kernels import route
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.loss import exact_kl
 from grpo_fast.loss.exact_kl import linear_exact_kl
@@ -184,6 +185,37 @@ def test_only_one_chunk_of_logits_lives(monkeypatch):
     peak = max(itertools.accumulate(steps)) / 2**20
     heads = 3  # copies of weight and hidden rows, dW
     assert peak < exact_kl.BUFFERS * 4 + heads
+
+
+@pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5, 1e-7])
+def test_a_certain_policy_has_a_small_exact_kl(gap):
+    """Where one token has all but `gap` of the probability, p·log(p/q) cancels in fp32."""
+    g = torch.Generator().manual_seed(0)
+    hidden, (R, V) = torch.eye(64), (64, 53)
+    weight = torch.randn(V, R, generator=g)
+    weight[3] = weight[4:].double().logsumexp(0).float() - math.log(gap)
+    ref_weight = weight + 0.3 * torch.randn(V, R, generator=g)
+    sides = [hidden, weight, None, hidden, ref_weight, None]
+    true, _ = truth(sides, PLAIN, None, torch.ones(R))
+    kl = linear_exact_kl(hidden, weight, hidden, ref_weight)
+    assert (kl >= 0).all() and error(kl, true) < 1e-5
+    assert not linear_exact_kl(hidden, weight, hidden, weight).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("product", ["own", "vendor"])
+def test_autocast_changes_nothing(product, dtype, monkeypatch):
+    monkeypatch.setenv("GRPO_FAST_GEMM", product)
+    route._gemm_choice.cache_clear()
+    try:
+        plain = ours(sides_of(), PLAIN, None, torch.ones(37))
+        with torch.autocast("cpu", dtype):
+            inside = ours(sides_of(), PLAIN, None, torch.ones(37))
+    finally:
+        monkeypatch.undo()
+        route._gemm_choice.cache_clear()
+    assert torch.equal(plain[0], inside[0])
+    assert all(torch.equal(x, y) for x, y in zip(plain[1], inside[1], strict=True))
 
 
 def test_no_double_backward():

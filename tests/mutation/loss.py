@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-BATCH, VALUES, PENDING, PASSES, AUTOGRAD, SHARDED = (
+BATCH, VALUES, PENDING, PASSES, AUTOGRAD, SHARDED, CALL, OPERATORS = (
     f"grpo_fast/loss/{x}.py"
-    for x in ("batch", "values", "pending", "passes", "autograd", "sharded")
-)
+    for x in ("batch", "values", "pending", "passes", "autograd", "sharded", "call", "operators")
+)  # fmt: skip
 RANGE, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("head/half_range", "types"))
 
 MUTANTS = [
@@ -48,6 +48,20 @@ MUTANTS = [
     Mutant("batch-masked-rows-unwritten", TYPES,
            "x.new_full((self.num_rows,), fill)", "x.new_empty(self.num_rows)",
            "the gradient of a masked row is whatever memory held", "logps"),
+    # ---- what a graph of torch.compile carries
+    Mutant("graph-without-support", OPERATORS,
+           "return options[:count]", "return (*options[: count - 2], None, None)",
+           "torch.compile makes a dense call of one with a support", "table"),
+    Mutant("graph-without-rows", OPERATORS,
+           "*tensors, *carried(options, NUM_ROW_OPTIONS)",
+           "*tensors, *carried(options._replace(hidden_rows=None), NUM_ROW_OPTIONS)",
+           "torch.compile forgets which row predicts which target", "table"),
+    Mutant("graph-without-outside", OPERATORS,
+           "        if value:\n", "        if False:\n",
+           "an option that no schema knows is dropped in a graph", "carried"),
+    Mutant("graph-door", CALL,
+           "if given := keywords.get(name):", "if given := False:",
+           "a graph is said to hold what it cannot", "table"),
     # ---- values.py
     Mutant("values-target-bound", VALUES,
            "(high >= end)", "(high > end)", "a target id of V is let through", "refusals"),

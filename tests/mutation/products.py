@@ -14,6 +14,9 @@ PRODUCTS, SUMS, CHUNKS, TYPES = (
 )
 
 PRODUCT = [
+    Mutant("gemm-self-check-here", "grpo_fast/kernels/cpu/gemm.py",
+           "apart(lambda: _is_right(has_tiles()))", "_is_right(has_tiles())",
+           "autocast around the first call leaves the slow product for good", "csrc_self_check"),
     Mutant("csrc-gemm-half-word", PACK,
            "(left > 1 ? static_cast<uint32_t>(x[1]", "(left > 0 ? static_cast<uint32_t>(x[1]",
            "at an odd K the neighbour of b's last element is multiplied by 0 instead of left out", "csrc_gemm"),

@@ -6,8 +6,7 @@ from tests.mutation.mutants import Mutant
 
 VOCABULARY, AGREEMENT = "grpo_fast/kernels/head/vocabulary.py", "grpo_fast/loss/agreement.py"
 LOOP, REFERENCE = "grpo_fast/kernels/head/loop.py", "grpo_fast/kernels/reference.py"
-SHARDED, GRADIENT = "grpo_fast/loss/sharded.py", "csrc/rows/gradient.h"
-ROWS = "csrc/api/rows.cpp"
+GRADIENT, ROWS = "csrc/rows/gradient.h", "csrc/api/rows.cpp"
 
 MUTANTS = [
     Mutant("shards-of-one-size", VOCABULARY,
@@ -48,9 +47,6 @@ MUTANTS = [
     Mutant("shards-other-targets", AGREEMENT,
            "with checksum {checksum(target_ids)}", "of the active rows",
            "ranks with other targets, as under FSDP, are taken to share a head", "shards"),
-    Mutant("shards-in-a-graph", SHARDED,
-           "if group is not None and torch.compiler.is_compiling():", "if False:",
-           "torch.compile makes a whole head of a shard", "shards"),
     Mutant("csrc-shards-lse", GRADIENT,
            "if (has_target && std::fabs(logp) < std::fabs(lse))", "if (std::fabs(logp) < std::fabs(lse))",
            "the lse of a row is restored from a target that it does not have", "csrc_shards"),

@@ -11,6 +11,7 @@ from torch import nn
 from grpo_fast.attention import head_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
+from grpo_fast.rollout.hf import compare
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
@@ -133,6 +134,16 @@ def test_autocast_keeps_fp32_weights(tmp_path):
     (-policy.logps(batch.packed).mean()).backward()
     weight = policy.lm.get_output_embeddings().weight
     assert weight.dtype == weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
+
+
+def test_a_callers_autocast_does_not_reach_the_policy():
+    policy = tiny_policy("qwen2")
+    _, batch = a_batch(policy)
+    plain = policy.logps(batch.packed)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(policy.logps(batch.packed), plain) and policy.self_check() < 1e-4
+        with policy.generation():
+            assert compare(policy) is None
 
 
 def test_models_from_a_config():

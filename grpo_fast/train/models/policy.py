@@ -271,9 +271,8 @@ class Policy:
         self.lm.set_attn_implementation(NAME)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+        on = self.autocast is not None  # off inside a caller's autocast, too
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
 
 @contextmanager

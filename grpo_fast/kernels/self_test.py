@@ -1,0 +1,16 @@
+"""Where self-tests of kernels run: out of reach of the settings of the call that comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+def apart(test: Callable[[], Any]) -> Any:
+    """The result of a test that runs in a thread of its own: torch keeps autocast, inference mode,
+    default devices, dispatch modes, and the hooks by which a checkpointed layer runs again, by
+    thread.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(test).result()

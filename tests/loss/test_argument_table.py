@@ -1,0 +1,238 @@
+"""Every keyword of the public functions × how a caller runs them: plain eager's answer, or refused.
+
+The keywords come from the signatures, so a new one without a value here fails. torch.compile is the
+real one: without fullgraph a refusal inside becomes a graph break, and the frames behind it are
+compiled apart, which once lost `support` between a guard and the call that it guarded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+
+import pytest
+import torch
+from torch import distributed
+from torch.utils.checkpoint import checkpoint
+
+import grpo_fast
+from grpo_fast import LossConfig, Support
+from grpo_fast.kernels.gpu import capture
+
+T, H, V = 7, 4, 11
+LEAVES = {
+    "linear_logps": ("hidden", "weight"),
+    "logits_logps": ("logits",),
+    "grpo_loss": ("logps",),
+    "linear_grpo_loss": ("hidden", "weight"),
+    "logits_grpo_loss": ("logits",),
+}
+CONFIG = dict(loss_type="grpo", beta=0.1)
+ADVANTAGES = torch.tensor([0.7, -1.2, 0.4])
+
+
+def rand(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+IDS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
+SETS = torch.stack([(IDS + 3) % V, IDS, (IDS + 7) % V], 1).flatten()
+LOGPS = -rand(T, seed=4).abs() - 0.1
+TENSORS = {
+    "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
+    "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
+}  # fmt: skip
+# One value of each keyword, other than its default.
+VALUES = {
+    "softcap": 3.0,
+    "temperature": 0.5 + rand(T, seed=7).abs(),  # one for each row
+    "logit_scale": 1.3,
+    "return_entropy": True,
+    "hidden_rows": torch.tensor([0, 0, 1, 2, 2, 5, 6]),
+    "support": Support(SETS, torch.arange(T + 1) * 3),
+    "backend": "torch",
+    "completion_mask": torch.tensor([1, 1, 0, 1, 1, 0, 1], dtype=torch.bool),
+    "cu_seqlens": torch.tensor([0, 1, 3, T], dtype=torch.int32),
+    "old_logps": LOGPS - 0.3,
+    "ref_logps": LOGPS + 0.2,
+    "sampling_logps": LOGPS - 0.4,
+    "num_items_in_batch": 9.0,
+    "num_completions_in_batch": torch.tensor(5.0),
+    "grad_filter": 0.2,
+    "validate": "full",
+    "inplace": True,
+}
+IN_CONFIG = {
+    "temperature": VALUES["temperature"], "softcap": 3.0, "logit_scale": 1.3, "entropy_coef": 0.1,
+    "compute_entropy": True, "top_entropy_quantile": 0.5,
+}  # fmt: skip
+NEUTRAL = ("group", "backend", "validate", "inplace")  # they change no number
+NEEDS = {
+    "num_items_in_batch": {"aggregation": "token_mean_global"},
+    "sampling_logps": {"sampling_correction": "token_truncate", "sampling_ratio_cap": 1.1},
+}
+
+
+def keywords_of(function: str) -> list[str]:
+    parameters = inspect.signature(getattr(grpo_fast, function)).parameters.values()
+    own = [x.name for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY]
+    in_config = IN_CONFIG if function in ("linear_grpo_loss", "logits_grpo_loss") else ()
+    return [*own, *(f"config.{name}" for name in in_config)]
+
+
+class Call:
+    """A public function with its base arguments and one keyword more."""
+
+    def __init__(self, function: str, name: str = "", group=None) -> None:
+        self.function, self.name = function, name
+        self.is_loss, self.drops = function.endswith("loss"), True
+        self.leaves = LEAVES[function]
+        self.keywords, config = {}, {**CONFIG, **NEEDS.get(name, {})}
+        if self.is_loss:
+            self.keywords = {
+                "cu_seqlens": torch.tensor([0, 2, 2, T]), "ref_logps": LOGPS - 0.1,
+                "old_logps": LOGPS + 0.1,
+            }  # fmt: skip
+        if name in TENSORS:
+            self.leaves += (name,)
+            config |= {"entropy_coef": 0.1} if name == "entropy" else {}
+        elif name.startswith("config."):
+            config[name[7:]] = IN_CONFIG[name[7:]]
+        elif name:
+            self.keywords[name] = {**VALUES, "group": group}[name]
+        self.config = LossConfig(**config)
+
+    def __call__(self, *leaves):
+        tensors = dict(zip(self.leaves, leaves, strict=True))
+        if self.name == "inplace":
+            tensors["logits"] = tensors["logits"] * 1
+        keywords = {x: tensors.pop(x) for x in ("bias", "entropy") if x in tensors} | self.keywords
+        own = list(tensors.values())
+        own += [IDS] if self.function != "grpo_loss" else []
+        own += [ADVANTAGES, self.config] if self.is_loss else []
+        found = getattr(grpo_fast, self.function)(*own, **keywords)
+        if not self.is_loss:
+            return found if isinstance(found, tuple) else (found,)
+        metrics = [x for key, x in found.metrics.items() if self.drops or "grad_filter" not in key]
+        return found.loss, found.logps, found.entropy, *metrics
+
+
+def answer(call, run=None, *, backward=True):
+    """Everything that comes out of a call, and the gradients of its tensors."""
+    leaves = [TENSORS[x].clone().requires_grad_() for x in call.leaves]
+    outputs = (run or call)(*leaves)
+    found = [x.detach() for x in outputs if x is not None]
+    if backward:
+        up = rand(T, seed=8)
+        parts = [outputs[0]] if call.is_loss else [(x * up).sum() for x in outputs]
+        (sum(parts) * 0.7).backward()
+        found += [x.grad for x in leaves]
+    return found
+
+
+def compiled(backend, fullgraph):
+    def mode(call, patch):
+        torch._dynamo.reset()
+        return answer(call, torch.compile(call.__call__, backend=backend, fullgraph=fullgraph))
+
+    return mode
+
+
+def autocast(call, patch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return answer(call)
+
+
+def recorded(call, patch):
+    """On the CPU, as if a CUDA graph were recorded: tests/gpu/test_cuda_graphs.py sees to syncs."""
+    for module in [x for x in sys.modules.values() if getattr(x, "is_capturing", None)]:
+        if module.is_capturing is capture.is_capturing and module is not capture:
+            patch.setattr(module, "is_capturing", lambda x: True)
+    patch.setattr(capture, "is_capturing", lambda x: True)
+    everything = "grpo_fast.kernels.head.loop.active_rows"
+    patch.setattr(everything, lambda g, _: torch.ones_like(g, dtype=torch.bool))
+    return answer(call)
+
+
+def checkpointed(use_reentrant):
+    return lambda call, patch: answer(
+        call, lambda *leaves: checkpoint(call, *leaves, use_reentrant=use_reentrant)
+    )
+
+
+def without_gradients(call, patch):
+    with torch.no_grad():
+        return answer(call, backward=False)
+
+
+MODES = {
+    "graph": compiled("aot_eager", True),
+    "broken graph": compiled("eager", False),
+    "autocast": autocast,
+    "recorded": recorded,
+    "checkpoint": checkpointed(False),
+    "reentrant": checkpointed(True),
+    "no_grad": without_gradients,
+}
+# What one full graph holds is the same graph where it may break: asked of the other keywords only.
+MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
+OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
+    {"group", "inplace"},
+    {"group", "support", "completion_mask", "grad_filter", "validate"},
+)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "store"
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+CELLS = [
+    (function, name, mode)
+    for function in LEAVES
+    for name in keywords_of(function)
+    for mode in MODES
+    if mode != "broken graph" or name in MAY_BREAK
+]
+
+
+@pytest.mark.parametrize(("function", "name", "mode"), CELLS)
+def test_a_cell(function, name, mode, group, monkeypatch):
+    call = Call(function, name, group)
+    # grad_filter drops nothing in a pass without gradients, and says so.
+    call.drops = mode not in ("reentrant", "no_grad")
+    plain, run = answer(call), MODES[mode]
+    outside = OUTSIDE_OF_GRAPHS if mode == "graph" else set()
+    outside = OUTSIDE_OF_RECORDINGS if mode == "recorded" else outside
+    if name in outside:
+        with pytest.raises(Exception, match=f"(?s){name}: expected .*, got"):
+            run(call, monkeypatch)
+        return
+    found = run(call, monkeypatch)
+    assert len(found) == len(plain) - (mode == "no_grad") * len(call.leaves)
+    for x, y in zip(found, plain, strict=False):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("function", ["linear_logps", "linear_grpo_loss"])
+def test_inductor_keeps_the_support(function, fullgraph):
+    call = Call(function, "support")
+    for x, y in zip(compiled("inductor", fullgraph)(call, None), answer(call), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", LEAVES)
+def test_each_value_tells(function, group):
+    """A keyword that was lost would be seen."""
+    for name in set(keywords_of(function)).difference(NEUTRAL):
+        call, without = Call(function, name), Call(function)
+        without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))
+        pairs = list(zip(answer(call), answer(without), strict=False))
+        same = all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+        assert not same or len(answer(call)) != len(answer(without)), name

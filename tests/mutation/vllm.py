@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-ROLLOUT = "grpo_fast/rollout"
-HTTP, SERVER, IN_PROCESS = (f"{ROLLOUT}/vllm{x}.py" for x in ("_http", "_server", ""))
-SAMPLING, WEIGHTS, OPTIONS, LINK = (
-    f"{ROLLOUT}/vllm_{x}.py" for x in ("sampling", "weights", "options", "link")
+HTTP, SERVER, IN_PROCESS, SAMPLING, WEIGHTS, OPTIONS, LINK = (
+    f"grpo_fast/rollout/vllm/{x}.py"
+    for x in ("http", "servers", "local", "answers", "transfer", "options", "link")
 )
 
 MUTANTS = [

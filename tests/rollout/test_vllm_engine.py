@@ -12,9 +12,9 @@ import torch.distributed as dist
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling, awake
 from grpo_fast.rollout.hf import TransformersEngine
-from grpo_fast.rollout.vllm import VLLMEngine, build
-from grpo_fast.rollout.vllm_options import VLLMOptions
-from grpo_fast.rollout.vllm_sampling import BadAnswer
+from grpo_fast.rollout.vllm.answers import BadAnswer
+from grpo_fast.rollout.vllm.local import VLLMEngine, build
+from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.policy import Policy
 from tests.tiny import tiny_policy
 

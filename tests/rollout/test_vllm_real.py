@@ -19,7 +19,7 @@ import torch
 from grpo_fast import rollout as rollouts
 from grpo_fast.data import load_examples
 from grpo_fast.rollout import EngineError, awake, build_engine
-from grpo_fast.rollout.vllm_http import ServerError
+from grpo_fast.rollout.vllm.http import ServerError
 from grpo_fast.train import loop
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.loading import build_tokenizer, load_policy

@@ -11,12 +11,14 @@ import torch
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import NonFiniteLogits, Sampling, vllm_server, vllm_weights
+from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.engine import say_that_kept_is_unknown
-from grpo_fast.rollout.vllm_http import ServerError
-from grpo_fast.rollout.vllm_options import VLLMOptions
-from grpo_fast.rollout.vllm_sampling import BadAnswer
-from grpo_fast.rollout.vllm_server import StaleWeights, VLLMServers, build
+from grpo_fast.rollout.vllm import servers as servers_module
+from grpo_fast.rollout.vllm import transfer
+from grpo_fast.rollout.vllm.answers import BadAnswer
+from grpo_fast.rollout.vllm.http import ServerError
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.servers import StaleWeights, VLLMServers, build
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.policy import Policy
 from tests.rollout.vllm_stand_in import StandIn
@@ -29,7 +31,7 @@ SECONDS = 20.0  # more than any of this takes on a busy machine
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch) -> None:
-    monkeypatch.setattr(vllm_server, "PAUSE_S", 0.05)
+    monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +100,14 @@ def test_weights_arrive_and_old_ones_are_seen(policy, server):
 
 @pytest.mark.parametrize("size", [1, 20_000, 1 << 28])
 def test_a_tied_model_in_buckets_of_any_size(monkeypatch, size):
-    monkeypatch.setattr(vllm_weights, "BUCKET", size)
+    monkeypatch.setattr(transfer, "BUCKET", size)
     policy = tiny_policy("qwen2")
-    sent = [pair for bucket in vllm_weights.buckets(policy) for pair in bucket]
+    sent = [pair for bucket in transfer.buckets(policy) for pair in bucket]
     stored = {name: tensor for name, tensor in policy.lm.state_dict().items()}
     del stored["lm_head.weight"]  # the embedding's
     assert dict(sent).keys() == stored.keys() and len(sent) == len(stored)
     assert all(torch.equal(tensor, stored[name]) for name, tensor in sent)
-    count = len(list(vllm_weights.buckets(policy)))
+    count = len(list(transfer.buckets(policy)))
     assert count == (len(sent) if size == 1 else 1 if size > 1 << 20 else count)
     assert count > 1 or size > 1 << 20
 
@@ -120,7 +122,7 @@ def test_adapters_are_sent_merged():
             torch.nn.init.normal_(parameter)
     policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     before = {n: p.clone() for n, p in model.named_parameters()}
-    pairs = (pair for bucket in vllm_weights.buckets(policy) for pair in bucket)
+    pairs = (pair for bucket in transfer.buckets(policy) for pair in bucket)
     sent = {name: tensor.clone() for name, tensor in pairs}  # merging writes into the weights
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     merged = model.merge_and_unload().state_dict()

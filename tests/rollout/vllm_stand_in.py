@@ -17,7 +17,7 @@ import torch
 
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.hf import TransformersEngine
-from grpo_fast.rollout.vllm_weights import GlooGroup
+from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 Change = Callable[[dict[str, Any]], Any]  # of an answer, in place
 

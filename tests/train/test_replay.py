@@ -11,7 +11,7 @@ import torch
 from grpo_fast import grpo_loss
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.rollout import Kept, Rollout, generate
-from grpo_fast.rollout.vllm_sampling import Answer, to_completion
+from grpo_fast.rollout.vllm.answers import Answer, to_completion
 from grpo_fast.train import loop
 from grpo_fast.train.accumulate import accumulate
 from grpo_fast.train.batch import MicroBatch, StepBatch, support_of

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from grpo_fast.data import reason
 from grpo_fast.rollout.engine import EngineError
-from grpo_fast.rollout.vllm_sampling import Answer, BadAnswer
+from grpo_fast.rollout.vllm.answers import Answer, BadAnswer
 
 CHECK_S = 10.0  # a question that a living server answers at once
 START = (

@@ -13,9 +13,9 @@ import torch
 
 from grpo_fast.data import reason
 from grpo_fast.rollout.engine import EngineError
-from grpo_fast.rollout.vllm_http import Server
-from grpo_fast.rollout.vllm_options import VLLMOptions
-from grpo_fast.rollout.vllm_weights import GlooGroup, Group, Named, NCCLGroup, started
+from grpo_fast.rollout.vllm.http import Server
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.transfer import GlooGroup, Group, Named, NCCLGroup, started
 
 log = logging.getLogger(__name__)
 

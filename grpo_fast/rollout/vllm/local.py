@@ -17,8 +17,8 @@ import torch.distributed as dist
 from grpo_fast.data import reason
 from grpo_fast.rollout.engine import Completion, Engine, EngineError, Seed
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.vllm_sampling import Answer, BadAnswer, grouped, parameters, to_completion
-from grpo_fast.rollout.vllm_weights import buckets
+from grpo_fast.rollout.vllm.answers import Answer, BadAnswer, grouped, parameters, to_completion
+from grpo_fast.rollout.vllm.transfer import buckets
 
 LEVELS = {"cuda": 2}  # how deep vLLM sleeps on a kind of device; elsewhere it only pauses
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Seed
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.vllm_http import ServerError
-from grpo_fast.rollout.vllm_link import Link, each, said
-from grpo_fast.rollout.vllm_options import VLLMOptions, host_of, is_loopback
-from grpo_fast.rollout.vllm_sampling import grouped, parameters, to_completion
-from grpo_fast.rollout.vllm_weights import Named, buckets
+from grpo_fast.rollout.vllm.answers import grouped, parameters, to_completion
+from grpo_fast.rollout.vllm.http import ServerError
+from grpo_fast.rollout.vllm.link import Link, each, said
+from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
+from grpo_fast.rollout.vllm.transfer import Named, buckets
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from grpo_fast import rollout as rollouts
 from grpo_fast.data import load_examples
 from grpo_fast.rollout import EngineError, awake, build_engine
-from grpo_fast.rollout.vllm.http import ServerError
+from grpo_fast.rollout.vllm.answers import Reply, ServerError
 from grpo_fast.train import loop
 from grpo_fast.train.batch import MicroBatch
 from grpo_fast.train.loading import build_tokenizer, load_policy
@@ -156,7 +156,7 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
     with build_engine(policy, options) as engine:
         engine.update(policy, 7)
         other = {"new_version": "somebody-else's"}
-        engine.links[0].server.call("POST", "/update_weight_version", 10, other)
+        engine.links[0].server.call("POST", "/update_weight_version", 10, Reply, other)
         rollout = generate(policy, engine, options)
         assert rollout.weight_versions == [7] * 12 and difference(policy, rollout) < EXACT
     assert "expected completions by the weights" in caplog.text
@@ -167,12 +167,12 @@ def in_the_middle(engine: Any, action: Any) -> None:
     server, lock, sent = engine.links[0].server, threading.Lock(), []
     ask = server.generate
 
-    def generate(prompt: Any, wanted: Any, seconds: float) -> Any:
+    def generate(*question: Any) -> Any:
         with lock:
-            sent.append(prompt)
+            sent.append(question)
             if len(sent) == len(PROMPTS):
                 action()
-        return ask(prompt, wanted, seconds)
+        return ask(*question)
 
     server.generate = generate
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,25 @@ import torch
 
 from grpo_fast.data import reason
 from grpo_fast.rollout.engine import EngineError
-from grpo_fast.rollout.vllm.http import Server
+from grpo_fast.rollout.vllm.answers import (
+    Paused,
+    Reply,
+    Results,
+    ServerError,
+    ServerInfo,
+    WorldSize,
+)
+from grpo_fast.rollout.vllm.http import CHECK_S, LOGPROBS, Server, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.transfer import GlooGroup, Group, Named, NCCLGroup, started
+from grpo_fast.rollout.vllm.transfer import (
+    GlooGroup,
+    Group,
+    Named,
+    NCCLGroup,
+    check_shapes,
+    dtype_of,
+    started,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +51,69 @@ class Link:
         self.group: Group | None = None
         self.label: str | None = None
         self.error: Exception | None = None  # why it was left out
+        self.deadline = 0.0  # of the transfer that is under way
 
+    def check(self, policy: Any) -> None:
+        """Raise for a server that these weights cannot be sent to; it is left as it is."""
+        url, seconds = self.server.url, 6 * CHECK_S
+        path = "/server_info?config_format=json"
+        info = self.server.call("GET", path, seconds, ServerInfo).vllm_config
+        self.server.weight_version()
+        mode, transfer = info.served.logprobs_mode, info.weight_transfer_config
+        if mode != LOGPROBS:
+            expected = f"expected a server with --logprobs-mode {LOGPROBS}"
+            raise ValueError(f"rollout.vllm.urls: {expected}, {url} has {mode[:40]}")
+        if transfer is None or transfer.backend != self.backend:
+            came = "none" if transfer is None else transfer.backend[:40]
+            raise ValueError(
+                f"rollout.vllm.transfer: {self.backend} from this trainer, {url} has {came}: "
+                f'--weight-transfer-config \'{{"backend": "{self.backend}"}}\''
+            )
+        body = {"method": "get_model_inspection"}
+        results = self.server.call("POST", "/collective_rpc", seconds, Results, body).results
+        check_shapes(policy.lm, results[0], url)
+        ours, theirs = dtype_of(policy), info.served.dtype.removeprefix("torch.")[:40]
+        if ours != theirs:
+            log.warning(
+                "%s samples in %s, the trainer computes in %s: their log-probabilities differ; "
+                "--dtype %s of the server makes them one", url, theirs, ours, ours,
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------------------- weights
     def begin(self) -> None:
-        """Make it wait for weights; a server that has started anew is met anew."""
+        """Make it wait for weights; a server that has started anew is met anew.
+
+        Nothing is sampled from here to `finish`; what is under way is kept.
+        """
+        self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
             self.group = self._meet()
-        self.server.start_update(self.options.timeout)
+        seconds = remaining(self.deadline)
+        is_open = self.server.call("GET", "/is_paused", seconds, Paused).is_paused
+        self._post("/pause?mode=keep")
+        # A trainer that died in the middle left an update open, with layers half loaded. vLLM
+        # begins none beside it, or adds to those layers: only a finish puts them back.
+        if is_open:
+            with suppress(ServerError):
+                self._post("/start_weight_update")
+            self._post("/finish_weight_update", {"weight_version": "left-in-the-middle"})
+        self._post("/start_weight_update")
 
     def send(self, tensors: Named) -> None:
-        group, seconds = self.group, self.options.timeout
+        """Broadcast tensors, and return when the server has loaded them."""
+        group = self.group
         sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
-        self.server.announce(tensors, seconds)
-        sent.result(seconds)
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+        }
+        self._post("/update_weights", {"update_info": info})
+        sent.result(remaining(self.deadline))
 
     def finish(self, label: str) -> None:
-        self.server.finish_update(label, self.options.timeout)
+        self._post("/finish_weight_update", {"weight_version": label})
+        self._post("/resume")
         if self.error is not None:
             log.warning("%s takes part again", self.server.url)
         self.label, self.error = label, None
@@ -59,33 +125,38 @@ class Link:
 
     def leave_out(self, error: Exception) -> None:
         """Until it has been met anew and has the weights."""
+        if not isinstance(error, EngineError):  # of the group, or the wait for it
+            error = ServerError(f"{self.server.url}: sending weights: {reason(error)}")
         if self.error is None:
-            log.warning("%s is left out: %s", self.server.url, said(error))
+            log.warning("%s is left out: %s", self.server.url, error)
         self.group = self.label = None
         self.error = error
 
+    def _post(self, path: str, body: Any = None) -> None:
+        self.server.call("POST", path, remaining(self.deadline), Reply, body)
+
     def _meet(self) -> Group:
         address, seconds = self.options.address, self.options.timeout
-        world_size = 1 + self.server.world_size()
-        listener = socket.create_server((address, 0))
+        size = self.server.call("GET", "/get_world_size", CHECK_S, WorldSize).world_size + 1
+        try:
+            listener = socket.create_server((address, 0))
+        except OSError as error:
+            expected = "expected an address of this machine"
+            raise ValueError(
+                f"rollout.vllm.address: {expected}, came {address}: {reason(error)}"
+            ) from error
         port = listener.getsockname()[1]
-        where = {
-            "master_address": address, "master_port": port, "world_size": world_size,
-            "rank_offset": 1,
+        where: dict[str, Any] = {
+            "master_address": address, "master_port": port, "world_size": size, "rank_offset": 1,
         }  # fmt: skip
         if self.backend == "nccl":
             listener.close()  # vLLM opens its own
-            nccl = partial(NCCLGroup, address, port, world_size, self.device)
-            meeting: Any = started(nccl)
+            meeting: Any = started(partial(NCCLGroup, address, port, size, self.device))
         else:
             where["seconds"] = seconds
-            meeting = started(lambda: GlooGroup(address, port, 0, world_size, seconds, listener))
-        self.server.meet(where, seconds)
-        return meeting.result(seconds)
-
-
-def said(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else reason(error)
+            meeting = started(lambda: GlooGroup(address, port, 0, size, seconds, listener))
+        self._post("/init_weight_transfer_engine", {"init_info": where})
+        return meeting.result(remaining(self.deadline))
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
@@ -94,7 +165,7 @@ def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
     def succeeds(link: Link) -> bool:
         try:
             action(link)
-        except (RuntimeError, TimeoutError) as error:  # of the server, the group, or the wait
+        except (RuntimeError, OSError) as error:  # of the server, the group, or the wait
             link.leave_out(error)
             return False
         return True

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
+import re
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+URL = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+):([0-9]{1,5})/*", re.I | re.A)
+LOOPBACK = ip_address("127.0.0.1")
 
 
 class VLLMOptions(BaseModel):
@@ -24,34 +28,50 @@ class VLLMOptions(BaseModel):
     timeout: float = Field(600.0, gt=0, le=1e6)  # seconds for the answers of a batch, or a transfer
     patience: float = Field(300.0, ge=0, le=1e6)  # seconds a server that is gone is waited for
 
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_urls(cls, given: Any) -> Any:
+        """A refusal of the field alone would quote it, and a URL may hold a password."""
+        if not isinstance(given, dict) or "urls" not in given:
+            return given
+        urls = given["urls"] if isinstance(given["urls"], list | tuple) else [None]
+        found = [URL.fullmatch(url) if isinstance(url, str) else None for url in urls]
+        if not all(one and 0 < int(one[3]) < 1 << 16 for one in found):
+            expected = "expected http://host:port and nothing else, in a list"
+            raise ValueError(f"urls: {expected} (not shown: it may hold a password)")
+        plain = [f"{one[1]}://{one[2]}:{int(one[3])}".lower() for one in found if one]
+        return given | {"urls": plain}
+
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
-        for url in self.urls:
-            host = host_of(url)
-            if not is_loopback(host) and is_loopback(self.address):
+        places = [(address_of(host_of(url)), url.rpartition(":")[2]) for url in self.urls]
+        for host, _ in places:
+            if not is_loopback(str(host)) and is_loopback(self.address):
                 expected = f"expected an address of this machine that {host} can reach"
                 raise ValueError(f"address: {expected}, came {self.address}")
-        if len(set(self.urls)) < len(self.urls):
+        if len(set(places)) < len(places):
             raise ValueError(f"urls: expected every server once, came {', '.join(self.urls)}")
         return self
 
 
 def host_of(url: str) -> str:
-    """The host of a server's URL. Raises ValueError for anything that is not http(s)://host:port"""
+    """The host of a URL that the options hold."""
+    return url.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def address_of(host: str) -> IPv4Address | IPv6Address | str:
+    """An address in one spelling, or a name as it is. Nothing is looked up."""
+    host = host.rstrip(".").lower()
     try:
-        parts = urlsplit(url)
-        needed = (parts.scheme in ("http", "https"), parts.hostname, parts.port)
-        others = (parts.path.rstrip("/"), parts.query, parts.username)
-        fits = all(needed) and not any(others)
-    except ValueError:  # a port that is no number
-        fits = False
-    if not fits:
-        raise ValueError(f"urls: expected http://host:port, came {url!r}")
-    return str(parts.hostname)
+        found: Any = ip_address(socket.inet_aton(host))  # 127.1 and 0x7f000001, too
+    except OSError:
+        try:
+            found = ip_address(host)
+        except ValueError:
+            return LOOPBACK if host == "localhost" else host
+    found = getattr(found, "ipv4_mapped", None) or found
+    return LOOPBACK if found.is_unspecified or str(found) == "::1" else found
 
 
 def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return getattr(address_of(host), "is_loopback", False)

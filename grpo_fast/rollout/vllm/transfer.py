@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -58,6 +59,55 @@ def _stored(lm: Any) -> dict[str, Tensor]:
                     value = value + module.get_delta_weight(adapter)
         state[f"{owner}.{leaf}" if owner else leaf] = value
     return revert_weight_conversion(lm, state)
+
+
+def dtype_of(policy: Any) -> str:
+    """What the policy computes in, as vLLM calls it."""
+    return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
+
+
+def check_shapes(lm: Any, served: str, url: str) -> None:
+    """Raise a ValueError for a server whose model has other layers, or other shapes, than `lm`.
+
+    Only what both name alike is compared; vLLM fuses some linear layers under names of its own.
+
+    served: vLLM's account of its model, such as `(o_proj): RowParallelLinear(in_features=64, …)`.
+    """
+    ours = {n.replace(".base_layer", ""): tuple(p.shape) for n, p in lm.state_dict().items()}
+    path: list[str] = []
+    layers: dict[str, int] = {}  # how many a list of modules has
+    for depth, name, text in re.findall(r"^((?:  )+)\(([\w, -]+)\): (.*)", served, re.M):
+        first, last = re.findall(r"^\d+|$", name)[0], re.findall(r"\d*$", name)[0]
+        path = [*path[: len(depth) // 2 - 1], first or name]  # a line stands for all layers alike
+        if first:
+            parent = ".".join(path[:-1])
+            layers[parent] = max(layers.get(parent, 0), int(last) + 1)
+        here = ours.get(".".join((*path, "weight")), ())
+        there = sorted(_weight_shape(text))
+        if len(here) == len(there) == 2 and sorted(here) != there:
+            raise ValueError(_OTHER.format(url, ".".join(path), there, sorted(here)))
+    for parent, count in layers.items():
+        own = {n[len(parent) + 1 :].partition(".")[0] for n in ours if n.startswith(f"{parent}.")}
+        if own and len(own) != count:
+            raise ValueError(_OTHER.format(url, parent, count, len(own)))
+
+
+_OTHER = (
+    "rollout.vllm.urls: expected a server of this run's model, {} has another: {} is {} there, "
+    "{} here"
+)
+
+
+def _weight_shape(text: str) -> list[int]:
+    """That of a layer's whole weight, as vLLM describes its part of it; [] where it does not."""
+    size = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+    if "embedding_dim" in size:
+        return [size.get("org_vocab_size", size["num_embeddings"]), size["embedding_dim"]]
+    if "in_features" not in size:
+        return []
+    divided = "in_features" if text.startswith("RowParallel") else "output_features"
+    size[divided] *= size.get("tp_size", 1)
+    return [size["output_features"], size["in_features"]]
 
 
 # ----------------------------------------------------------------------------------------- groups

@@ -1,4 +1,4 @@
-"""Faults that a stand-in of a vLLM server plays: none is accepted, none hangs, each is a sentence."""
+"""Faults that a stand-in of a vLLM server plays: none is accepted, hangs or is a traceback."""
 
 from __future__ import annotations
 
@@ -272,6 +272,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 WAITED_FOR = {  # the others are refused at once
     "blanks in chunks", "100 without end", "a byte now and then",
     "a byte of a header now and then", "a byte of an update now and then", "busy for ever",
+    "busy for an hour",
 }  # fmt: skip
 
 

@@ -45,13 +45,13 @@ class StandIn:
         self.faults: dict[str, Any] = {}
         self.calls: Counter[str] = Counter()
         self.prompts: list[list[int]] = []
-        self.mode, self.dtype, self.backend = "processed_logprobs", "torch.float32", "gloo"
+        self.mode, self.dtype = "processed_logprobs", "torch.float32"
         self.start()
 
     def start(self) -> None:
         """Anew, at the same port, with the weights it was made with."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
-        self.is_paused = False
+        self.is_paused, self.versions = False, []  # that updates were finished with
         self.group: GlooGroup | None = None
         self.ended, self.lock = threading.Event(), threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
@@ -85,8 +85,7 @@ class StandIn:
 
     def on_server_info(self) -> dict[str, Any]:
         model = {"logprobs_mode": self.mode, "dtype": self.dtype}
-        transfer = {"backend": self.backend}
-        return {"vllm_config": {"model_config": model, "weight_transfer_config": transfer}}
+        return {"vllm_config": {"model_config": model}}
 
     def on_collective_rpc(self, method: str) -> dict[str, Any]:
         """vLLM's account of its model, of one layer."""
@@ -134,6 +133,7 @@ class StandIn:
         if not self.is_updating:
             raise RuntimeError("finish_weight_update called without start_weight_update")
         self.version, self.is_updating = weight_version, False
+        self.versions.append(weight_version)
         return {}
 
     def on_inference_v1_generate(

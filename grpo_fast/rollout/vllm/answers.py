@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_fast.rollout.engine import (
     EOS,
@@ -37,8 +37,10 @@ class StaleWeights(ServerError):
 
 
 # ------------------------------------------------------------------------------------ schema
+FAST = Field(fail_fast=True)  # one error of a list is enough
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
-Ids = Annotated[list[Id], Field(fail_fast=True)]
+Ids = Annotated[list[Id], FAST]
+CONFIG, CONTENT = ("vllm_config", "model_config"), ("logprobs", "content")
 
 
 class Reply(BaseModel):
@@ -65,44 +67,35 @@ class Results(Reply):
     results: list[str] = Field(min_length=1)
 
 
-class ServerInfo(Reply):
-    class Settings(Reply):
-        class Model(Reply):
-            logprobs_mode: str
-            dtype: str
+class ModelInfo(Reply):
+    """The part `vllm_config.model_config` of /server_info."""
 
-        class Transfer(Reply):
-            backend: str
+    logprobs_mode: str = Field(validation_alias=AliasPath(*CONFIG, "logprobs_mode"))
+    dtype: str = Field(validation_alias=AliasPath(*CONFIG, "dtype"))
 
-        served: Model = Field(alias="model_config")
-        weight_transfer_config: Transfer | None = None
 
-    vllm_config: Settings
+class Token(Reply):
+    token_id: Id
+    logprob: float
+
+
+class Span(Reply):
+    """Which weights sampled the tokens from `start` to `end`."""
+
+    version: str
+    start: int
+    end: int
 
 
 class Choice(Reply):
-    """One completion, in-process or from a server."""
-
-    class Logprobs(Reply):
-        class Token(Reply):
-            token_id: Id
-            logprob: float
-
-        content: Annotated[list[Token], Field(fail_fast=True)]
-
-    class Span(Reply):
-        """Which weights sampled the tokens from `start` to `end`."""
-
-        version: str
-        start: int
-        end: int
+    """One completion, in-process or from a server; one that was aborted has no content."""
 
     index: int
     finish_reason: str
     token_ids: Ids
-    logprobs: Logprobs | None
+    content: Annotated[list[Token], FAST] = Field([], validation_alias=AliasPath(*CONTENT))
     weight_versions: list[Span] | None
-    sampling_mask: Annotated[list[Ids], Field(fail_fast=True)] | None = None  # what each was drawn from
+    sampling_mask: Annotated[list[Ids], FAST] | None = None  # what each token was drawn from
 
 
 class Choices(Reply):
@@ -167,24 +160,19 @@ class Asked(NamedTuple):
 
         Raises:
             ServerError: one was left unfinished, or sampled with other weights (StaleWeights).
-            BadAnswer, NonFiniteLogits, ValueError: see `completion`.
+            BadAnswer: tokens and log-probabilities that do not fit, or an end that is none.
+            NonFiniteLogits: a log-probability that is no number.
+            ValueError: vLLM's max_model_len cut a completion off.
         """
         choices = sorted(found.choices, key=lambda choice: choice.index)
         if any(choice.finish_reason in ("abort", "error") for choice in choices):
             raise ServerError(f"{where}: the server left a completion unfinished")
-        if [choice.index for choice in choices] != list(range(count)):
-            indices = [choice.index for choice in choices][:8]
-            raise BadAnswer(f"{where}: expected completions 0 to {count - 1}, got {indices}")
-        return [self.completion(choice, where) for choice in choices]
+        indices = [choice.index for choice in choices]
+        if indices != list(range(count)):
+            raise BadAnswer(f"{where}: expected completions 0 to {count - 1}, got {indices[:8]}")
+        return [self._completion(choice, where) for choice in choices]
 
-    def completion(self, choice: Choice, where: str) -> Completion:
-        """One of them.
-
-        Raises:
-            BadAnswer: tokens and log-probabilities that do not fit, or an end that is none.
-            NonFiniteLogits: a log-probability that is no number.
-            ValueError: vLLM's max_model_len cut the completion off.
-        """
+    def _completion(self, choice: Choice, where: str) -> Completion:
         ids, limit = choice.token_ids, self.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
         if not ids or len(ids) > limit or ends[:1] not in ([], [len(ids) - 1]):
@@ -200,8 +188,7 @@ class Asked(NamedTuple):
         if not ends and len(ids) < limit:
             expected = "expected room for a prompt and rollout.max_new_tokens"
             raise ValueError(f"{where}: max_model_len: {expected}, it cut off after {len(ids)}")
-        logps = self._logps(choice, where)
-        kept = self._kept(choice, where)
+        logps, kept = self._logps(choice, where), self._kept(choice, where)
         return Completion(ids, logps, EOS if ends else LENGTH, self.version, kept)
 
     def _check_weights(self, choice: Choice, where: str) -> None:
@@ -215,11 +202,11 @@ class Asked(NamedTuple):
             raise StaleWeights(f"{where}: {expected}, got some by {others[0]}")
 
     def _logps(self, choice: Choice, where: str) -> torch.Tensor:  # (n,) fp32
-        content = choice.logprobs.content if choice.logprobs else []
-        if [token.token_id for token in content] != choice.token_ids:
+        ids = [token.token_id for token in choice.content]
+        if ids != choice.token_ids:
             expected = f"expected a log-probability of each of the {len(choice.token_ids)} tokens"
-            raise BadAnswer(f"{where}: {expected}, got {len(content)}, or those of others")
-        logps = [token.logprob for token in content]
+            raise BadAnswer(f"{where}: {expected}, got {len(ids)}, or those of others")
+        logps = [token.logprob for token in choice.content]
         if not all(logp > CLAMPED for logp in logps):
             raise NonFiniteLogits(f"the policy's logits are NaN or infinite, says {where}")
         if max(logps) > ROUNDING:

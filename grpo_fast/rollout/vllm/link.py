@@ -15,14 +15,7 @@ import torch
 
 from grpo_fast.data import reason
 from grpo_fast.rollout.engine import EngineError
-from grpo_fast.rollout.vllm.answers import (
-    Paused,
-    Reply,
-    Results,
-    ServerError,
-    ServerInfo,
-    WorldSize,
-)
+from grpo_fast.rollout.vllm.answers import ModelInfo, Paused, Reply, Results, ServerError, WorldSize
 from grpo_fast.rollout.vllm.http import CHECK_S, LOGPROBS, Server, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import (
@@ -55,28 +48,21 @@ class Link:
 
     def check(self, policy: Any) -> None:
         """Raise for a server that these weights cannot be sent to; it is left as it is."""
-        url, seconds = self.server.url, 6 * CHECK_S
-        path = "/server_info?config_format=json"
-        info = self.server.call("GET", path, seconds, ServerInfo).vllm_config
+        url, call = self.server.url, partial(self.server.call, seconds=6 * CHECK_S)
+        info = call("GET", "/server_info?config_format=json", kind=ModelInfo)
         self.server.weight_version()
-        mode, transfer = info.served.logprobs_mode, info.weight_transfer_config
-        if mode != LOGPROBS:
+        if info.logprobs_mode != LOGPROBS:
             expected = f"expected a server with --logprobs-mode {LOGPROBS}"
-            raise ValueError(f"rollout.vllm.urls: {expected}, {url} has {mode[:40]}")
-        if transfer is None or transfer.backend != self.backend:
-            came = "none" if transfer is None else transfer.backend[:40]
-            raise ValueError(
-                f"rollout.vllm.transfer: {self.backend} from this trainer, {url} has {came}: "
-                f'--weight-transfer-config \'{{"backend": "{self.backend}"}}\''
-            )
+            came = info.logprobs_mode[:40]
+            raise ValueError(f"rollout.vllm.urls: {expected}, {url} has {came}")
         body = {"method": "get_model_inspection"}
-        results = self.server.call("POST", "/collective_rpc", seconds, Results, body).results
-        check_shapes(policy.lm, results[0], url)
-        ours, theirs = dtype_of(policy), info.served.dtype.removeprefix("torch.")[:40]
+        served = call("POST", "/collective_rpc", kind=Results, body=body).results[0]
+        check_shapes(policy.lm, served, url)
+        ours, theirs = dtype_of(policy), info.dtype.removeprefix("torch.")[:40]
         if ours != theirs:
             log.warning(
-                "%s samples in %s, the trainer computes in %s: their log-probabilities differ; "
-                "--dtype %s of the server makes them one", url, theirs, ours, ours,
+                "%s samples in %s, the trainer computes in %s: start it with --dtype %s, or their "
+                "log-probabilities differ", url, theirs, ours, ours,
             )  # fmt: skip
 
     # ------------------------------------------------------------------------------- weights

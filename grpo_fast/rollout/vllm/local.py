@@ -88,19 +88,17 @@ class VLLMEngine(Engine):
 
 def _as_served(output: Any) -> dict[str, Any]:
     """A prompt's completions in the form that a server gives them."""
-    return {"choices": [
-        {
+    choices = []
+    for one in output.outputs:
+        steps = zip(one.token_ids, one.logprobs, strict=True)
+        content = [{"token_id": t, "logprob": step[t].logprob} for t, step in steps]
+        choices.append({
             "index": one.index, "finish_reason": one.finish_reason,
-            "token_ids": list(one.token_ids),
-            "logprobs": {"content": [
-                {"token_id": token, "logprob": step[token].logprob}
-                for token, step in zip(one.token_ids, one.logprobs, strict=True)
-            ]},
+            "token_ids": list(one.token_ids), "logprobs": {"content": content},
             "weight_versions": [vars(span) for span in one.weight_versions or ()],
             "sampling_mask": one.sampling_mask and one.sampling_mask.token_ids,
-        }
-        for one in output.outputs
-    ]}  # fmt: skip
+        })  # fmt: skip
+    return {"choices": choices}
 
 
 def build(policy: Any, options: Any) -> VLLMEngine:

@@ -71,43 +71,35 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
 
     Only what both name alike is compared; vLLM fuses some linear layers under names of its own.
 
-    served: vLLM's account of its model, such as `(o_proj): RowParallelLinear(in_features=64, …)`.
+    served: vLLM's account of its model, such as `(o_proj): RowParallelLinear(in_features=64, …`.
     """
-    ours = {n.replace(".base_layer", ""): tuple(p.shape) for n, p in lm.state_dict().items()}
+    ours = {n.replace(".base_layer", ""): sorted(p.shape) for n, p in lm.state_dict().items()}
     path: list[str] = []
-    layers: dict[str, int] = {}  # how many a list of modules has
+    found: dict[str, tuple[Any, Any]] = {}  # name → theirs, ours
     for depth, name, text in re.findall(r"^((?:  )+)\(([\w, -]+)\): (.*)", served, re.M):
-        first, last = re.findall(r"^\d+|$", name)[0], re.findall(r"\d*$", name)[0]
-        path = [*path[: len(depth) // 2 - 1], first or name]  # a line stands for all layers alike
-        if first:
+        numbers = re.findall(r"\d+", name) if name[0].isdigit() else []  # of layers all alike
+        path = [*path[: len(depth) // 2 - 1], numbers[0] if numbers else name]
+        if numbers:
             parent = ".".join(path[:-1])
-            layers[parent] = max(layers.get(parent, 0), int(last) + 1)
+            count = max(int(numbers[-1]) + 1, found.get(parent, (0, 0))[0])
+            own = {n[len(parent) + 1 :].partition(".")[0] for n in ours if f"{parent}." in n}
+            found[parent] = count, len(own)
+        size = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+        divided = "in_features" if text.startswith("RowParallel") else "output_features"
+        size[divided] = size.get(divided, 0) * size.get("tp_size", 1)
+        rows = (
+            size.get("org_vocab_size")
+            or size.get("num_embeddings")
+            or size.get("output_features", 0)
+        )
+        theirs = sorted((rows, size.get("embedding_dim") or size.get("in_features", 0)))
         here = ours.get(".".join((*path, "weight")), ())
-        there = sorted(_weight_shape(text))
-        if len(here) == len(there) == 2 and sorted(here) != there:
-            raise ValueError(_OTHER.format(url, ".".join(path), there, sorted(here)))
-    for parent, count in layers.items():
-        own = {n[len(parent) + 1 :].partition(".")[0] for n in ours if n.startswith(f"{parent}.")}
-        if own and len(own) != count:
-            raise ValueError(_OTHER.format(url, parent, count, len(own)))
-
-
-_OTHER = (
-    "rollout.vllm.urls: expected a server of this run's model, {} has another: {} is {} there, "
-    "{} here"
-)
-
-
-def _weight_shape(text: str) -> list[int]:
-    """That of a layer's whole weight, as vLLM describes its part of it; [] where it does not."""
-    size = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
-    if "embedding_dim" in size:
-        return [size.get("org_vocab_size", size["num_embeddings"]), size["embedding_dim"]]
-    if "in_features" not in size:
-        return []
-    divided = "in_features" if text.startswith("RowParallel") else "output_features"
-    size[divided] *= size.get("tp_size", 1)
-    return [size["output_features"], size["in_features"]]
+        if theirs[0] and len(here) == 2:
+            found[".".join(path)] = theirs, here
+    for name, (there, here) in found.items():
+        if there != here and here:
+            expected = "rollout.vllm.urls: expected a server of this run's model"
+            raise ValueError(f"{expected}, {url} has another: {name} is {there} there, {here} here")
 
 
 # ----------------------------------------------------------------------------------------- groups

@@ -204,7 +204,9 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "version of another run": (GENERATE, spans(("other-3", 0, 1))),
     "version in words": (GENERATE, spans(("words", 0, 1))),
     "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
+    "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),
     "versions of a part": (GENERATE, spans(("now", 0, 0.5))),
+    "versions that go back": (GENERATE, spans(("now", 0, 2), ("now", 2, 1))),
     "versions that overlap": (GENERATE, spans(("now", 0, 1), ("now", 0, 1))),
     # what was kept
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
@@ -217,6 +219,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
     "mask too short": (GENERATE, choice(sampling_mask=[])),
     # bodies
+    "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
     "deep JSON": (GENERATE, answer(DEEP)),
     "HTML": (GENERATE, answer(b"<html>")),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
@@ -260,6 +263,9 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "weight_version null": ("/weight_info", answer({"weight_version": None})),
     "vllm_config null": (INFO, answer({"vllm_config": None})),
     "vllm_config a text": (INFO, answer({"vllm_config": "model='m'"})),
+    "logprobs_mode of control characters": (
+        INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
+    ),
     "model_config null": (INFO, answer({"vllm_config": {"model_config": None}})),
     "no dtype": (INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "raw"}}})),
     "is_paused 'no'": ("/is_paused", answer({"is_paused": "no"})),

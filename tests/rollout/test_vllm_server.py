@@ -663,6 +663,7 @@ def test_a_server_that_is_not_there(policy, server):
         ({"urls": ["http://127.0.0.1:0"]}, "expected http://host:port"),
         ({"urls": ["http://127.0.0.1:65536"]}, "expected http://host:port"),
         ({"urls": ["http://10.0.0.7:8000"]}, "address: expected .* that 10.0.0.7 can reach"),
+        ({"address": ""}, "at least 1 character"),
         ({"timeout": 0}, "greater than 0"),
         ({"url": "http://localhost:1"}, "Extra inputs"),
     ],

@@ -64,7 +64,7 @@ class WorldSize(Reply):
 class Results(Reply):
     """Of a method that each worker of a server has run."""
 
-    results: list[str] = Field(min_length=1)
+    results: list[str] = Field(min_length=1, fail_fast=True)
 
 
 class ModelInfo(Reply):
@@ -94,12 +94,12 @@ class Choice(Reply):
     finish_reason: str
     token_ids: Ids
     content: Annotated[list[Token], FAST] = Field([], validation_alias=AliasPath(*CONTENT))
-    weight_versions: list[Span] | None
+    weight_versions: Annotated[list[Span], FAST] | None
     sampling_mask: Annotated[list[Ids], FAST] | None = None  # what each token was drawn from
 
 
 class Choices(Reply):
-    choices: list[Choice]
+    choices: Annotated[list[Choice], FAST]
 
 
 R = TypeVar("R", bound=Reply)
@@ -194,9 +194,10 @@ class Asked(NamedTuple):
     def _check_weights(self, choice: Choice, where: str) -> None:
         spans = choice.weight_versions or []
         edges = [0, *(span.end for span in spans)]
-        if [span.start for span in spans] != edges[:-1] or edges[-1] != len(choice.token_ids):
+        is_whole = edges == sorted(edges) and edges[-1] == len(choice.token_ids)
+        if [span.start for span in spans] != edges[:-1] or not is_whole:
             raise BadAnswer(f"{where}: expected to be told the weights of every token")
-        others = [span.version[:40] for span in spans if span.version != self.label]
+        others = [repr(span.version[:40]) for span in spans if span.version != self.label]
         if others:
             expected = f"expected completions by the weights {self.label}"
             raise StaleWeights(f"{where}: {expected}, got some by {others[0]}")

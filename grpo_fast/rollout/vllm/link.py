@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_fast.data import reason
+from grpo_fast.data import escape_control, reason
 from grpo_fast.rollout.engine import EngineError
 from grpo_fast.rollout.vllm.answers import ModelInfo, Paused, Reply, Results, ServerError, WorldSize
 from grpo_fast.rollout.vllm.http import CHECK_S, LOGPROBS, Server, remaining
@@ -53,12 +53,12 @@ class Link:
         self.server.weight_version()
         if info.logprobs_mode != LOGPROBS:
             expected = f"expected a server with --logprobs-mode {LOGPROBS}"
-            came = info.logprobs_mode[:40]
+            came = escape_control(info.logprobs_mode[:40])
             raise ValueError(f"rollout.vllm.urls: {expected}, {url} has {came}")
         body = {"method": "get_model_inspection"}
         served = call("POST", "/collective_rpc", kind=Results, body=body).results[0]
         check_shapes(policy.lm, served, url)
-        ours, theirs = dtype_of(policy), info.dtype.removeprefix("torch.")[:40]
+        ours, theirs = dtype_of(policy), escape_control(info.dtype[:40]).removeprefix("torch.")
         if ours != theirs:
             log.warning(
                 "%s samples in %s, the trainer computes in %s: start it with --dtype %s, or their "

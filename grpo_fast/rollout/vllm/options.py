@@ -24,7 +24,8 @@ class VLLMOptions(BaseModel):
     urls: list[str] = Field(default_factory=list)
     # how weights reach them; auto: nccl from a GPU, else gloo
     transfer: Literal["auto", "nccl", "gloo"] = "auto"
-    address: str = "127.0.0.1"  # of this machine, as the servers reach it
+    # of this machine, as the servers reach it
+    address: str = Field("127.0.0.1", min_length=1)
     timeout: float = Field(600.0, gt=0, le=1e6)  # seconds for the answers of a batch, or a transfer
     patience: float = Field(300.0, ge=0, le=1e6)  # seconds a server that is gone is waited for
 

@@ -201,7 +201,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "version a number": (GENERATE, choice(weight_versions=[{"version": 3, "start": 0, "end": 6}])),
     "version of the past": (GENERATE, spans(("past", 0, 1))),
     "version of the future": (GENERATE, spans(("future", 0, 1))),
-    "version of another run": (GENERATE, spans(("other-3", 0, 1))),
+    "version of another run": (GENERATE, spans(("01234567-3", 0, 1))),
     "version in words": (GENERATE, spans(("words", 0, 1))),
     "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
     "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),

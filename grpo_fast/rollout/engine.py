@@ -29,8 +29,8 @@ EngineName = Literal["transformers", "continuous", "vllm", "vllm-server"]
 BUILDERS: dict[str, str] = {
     "transformers": "grpo_fast.rollout.hf:TransformersEngine",
     "continuous": "grpo_fast.rollout.continuous:ContinuousEngine",
-    "vllm": "grpo_fast.rollout.vllm:build",
-    "vllm-server": "grpo_fast.rollout.vllm_server:build",
+    "vllm": "grpo_fast.rollout.vllm.local:build",
+    "vllm-server": "grpo_fast.rollout.vllm.servers:build",
 }
 
 Seed = int | tuple[int | str, ...]

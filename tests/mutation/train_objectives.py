@@ -46,7 +46,7 @@ MUTANTS = [
     Mutant("exact-kl-excluded-columns", DOOR,
            ".masked_fill_(p == 0, 0.0)", ".masked_fill_(p < 0, 0.0)",
            "a token of probability 0 makes the row NaN", "exact_kl"),
-    Mutant("policy-callers-autocast", "grpo_fast/train/policy.py",
+    Mutant("policy-callers-autocast", "grpo_fast/train/models/policy.py",
            "enabled=on)", "enabled=on) if on else nullcontext()",
            "a caller's autocast reaches the policy and its self-check", "policy"),
     Mutant("exact-kl-cancels", DOOR,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling, awake
 from grpo_fast.rollout.hf import TransformersEngine
-from grpo_fast.rollout.vllm import VLLMEngine, build
-from grpo_fast.rollout.vllm_options import VLLMOptions
-from grpo_fast.rollout.vllm_sampling import BadAnswer
+from grpo_fast.rollout.vllm.answers import StaleWeights
+from grpo_fast.rollout.vllm.local import VLLMEngine, build
+from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_policy
 
@@ -69,15 +69,15 @@ class StandIn:
             found = engine.generate(
                 [prompt["prompt_token_ids"]], sampling, group_size=wanted.n, seed=wanted.seed
             )
-            yield SimpleNamespace(outputs=[self.output(one) for one in found])
+            yield SimpleNamespace(outputs=[self.output(*one) for one in enumerate(found)])
 
-    def output(self, one):
+    def output(self, index, one):
         pairs = zip(one.ids, one.logps.tolist(), strict=True)
         logps = [{t: SimpleNamespace(logprob=self.logp or x)} for t, x in pairs]
         return SimpleNamespace(
-            token_ids=tuple(one.ids), logprobs=logps, sampling_mask=None,
+            index=index, token_ids=tuple(one.ids), logprobs=logps, sampling_mask=None,
             finish_reason="stop" if one.finish_reason == "eos" else "length",
-            weight_versions=[SimpleNamespace(version=self.version)],
+            weight_versions=[SimpleNamespace(version=self.version, start=0, end=len(one.ids))],
         )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def test_completions_by_other_weights_are_refused(policy, vllm):
     engine = VLLMEngine(policy, llm := StandIn(), 0)
     with awake(engine, policy, 3):
         llm.version = "2"
-        with pytest.raises(BadAnswer, match="expected weights 3, got those of 2"):
+        with pytest.raises(StaleWeights, match="by the weights 3, got some by .2"):
             generate(policy, engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,11 +20,13 @@ import torch
 from grpo_fast import rollout as rollouts
 from grpo_fast.data import load_examples
 from grpo_fast.rollout import EngineError, awake, build_engine
-from grpo_fast.rollout.vllm_http import ServerError
+from grpo_fast.rollout.vllm.answers import Reply, ServerError
+from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.update.batch import MicroBatch
+from tests.command_line import invoke
 from tests.train.resuming import result
 
 pytestmark = pytest.mark.skipif(
@@ -56,6 +59,13 @@ def spoil(policy: Any) -> None:
                 torch.nn.init.normal_(parameter, std=0.1)
 
 
+def readme_words() -> list[str]:
+    """What the README says behind `vllm serve MODEL`, for weights by gloo."""
+    said = (Path(rollouts.__file__).parent / "README.md").read_text()
+    command = said.partition("vllm serve MODEL ")[2].partition("\ngrpo-fast")[0]
+    return shlex.split(command.replace("\\\n", " ").replace("nccl", "gloo"))
+
+
 class Process:
     """A vLLM server of this machine in a process group of its own, as the README starts it."""
 
@@ -67,10 +77,8 @@ class Process:
 
     def start(self) -> None:
         words = [
-            "--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port),
-            "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
-            "--weight-transfer-config", '{"backend": "gloo"}',
-            "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32",
+            *readme_words(), "--model", str(self.model), "--port", str(self.port),
+            "--enforce-eager", "--max-num-seqs", "32",
         ]  # fmt: skip
         with (self.model.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -156,7 +164,7 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
     with build_engine(policy, options) as engine:
         engine.update(policy, 7)
         other = {"new_version": "somebody-else's"}
-        engine.links[0].server.call("POST", "/update_weight_version", 10, other)
+        engine.links[0].server.call("POST", "/update_weight_version", 10, Reply, other)
         rollout = generate(policy, engine, options)
         assert rollout.weight_versions == [7] * 12 and difference(policy, rollout) < EXACT
     assert "expected completions by the weights" in caplog.text
@@ -167,12 +175,12 @@ def in_the_middle(engine: Any, action: Any) -> None:
     server, lock, sent = engine.links[0].server, threading.Lock(), []
     ask = server.generate
 
-    def generate(prompt: Any, wanted: Any, seconds: float) -> Any:
+    def generate(*question: Any) -> Any:
         with lock:
-            sent.append(prompt)
+            sent.append(question)
             if len(sent) == len(PROMPTS):
                 action()
-        return ask(prompt, wanted, seconds)
+        return ask(*question)
 
     server.generate = generate
 
@@ -211,6 +219,69 @@ def test_a_server_killed_in_the_middle_is_an_error_then_restarted_it_is_asked_ag
         rollout = generate(policy, engine, options, max_new_tokens=200)
         assert len(rollout.texts) == 12 and rollout.weight_versions == [3] * 12
         assert difference(policy, rollout) < EXACT
+
+
+def test_the_readmes_command_serves_the_trainers_dtype(server, options, caplog):
+    build_engine(policy_of(), options)
+    assert "samples in" not in caplog.text
+    half = policy_of()
+    half.lm.bfloat16()
+    build_engine(half, options)
+    assert "samples in float32, the trainer computes in bfloat16" in caplog.text
+
+
+def test_a_server_of_another_model_stays_as_it_is(server, options, tmp_path):
+    """Also when the doctor is asked about it."""
+    policy = policy_of()
+    with build_engine(policy, options) as engine:
+        engine.update(policy, 5)
+        for size in ("num_hidden_layers=1", "hidden_size=32", "intermediate_size=64"):
+            config = load_recipe("sort", [*SORT, f"model.config.{size}"])
+            other = load_policy(config.model, policy.tokenizer)
+            with pytest.raises(ValueError, match=f"this run's model, {server.url} has another"):
+                build_engine(other, options)
+        other.save(tmp_path / "other")
+        said = invoke("doctor", str(tmp_path / "other"), server.url, "self_tests=false")
+        assert said.exit_code and f"{server.url} has another" in said.output
+        sent = engine.links[0].server.weight_version()
+        rollout = generate(policy, engine, options)
+        assert sent == engine.label and difference(policy, rollout) < EXACT
+
+
+KILLED = """
+import os, signal, sys, time
+from grpo_fast.rollout.vllm import link, transfer
+from grpo_fast.train import loop
+from grpo_fast.train.config.recipes import load_recipe
+transfer.BUCKET, sent, send = 1, [], link.Link.send
+def send_or_die(self, tensors):
+    sent.append(tensors)
+    if len(sent) == int(sys.argv[1]):
+        if sys.argv[2] == "waiting":  # the server for a tensor that never comes
+            self.group.broadcast = lambda tensor: time.sleep(99)
+            transfer.started(lambda: send(self, tensors))
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(self, tensors)
+link.Link.send = send_or_die
+loop.train(load_recipe("sort", sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize("server_is", ["idle", "waiting"])
+def test_a_trainer_killed_in_mid_transfer_then_resumed(server, tmp_path, server_is):
+    words = [
+        *SORT, "steps=4", "rollout.engine=vllm-server", f"rollout.vllm.urls=[{server.url}]",
+        "rollout.vllm.timeout=60", "rollout.vllm.patience=5", "checkpoint.every=1",
+        "log.progress=false", "data.n_test=8", f"output_dir={tmp_path / 'run'}",
+        "log.completions_every=0",
+    ]  # fmt: skip
+    count = sum(len(bucket) for bucket in buckets(policy_of()))
+    third = str(2 * count + count // 2)  # in the middle of the third update
+    done = subprocess.run([sys.executable, "-c", KILLED, third, server_is, *words], timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    found = run_of(tmp_path / "run", *words[:-2], "resume=auto")
+    assert len(rewards(found)) == 4
 
 
 def run_of(folder: Path, *words: str) -> dict[str, Any]:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from json import dumps
 
+import peft
 import pytest
 import torch
+import transformers
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import NonFiniteLogits, Sampling, vllm_server, vllm_weights
+from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.engine import say_that_kept_is_unknown
-from grpo_fast.rollout.vllm_http import ServerError
-from grpo_fast.rollout.vllm_options import VLLMOptions
-from grpo_fast.rollout.vllm_sampling import BadAnswer
-from grpo_fast.rollout.vllm_server import StaleWeights, VLLMServers, build
+from grpo_fast.rollout.vllm import http, transfer
+from grpo_fast.rollout.vllm import servers as servers_module
+from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, StaleWeights, WeightInfo
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.servers import VLLMServers, build
+from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import MicroBatch
-from tests.rollout.vllm_stand_in import StandIn
+from tests.rollout.vllm_stand_in import Raw, StandIn
 from tests.tiny import SYMBOLS, tiny_model, tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 =", "1 1 ="]
@@ -29,7 +35,7 @@ SECONDS = 20.0  # more than any of this takes on a busy machine
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch) -> None:
-    monkeypatch.setattr(vllm_server, "PAUSE_S", 0.05)
+    monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +104,19 @@ def test_weights_arrive_and_old_ones_are_seen(policy, server):
 
 @pytest.mark.parametrize("size", [1, 20_000, 1 << 28])
 def test_a_tied_model_in_buckets_of_any_size(monkeypatch, size):
-    monkeypatch.setattr(vllm_weights, "BUCKET", size)
+    monkeypatch.setattr(transfer, "BUCKET", size)
     policy = tiny_policy("qwen2")
-    sent = [pair for bucket in vllm_weights.buckets(policy) for pair in bucket]
+    sent = [pair for bucket in transfer.buckets(policy) for pair in bucket]
     stored = {name: tensor for name, tensor in policy.lm.state_dict().items()}
     del stored["lm_head.weight"]  # the embedding's
     assert dict(sent).keys() == stored.keys() and len(sent) == len(stored)
     assert all(torch.equal(tensor, stored[name]) for name, tensor in sent)
-    count = len(list(vllm_weights.buckets(policy)))
+    count = len(list(transfer.buckets(policy)))
     assert count == (len(sent) if size == 1 else 1 if size > 1 << 20 else count)
     assert count > 1 or size > 1 << 20
 
 
 def test_adapters_are_sent_merged():
-    import peft
-
     model = tiny_model("llama", vocab_size=14)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
     for name, parameter in model.named_parameters():
@@ -120,7 +124,7 @@ def test_adapters_are_sent_merged():
             torch.nn.init.normal_(parameter)
     policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     before = {n: p.clone() for n, p in model.named_parameters()}
-    pairs = (pair for bucket in vllm_weights.buckets(policy) for pair in bucket)
+    pairs = (pair for bucket in transfer.buckets(policy) for pair in bucket)
     sent = {name: tensor.clone() for name, tensor in pairs}  # merging writes into the weights
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     merged = model.merge_and_unload().state_dict()
@@ -439,7 +443,7 @@ def test_log_probabilities_that_are_no_numbers(policy, server, value):
     engine = engine_of(policy, server)
     engine.update(policy, 0)
     server.faults[GENERATE] = [change]
-    with pytest.raises(NonFiniteLogits, match="says vLLM"):
+    with pytest.raises(NonFiniteLogits, match="says http://127"):
         generate(policy, engine)
 
 
@@ -449,11 +453,12 @@ def test_a_completion_that_the_server_has_no_room_for(policy, server):
             choice["token_ids"] = [5, 5]
             choice["logprobs"]["content"] = [{"token_id": 5, "logprob": -1.0}] * 2
             choice["finish_reason"] = "length"
+            choice["weight_versions"][0]["end"] = 2
 
     engine = engine_of(policy, server)
     engine.update(policy, 0)
     server.faults[GENERATE] = [cut]
-    with pytest.raises(ValueError, match="max_model_len of vLLM: .*cut off after 2"):
+    with pytest.raises(ValueError, match="max_model_len: .*cut off after 2"):
         generate(policy, engine)
 
 
@@ -461,7 +466,7 @@ def test_a_completion_that_the_server_has_no_room_for(policy, server):
 def test_an_answer_that_is_no_json_object(policy, server, text):
     engine = engine_of(policy, server)
     server.faults["/weight_info"] = [lambda answer: text]
-    with pytest.raises(ServerError, match="expected (JSON|an object), got"):
+    with pytest.raises(ServerError, match="expected a JSON object, got"):
         engine.links[0].server.weight_version()
 
 
@@ -473,6 +478,75 @@ def test_a_server_that_left_completions_unfinished_is_asked_again(policy, server
     engine.update(policy, 0)
     server.faults[GENERATE] = [aborted]
     assert len(generate(policy, engine).texts) == 12
+
+
+# ------------------------------------------------------------------------ left in the middle
+@pytest.mark.parametrize("left_at", ["/start_weight_update", UPDATE, "/finish_weight_update"])
+def test_an_update_that_a_dead_trainer_left_open_is_begun_anew(policy, server, left_at):
+    """It died behind this call: nobody finished the update, or resumed the server."""
+    dead = engine_of(policy, server, patience=0.0)
+    answer = server.answer
+
+    def die(path, body):
+        found = answer(path, body)
+        if path == left_at:
+            raise ConnectionAbortedError
+        return found
+
+    server.answer = die
+    with pytest.raises(ServerError):
+        dead.update(policy, 1)
+    assert server.is_paused and server.is_updating == (left_at != "/finish_weight_update")
+    server.answer = answer
+    spoil(policy)
+    engine = engine_of(policy, server, patience=0.0)
+    engine.update(policy, 1)
+    assert not server.is_paused and not server.is_updating
+    assert difference(policy, generate(policy, engine)) < 1e-5
+    # A layer that was filled in half is put back by a finish, which names no weights of a run.
+    assert "left-in-the-middle" in server.versions
+
+
+def test_an_update_of_a_server_that_nobody_left_is_begun_once(policy, server):
+    engine_of(policy, server).update(policy, 0)
+    assert server.calls["/start_weight_update"] == server.calls["/finish_weight_update"] == 1
+
+
+def test_the_timeout_is_of_the_whole_transfer(policy, server, monkeypatch):
+    """Each of many buckets would come in time."""
+    monkeypatch.setattr(transfer, "BUCKET", 1)
+    answer = server.answer
+    server.answer = lambda path, body: (time.sleep(0.2 * (path == UPDATE)), answer(path, body))[1]
+    engine = engine_of(policy, server, timeout=1.0, patience=0.1)
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=f"{server.url}.*no answer within|time is over"):
+        engine.update(policy, 0)
+    assert server.calls[UPDATE] < 8 and time.monotonic() - start < 4
+
+
+# ------------------------------------------------------------------------------------- busy
+@pytest.mark.parametrize("after", [b"", b"Retry-After: 0\r\n", b"Retry-After: soon\r\n"])
+@pytest.mark.parametrize("path", [GENERATE, UPDATE, "/weight_info", "/health"])
+def test_a_busy_server_is_asked_again(policy, server, path, after, monkeypatch, caplog):
+    monkeypatch.setattr(http, "WAIT_S", (0.05, 30.0))
+    busy = Raw(lambda put: put(b"HTTP/1.1 429 Too Many Requests\r\n" + after + b"\r\n"))
+    engine = engine_of(policy, server)
+    server.faults[path] = [busy, busy]
+    engine.update(policy, 0)
+    engine.update(policy, 1)
+    assert len(generate(policy, engine).texts) == 12 and not server.faults[path]
+    assert not caplog.text  # it was not left out
+
+
+def test_a_busy_server_is_waited_for_as_long_as_it_says(policy, server, monkeypatch):
+    waits = []
+    monkeypatch.setattr(http.time, "sleep", waits.append)
+    asked = engine_of(policy, server).links[0].server
+    for after in (b"7", b"99999999999", b"0", b"-1", b"1e9", b"Sun, 22 Nov 2026 10:00:00 GMT"):
+        said = b"HTTP/1.1 429 No\r\nRetry-After: " + after + b"\r\n\r\n"
+        server.faults["/weight_info"] = [Raw(lambda put, said=said: put(said))]
+        asked.call("GET", "/weight_info", 60.0, WeightInfo)
+    assert waits == [7.0, http.WAIT_S[1], 0.1, *[http.WAIT_S[0]] * 3]
 
 
 # --------------------------------------------------------------------------------- refusals
@@ -505,6 +579,69 @@ def test_raw_log_probabilities_are_refused(policy, server):
         build(policy, Options(urls=[server.url]))
 
 
+def test_a_server_of_another_dtype_is_said(policy, server, caplog):
+    build(policy, Options(urls=[server.url]))
+    assert not caplog.text
+    server.dtype = "torch.bfloat16"
+    build(policy, Options(urls=[server.url]))
+    assert f"{server.url} samples in bfloat16, the trainer computes in float32" in caplog.text
+    assert "--dtype float32" in caplog.text
+
+
+def test_a_server_of_another_model_is_left_as_it_is(policy, server):
+    other = Policy(tiny_model("llama", vocab_size=15), policy.tokenizer)
+    with pytest.raises(ValueError, match=r"embed_tokens is \[13, 32\] there, \[15, 32\] here"):
+        build(other, Options(urls=[server.url]))
+    changing = {"/pause", "/init_weight_transfer_engine", "/start_weight_update", UPDATE}
+    assert not changing & server.calls.keys()
+
+
+# What vLLM 0.32 says of a Llama with two layers, its kernels left out.
+SERVED = """LlamaForCausalLM()(
+  (model): LlamaModel()(
+    (embed_tokens): VocabParallelEmbedding(num_embeddings=8, org_vocab_size=8, embedding_dim=64)
+    (layers): ModuleList()(
+      (0-1): 2 x LlamaDecoderLayer()(
+        (self_attn): LlamaAttention()(
+          (qkv_proj): QKVParallelLinear(in_features=64, output_features=96, bias=False, tp_size=2)
+          (o_proj): RowParallelLinear(in_features=32, output_features=64, bias=False, tp_size=2)
+        )
+        (mlp): LlamaMLP()(
+          (down_proj): RowParallelLinear(in_features=96, output_features=64, tp_size=2)
+        )
+      )
+    )
+    (norm): RMSNorm(hidden_size=64, eps=1e-06)
+  )
+  (lm_head): ParallelLMHead(num_embeddings=8, embedding_dim=64, org_vocab_size=8, tp_size=2)
+)"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"lora": True}, None),
+        ({"vocab_size": 9}, "model.embed_tokens"),
+        ({"hidden_size": 32}, "model.embed_tokens"),
+        ({"num_hidden_layers": 1}, "model.layers is 2 there, 1 here"),
+        ({"num_hidden_layers": 3}, "model.layers is 2 there, 3 here"),
+        ({"intermediate_size": 96}, r"model.layers.0.mlp.down_proj is \[64, 192\] there"),
+        ({"head_dim": 16}, r"model.layers.0.self_attn.o_proj is \[64, 64\] there, \[32, 64\] here"),
+    ],
+)
+def test_the_shapes_of_a_servers_model(changed, message):
+    sizes = {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 192, "head_dim": 32,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
+             "tie_word_embeddings": False, **changed}  # fmt: skip
+    with_adapters = sizes.pop("lora", False)
+    lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    if with_adapters:
+        lm = peft.get_peft_model(lm, peft.LoraConfig(target_modules="all-linear")).get_base_model()
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        transfer.check_shapes(lm, SERVED, "http://127.0.0.1:1")
+
+
 def test_a_server_that_is_not_there(policy, server):
     server.stop()
     with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
@@ -521,8 +658,12 @@ def test_a_server_that_is_not_there(policy, server):
         ({"urls": ["http://127.0.0.1:x"]}, "expected http://host:port"),
         ({"urls": ["http://127.0.0.1:8000/v1"]}, "expected http://host:port"),
         ({"urls": ["http://me:word@127.0.0.1:8000"]}, "expected http://host:port"),
-        ({"urls": ["http://localhost:1", "http://localhost:1"]}, "every server once"),
+        ({"urls": "http://127.0.0.1:8000"}, "in a list"),
+        ({"urls": [None]}, "expected http://host:port"),
+        ({"urls": ["http://127.0.0.1:0"]}, "expected http://host:port"),
+        ({"urls": ["http://127.0.0.1:65536"]}, "expected http://host:port"),
         ({"urls": ["http://10.0.0.7:8000"]}, "address: expected .* that 10.0.0.7 can reach"),
+        ({"address": ""}, "at least 1 character"),
         ({"timeout": 0}, "greater than 0"),
         ({"url": "http://localhost:1"}, "Extra inputs"),
     ],
@@ -530,6 +671,57 @@ def test_a_server_that_is_not_there(policy, server):
 def test_options_that_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         VLLMOptions(**given)
+
+
+SECRETS = [
+    "http://user:SECRET@h:1", "http://:SECRET@127.0.0.1:1", "http://SECRET@127.0.0.1:1",
+    "http://127.0.0.1:1#SECRET", "http://127.0.0.1:1?key=SECRET", "http://127.0.0.1:1/SECRET",
+    "http://127.0.0.1:1/;SECRET", "http://127.0.0.1:SECRET", "http://127.0.0.1:1 SECRET",
+    "http://127.0.0.1\\@SECRET:1", "http://127.0.0.1:1\r\nKey: SECRET", "http://[SECRET]:1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_a_url_that_is_refused_is_not_shown(tmp_path, url):
+    """Nor is one that is no list."""
+    for urls in ([url], ["http://127.0.0.1:2", url], url, {url: 1}):
+        with pytest.raises(ValueError, match="urls: expected http://host:port") as refused:
+            load_recipe("sort", ["rollout.engine=vllm-server", f"rollout.vllm.urls={dumps(urls)}"])
+        assert "SECRET" not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", [
+    "127.0.0.1", "localhost", "LOCALHOST", "localhost.", "127.1", "0x7f000001", "2130706433",
+    "127.0.0.01", "[::1]", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "0.0.0.0", "[::]",
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "form", ["http://{}:8000", "http://{}:8000/", "HTTP://{}:08000", "https://{}:8000"]
+)
+def test_one_server_is_one_server(host, form):
+    with pytest.raises(ValueError, match="every server once"):
+        VLLMOptions(urls=["http://127.0.0.1:8000", form.format(host)])
+    other = VLLMOptions(urls=["http://127.0.0.1:8001", form.format(host)]).urls[1]
+    assert other == other.lower() and other.endswith(":8000")
+
+
+def test_servers_that_are_several():
+    urls = ["http://127.0.0.1:1", "http://127.0.0.2:1", "http://10.0.0.1:1", "http://h.org:1",
+            "http://[fe80::1]:1", "http://127.0.0.1.h.org:1"]  # fmt: skip
+    assert VLLMOptions(urls=urls, address="10.0.0.9").urls == urls
+
+
+@pytest.mark.parametrize("key", ["SECRET\nX: y", "SECRET\x7f", "SECRET€"])
+def test_a_key_that_no_header_takes_is_not_shown(policy, server, monkeypatch, key):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ValueError, match="VLLM_API_KEY: expected printable ASCII") as refused:
+        engine_of(policy, server)
+    assert "SECRET" not in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_of_this_machine(policy, server, address):
+    with pytest.raises(ValueError, match=f"rollout.vllm.address: .*, came {address}"):
+        engine_of(policy, server, address=address).update(policy, 0)
 
 
 def test_another_machine_is_said(policy, server, monkeypatch, caplog):
@@ -541,7 +733,7 @@ def test_another_machine_is_said(policy, server, monkeypatch, caplog):
 
 
 def test_the_key_is_sent(policy, server, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "word")
+    monkeypatch.setenv("VLLM_API_KEY", "word\n")  # as a file has it
     heard = []
     monkeypatch.setattr(server.http.RequestHandlerClass, "respond", lambda self: (
         heard.append(self.headers["Authorization"]), self.say(200, {"weight_version": "1"})

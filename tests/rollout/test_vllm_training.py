@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_fast.data import load_examples
-from grpo_fast.rollout import EngineError, vllm_server
+from grpo_fast.rollout import EngineError
+from grpo_fast.rollout.vllm import servers as servers_module
 from grpo_fast.train import loop
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from tests.command_line import invoke, refused, write_recipe
@@ -27,7 +28,7 @@ def words_of(*servers: StandIn, **options: float) -> list[str]:
 
 @pytest.fixture
 def servers(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(vllm_server, "PAUSE_S", 0.05)
+    monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
     config = config_of(tmp_path)
     tokenizer = build_tokenizer(config, load_examples(config.data, split="train", seed=0))
     policy = load_policy(config.model, tokenizer)  # other random weights than the run's

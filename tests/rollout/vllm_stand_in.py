@@ -10,6 +10,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,31 +18,40 @@ import torch
 
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.hf import TransformersEngine
-from grpo_fast.rollout.vllm_weights import GlooGroup
+from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 Change = Callable[[dict[str, Any]], Any]  # of an answer, in place
+
+
+class Raw:
+    """What is written in the place of an answer: `play(write)`, where `write` takes bytes."""
+
+    def __init__(self, play: Callable[[Callable[[bytes], None]], None]) -> None:
+        self.play = play
 
 
 class StandIn:
     """A server on loopback that samples with a copy of `policy`.
 
     Attributes:
-        faults: path → what happens to its next calls, one each: a status, "hang", or a `Change`.
+        faults: path → what happens to its next calls, one each: a status, "hang", a `Raw`
+            or a `Change`. A fault that is no list happens to all of them.
         calls: path → how often it was called.
         prompts: all that were answered, in order.
     """
 
     def __init__(self, policy: Any) -> None:
         self.initial, self.port = policy.frozen_copy(), 0
-        self.faults: dict[str, list[Any]] = {}
+        self.faults: dict[str, Any] = {}
         self.calls: Counter[str] = Counter()
         self.prompts: list[list[int]] = []
-        self.mode = "processed_logprobs"
+        self.mode, self.dtype = "processed_logprobs", "torch.float32"
         self.start()
 
     def start(self) -> None:
         """Anew, at the same port, with the weights it was made with."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
+        self.is_paused, self.versions = False, []  # that updates were finished with
         self.group: GlooGroup | None = None
         self.ended, self.lock = threading.Event(), threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
@@ -74,7 +84,15 @@ class StandIn:
         return {"world_size": 1}
 
     def on_server_info(self) -> dict[str, Any]:
-        return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+        model = {"logprobs_mode": self.mode, "dtype": self.dtype}
+        return {"vllm_config": {"model_config": model}}
+
+    def on_collective_rpc(self, method: str) -> dict[str, Any]:
+        """vLLM's account of its model, of one layer."""
+        assert method == "get_model_inspection"
+        rows, width = self.policy.lm.get_input_embeddings().weight.shape
+        layer = f"VocabParallelEmbedding(num_embeddings={rows}, embedding_dim={width}, tp_size=1)"
+        return {"results": [f"Model()(\n  (model): Base()(\n    (embed_tokens): {layer}\n  )\n)"]}
 
     def on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
         self.group = GlooGroup(
@@ -83,13 +101,20 @@ class StandIn:
         )  # fmt: skip
         return {}
 
+    def on_is_paused(self) -> dict[str, Any]:
+        return {"is_paused": self.is_paused}
+
     def on_pause(self) -> dict[str, Any]:
+        self.is_paused = True
         return {}
 
     def on_resume(self) -> dict[str, Any]:
+        self.is_paused = False
         return {}
 
     def on_start_weight_update(self) -> dict[str, Any]:
+        if self.is_updating:
+            raise RuntimeError("a weight update is already active")
         self.is_updating = True
         return {}
 
@@ -105,7 +130,10 @@ class StandIn:
         return {}
 
     def on_finish_weight_update(self, weight_version: str) -> dict[str, Any]:
+        if not self.is_updating:
+            raise RuntimeError("finish_weight_update called without start_weight_update")
         self.version, self.is_updating = weight_version, False
+        self.versions.append(weight_version)
         return {}
 
     def on_inference_v1_generate(
@@ -151,7 +179,9 @@ class StandIn:
                 path = self.path.split("?")[0]
                 stand_in.calls[path] += 1
                 faults = stand_in.faults.get(path)
-                fault = faults.pop(0) if faults else None
+                fault = faults
+                if isinstance(faults, list):
+                    fault = faults.pop(0) if faults else None
                 if fault == "die":
                     threading.Thread(target=stand_in.stop, daemon=True).start()
                 if fault in ("hang", "die"):
@@ -159,7 +189,13 @@ class StandIn:
                 if ended.is_set():
                     self.close_connection = True
                     return
+                if isinstance(fault, Raw):
+                    with suppress(OSError):  # whoever asked has gone
+                        fault.play(self.put)
+                    self.close_connection = True
+                    return
                 if isinstance(fault, int):
+                    stand_in.is_updating &= path != "/update_weights"  # as vLLM does
                     self.say(fault, {"error": {"message": f"told to say {fault}"}})
                     return
                 try:
@@ -170,12 +206,19 @@ class StandIn:
                 changed = fault(answer) if callable(fault) else None
                 self.say(200, answer if changed is None else changed)
 
+            def put(self, text: bytes) -> None:
+                if ended.is_set():
+                    raise ConnectionAbortedError
+                self.wfile.write(text)
+                self.wfile.flush()
+
             def say(self, status: int, answer: Any) -> None:
                 text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
+                with suppress(OSError):  # whoever asked has gone
+                    self.end_headers()
+                    self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
                 """Nothing."""

@@ -12,8 +12,8 @@ import pytest
 from grpo_fast.errors import Stopped
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import loop
+from grpo_fast.train.collect import collector
 from grpo_fast.train.collect.ahead import Ahead
-from grpo_fast.train.collect.collector import collector
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.update.optimizer import Optimizer

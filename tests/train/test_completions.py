@@ -22,8 +22,8 @@ from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.rewards import RewardResult, scorer_for
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.collect.collector import Collected
+from grpo_fast.train.report import page
 from grpo_fast.train.report.page import CompletionsPage, step_html, text_html, token_html
-from grpo_fast.train.report.report import page
 from grpo_fast.train.report.samples import rows_of, token_texts, write_parquet
 from tests.tiny import TEXTS
 

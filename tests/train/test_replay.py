@@ -11,7 +11,7 @@ import torch
 from grpo_fast import grpo_loss
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.rollout import Kept, Rollout, generate
-from grpo_fast.rollout.vllm_sampling import Answer, to_completion
+from grpo_fast.rollout.vllm.answers import Asked, Choices, parsed
 from grpo_fast.train import loop
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
@@ -210,9 +210,15 @@ def test_a_run_says_how_much_the_sampler_kept(tmp_path, capsys, replay):
 
 
 @pytest.mark.parametrize("replay", ["auto", "off"])
-def test_vllm_hands_on_sets_where_they_are_asked_for(replay):
+def test_vllm_hands_on_sets_where_they_are_asked_for(policy, replay):
     asked = RolloutConfig(top_k=2, max_new_tokens=2, replay_support=replay)
-    answer = Answer([3, 1], [-0.5, -0.1], "stop", [[1, 3], [1]])
-    kept = to_completion(answer, asked, {1}, 0).kept
+    choice = {
+        "index": 0, "token_ids": [3, 1], "finish_reason": "stop", "sampling_mask": [[1, 3], [1]],
+        "logprobs": {"content": [{"token_id": 3, "logprob": -1}, {"token_id": 1, "logprob": -2}]},
+        "weight_versions": [{"version": "0", "start": 0, "end": 2}],
+    }  # fmt: skip
+    found = parsed(Choices, {"choices": [choice]}, "vLLM")
+    (completion,) = Asked(policy, asked, 0, "0").completions(found, 1, "vLLM")
+    kept = completion.kept
     assert (kept is None) == (replay == "off")
     assert kept is None or kept.ids.tolist() == [1, 3, 1]

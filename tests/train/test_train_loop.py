@@ -20,7 +20,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import generate
 from grpo_fast.train import loop
-from grpo_fast.train.collect.collector import collector, prompts
+from grpo_fast.train.collect import collector, prompts
 from grpo_fast.train.config.model import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing

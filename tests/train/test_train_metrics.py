@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from grpo_fast.attention import pack_groups
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import clock as metrics
+from grpo_fast.train.metrics import clock as metrics
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_folder, tiny_model
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.continuous import ContinuousOptions
-from grpo_fast.rollout.vllm_options import VLLMOptions
+from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
 
 KEPT_AT_MOST = 512  # tokens of a step, with top_p alone

@@ -13,10 +13,10 @@ from grpo_fast.data import reason
 MAX_VALUES = 10_000  # of one document with its aliases written out; a recipe has about a hundred
 DEEPEST = 64  # lists and mappings inside each other
 # As YAML 1.2 has them: 1e-6 is a number, 010 is not 8 and 1:30 is not 90, as in 1.1.
-INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)$")
+INTEGER = re.compile(r"\A[-+]?(0|[1-9][0-9]*)$")
 REAL = re.compile(
-    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"
-    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    r"\A(?:[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
 NUMBERS = {"tag:yaml.org,2002:int": INTEGER, "tag:yaml.org,2002:float": REAL}
 

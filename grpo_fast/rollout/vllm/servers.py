@@ -19,22 +19,16 @@ import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Seed
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.vllm_http import ServerError
-from grpo_fast.rollout.vllm_link import Link, each, said
-from grpo_fast.rollout.vllm_options import VLLMOptions, host_of, is_loopback
-from grpo_fast.rollout.vllm_sampling import grouped, parameters, to_completion
-from grpo_fast.rollout.vllm_weights import Named, buckets
+from grpo_fast.rollout.vllm.answers import Asked, ServerError, grouped
+from grpo_fast.rollout.vllm.link import Link, each
+from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
+from grpo_fast.rollout.vllm.transfer import Named, buckets
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # to get all completions of a batch, or the weights to a server that is up
 CONNECTIONS = 256  # to one server at a time
 PAUSE_S = 1.0  # between two looks for a server that is gone
-LOGPROBS = "processed_logprobs"
-
-
-class StaleWeights(ServerError):
-    """Completions of other weights than were asked for."""
 
 
 class VLLMServers(Engine):
@@ -73,11 +67,7 @@ class VLLMServers(Engine):
                         f"{link.server.url}: expected a vLLM server, found none {waited}"
                     )
                 time.sleep(PAUSE_S)
-            link.server.weight_version()
-            mode = link.server.logprobs_mode()
-            if mode != LOGPROBS:
-                expected = f"expected a server with --logprobs-mode {LOGPROBS}"
-                raise ValueError(f"rollout.vllm.urls: {expected}, {link.server.url} has {mode}")
+            link.check(self.policy)
 
     # ------------------------------------------------------------------------------- weights
     def update(self, policy: Any, version: int) -> None:
@@ -123,7 +113,7 @@ class VLLMServers(Engine):
 
     def _why(self) -> str:
         """What the servers that are left out are left out for."""
-        return "; ".join(said(x.error) for x in self.links if x.error is not None) or "none is up"
+        return "; ".join(str(x.error) for x in self.links if x.error is not None) or "none is up"
 
     # --------------------------------------------------------------------------- completions
     def generate(
@@ -136,60 +126,41 @@ class VLLMServers(Engine):
         places: Sequence[int] | None = None,
     ) -> list[Completion]:
         """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
-        wanted = [
-            parameters(sampling, self.policy.eos_ids, group_size=group_size, seed=seed, place=place)
-            for place in (range(len(prompts)) if places is None else places)
-        ]
+        asked = Asked(self.policy, sampling, self.version, self.label)
+        wanted = asked.parameters(len(prompts), group_size, seed, places)
         done: dict[int, list[Completion]] = {}
         for _ in range(ATTEMPTS):
             pending = [i for i in range(len(prompts)) if i not in done]
             if pending:
-                self._ask([(i, prompts[i], wanted[i]) for i in pending], sampling, done)
+                self._ask({i: (prompts[i], wanted[i]) for i in pending}, asked, done)
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
         return grouped([done[i] for i in range(len(prompts))], sampling, group_size)
 
     def _ask(
-        self,
-        questions: list[tuple[int, Sequence[int], dict[str, Any]]],
-        sampling: Sampling,
+        self, questions: dict[int, tuple[Sequence[int], dict[str, Any]]], asked: Asked,
         done: dict[int, list[Completion]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Ask all at once; `done` gets the completions that come."""
         links = self._bring_up() if self.may_send else self._ready()
         if not links:
             raise ServerError(f"no vLLM server has the weights: {self._why()}")
         deadline = time.monotonic() + self.options.timeout
         pool = ThreadPoolExecutor(min(len(questions), CONNECTIONS * len(links)))
-        asked = {}
-        for k, (i, prompt, wanted) in enumerate(questions):
+        futures = {}
+        for k, (i, question) in enumerate(questions.items()):
             link = links[k % len(links)]
-            future = pool.submit(self._completions, link, prompt, wanted, sampling, deadline)
-            asked[future] = i, link
+            futures[pool.submit(link.server.generate, *question, asked, deadline)] = i, link
         try:
-            for future in as_completed(asked):
-                i, link = asked[future]
+            for future in as_completed(futures):
+                i, link = futures[future]
                 try:
                     done[i] = future.result()
                 except ServerError as error:
                     link.leave_out(error)
         finally:  # those that are left end by the deadline
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _completions(
-        self, link: Link, prompt: Sequence[int], wanted: dict[str, Any], sampling: Sampling,
-        deadline: float,
-    ) -> list[Completion]:  # fmt: skip
-        found = link.server.generate(prompt, wanted, deadline - time.monotonic())
-        completions = []
-        for answer, label in found:
-            run, _, version = label.rpartition("-")
-            if run != self.run or int(version) < self.version:
-                expected = f"expected completions by the weights {self.label}"
-                raise StaleWeights(f"{link.server.url}: {expected}, got some by {label}")
-            completions.append(to_completion(answer, sampling, self.policy.eos_ids, int(version)))
-        return completions
 
 
 def build(policy: Any, options: Any) -> VLLMServers:

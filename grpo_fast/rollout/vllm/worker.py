@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from grpo_fast.rollout.vllm_weights import GlooGroup
+from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 
 @dataclass

@@ -18,8 +18,8 @@ from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Seed
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.vllm_sampling import Answer, BadAnswer, grouped, parameters, to_completion
-from grpo_fast.rollout.vllm_weights import buckets
+from grpo_fast.rollout.vllm.answers import Asked, Choices, grouped, parsed
+from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
 
 LEVELS = {"cuda": 2}  # how deep vLLM sleeps on a kind of device; elsewhere it only pauses
 
@@ -75,27 +75,31 @@ class VLLMEngine(Engine):
 
         if self.asleep or self.version is None:
             raise EngineError("the engine vllm: expected wake and update before generate")
-        eos_ids = self.policy.eos_ids
-        wanted = [
-            SamplingParams(
-                **parameters(sampling, eos_ids, group_size=group_size, seed=seed, place=place)
-            )
-            for place in (range(len(prompts)) if places is None else places)
+        asked = Asked(self.policy, sampling, self.version, str(self.version))
+        wanted = asked.parameters(len(prompts), group_size, seed, places)
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        several = [SamplingParams(**one) for one in wanted]
+        outputs = self.llm.generate(given, several, use_tqdm=False)
+        found = [
+            asked.completions(parsed(Choices, _as_served(each), "vLLM"), one["n"], "vLLM")
+            for each, one in zip(outputs, wanted, strict=True)
         ]
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(asked, wanted, use_tqdm=False)
-        found = [[self._completion(one, sampling) for one in each.outputs] for each in outputs]
         return grouped(found, sampling, group_size)
 
-    def _completion(self, one: Any, sampling: Sampling) -> Completion:
-        version = int(one.weight_versions[0].version)
-        if version != self.version:
-            raise BadAnswer(f"vLLM: expected weights {self.version}, got those of {version}")
-        ids = list(one.token_ids)
-        logps = [step[token].logprob for token, step in zip(ids, one.logprobs, strict=True)]
-        kept = None if one.sampling_mask is None else one.sampling_mask.token_ids
-        answer = Answer(ids, logps, one.finish_reason, kept)
-        return to_completion(answer, sampling, self.policy.eos_ids, version)
+
+def _as_served(output: Any) -> dict[str, Any]:
+    """A prompt's completions in the form that a server gives them."""
+    choices = []
+    for one in output.outputs:
+        steps = zip(one.token_ids, one.logprobs, strict=True)
+        content = [{"token_id": t, "logprob": step[t].logprob} for t, step in steps]
+        choices.append({
+            "index": one.index, "finish_reason": one.finish_reason,
+            "token_ids": list(one.token_ids), "logprobs": {"content": content},
+            "weight_versions": [vars(span) for span in one.weight_versions or ()],
+            "sampling_mask": one.sampling_mask and one.sampling_mask.token_ids,
+        })  # fmt: skip
+    return {"choices": choices}
 
 
 def build(policy: Any, options: Any) -> VLLMEngine:
@@ -124,7 +128,9 @@ def build(policy: Any, options: Any) -> VLLMEngine:
         try:
             return VLLMEngine(policy, LLM(model=folder, **given), level)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            what = f"{policy.lm.config.model_type} with rollout.vllm.options={options.vllm.options}"
+            what = (
+                f"{policy.lm.config.model_type} with rollout.vllm.options {[*options.vllm.options]}"
+            )
             raise ValueError(
                 f"rollout.engine: vllm does not take {what}: {reason(error)}"
             ) from error
@@ -132,9 +138,8 @@ def build(policy: Any, options: Any) -> VLLMEngine:
 
 def _settings(policy: Any, options: Any, level: int) -> dict[str, Any]:
     """Of the class LLM, where `rollout.vllm.options` says nothing else."""
-    dtype = policy.autocast or policy.head.weight.dtype
     given = {
-        "dtype": str(dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs",
+        "dtype": dtype_of(policy), "logprobs_mode": "processed_logprobs",
         "load_format": "dummy",  # `update` brings the weights
         "enable_sleep_mode": level > 0, "seed": 0,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -58,6 +59,47 @@ def _stored(lm: Any) -> dict[str, Tensor]:
                     value = value + module.get_delta_weight(adapter)
         state[f"{owner}.{leaf}" if owner else leaf] = value
     return revert_weight_conversion(lm, state)
+
+
+def dtype_of(policy: Any) -> str:
+    """What the policy computes in, as vLLM calls it."""
+    return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
+
+
+def check_shapes(lm: Any, served: str, url: str) -> None:
+    """Raise a ValueError for a server whose model has other layers, or other shapes, than `lm`.
+
+    Only what both name alike is compared; vLLM fuses some linear layers under names of its own.
+
+    served: vLLM's account of its model, such as `(o_proj): RowParallelLinear(in_features=64, …`.
+    """
+    ours = {n.replace(".base_layer", ""): sorted(p.shape) for n, p in lm.state_dict().items()}
+    path: list[str] = []
+    found: dict[str, tuple[Any, Any]] = {}  # name → theirs, ours
+    for depth, name, text in re.findall(r"^((?:  )+)\(([\w, -]+)\): (.*)", served, re.M):
+        numbers = re.findall(r"\d+", name) if name[0].isdigit() else []  # of layers all alike
+        path = [*path[: len(depth) // 2 - 1], numbers[0] if numbers else name]
+        if numbers:
+            parent = ".".join(path[:-1])
+            count = max(int(numbers[-1]) + 1, found.get(parent, (0, 0))[0])
+            own = {
+                n[len(parent) + 1 :].partition(".")[0] for n in ours if n.startswith(f"{parent}.")
+            }
+            found[parent] = count, len(own)
+        size = {"output_features": 0}
+        size |= {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+        divided = "in_features" if text.startswith("RowParallel") else "output_features"
+        size[divided] = size.get(divided, 0) * size.get("tp_size", 1)
+        rows = size.get("org_vocab_size") or size.get("num_embeddings") or size["output_features"]
+        theirs = sorted((rows, size.get("embedding_dim") or size.get("in_features", 0)))
+        here = ours.get(".".join((*path, "weight")), ())
+        # Of few key heads each part of a QKVParallelLinear has a copy.
+        if theirs[0] and len(here) == 2 and not text.startswith("QKV"):
+            found[".".join(path)] = theirs, here
+    for name, (there, here) in found.items():
+        if there != here and here:
+            expected = "rollout.vllm.urls: expected a server of this run's model"
+            raise ValueError(f"{expected}, {url} has another: {name} is {there} there, {here} here")
 
 
 # ----------------------------------------------------------------------------------------- groups

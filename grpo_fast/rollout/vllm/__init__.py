@@ -1,0 +1,1 @@
+"""The engines `vllm` and `vllm-server`: vLLM in the trainer's process, or on servers."""

@@ -1,0 +1,239 @@
+"""What both vLLM engines ask for, and the one door by which answers come in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import torch
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
+
+from grpo_fast.errors import EngineError, NonFiniteLogits
+from grpo_fast.rollout.engine import (
+    EOS,
+    LENGTH,
+    Completion,
+    Kept,
+    Seed,
+    say_that_kept_is_unknown,
+    seed_for,
+)
+from grpo_fast.rollout.sampler import Sampling
+
+CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
+ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
+
+
+class BadAnswer(EngineError):
+    """vLLM answered something that is no completion of what it was asked."""
+
+
+class ServerError(EngineError):
+    """A server is gone, hangs or failed: another try may do."""
+
+
+class StaleWeights(ServerError):
+    """Completions of other weights than were asked for."""
+
+
+# ------------------------------------------------------------------------------------ schema
+FAST = Field(fail_fast=True)  # one error of a list is enough
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Ids = Annotated[list[Id], FAST]
+CONFIG, CONTENT = ("vllm_config", "model_config"), ("logprobs", "content")
+
+
+class Reply(BaseModel):
+    """An answer of vLLM: no value is converted, and keys that are not named do not matter."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class WeightInfo(Reply):
+    weight_version: str
+
+
+class Paused(Reply):
+    is_paused: bool
+
+
+class WorldSize(Reply):
+    world_size: int = Field(ge=1, le=1 << 16)
+
+
+class Results(Reply):
+    """Of a method that each worker of a server has run."""
+
+    results: list[str] = Field(min_length=1, fail_fast=True)
+
+
+class ModelInfo(Reply):
+    """The part `vllm_config.model_config` of /server_info."""
+
+    logprobs_mode: str = Field(validation_alias=AliasPath(*CONFIG, "logprobs_mode"))
+    dtype: str = Field(validation_alias=AliasPath(*CONFIG, "dtype"))
+
+
+class Token(Reply):
+    token_id: Id
+    logprob: float
+
+
+class Span(Reply):
+    """Which weights sampled the tokens from `start` to `end`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(Reply):
+    """One completion, in-process or from a server; one that was aborted has no content."""
+
+    index: int
+    finish_reason: str
+    token_ids: Ids
+    content: Annotated[list[Token], FAST] = Field([], validation_alias=AliasPath(*CONTENT))
+    weight_versions: Annotated[list[Span], FAST] | None
+    sampling_mask: Annotated[list[Ids], FAST] | None = None  # what each token was drawn from
+
+
+class Choices(Reply):
+    choices: Annotated[list[Choice], FAST]
+
+
+R = TypeVar("R", bound=Reply)
+
+
+def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
+    """An answer, every field of it checked.
+
+    Raises:
+        ServerError: it is no JSON object, so perhaps another's than the server's.
+        BadAnswer: a field is missing, or of another kind.
+    """
+    try:
+        if isinstance(answer, dict):
+            return kind.model_validate(answer)
+        return kind.model_validate_json(answer)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    if not first["loc"] and isinstance(answer, bytes):
+        raise ServerError(f"{where}: expected a JSON object, got {answer[:60]!r}")
+    raise BadAnswer(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+
+
+# ------------------------------------------------------------------------------- completions
+class Asked(NamedTuple):
+    """What completions were asked for, and of which weights."""
+
+    policy: Any
+    sampling: Sampling
+    version: int
+    label: str  # of these weights, as vLLM has been told
+
+    def parameters(
+        self, count: int, group_size: int, seed: Seed, places: Sequence[int] | None
+    ) -> list[dict[str, Any]]:
+        """vLLM's SamplingParams for the G completions of each prompt.
+
+        vLLM gives the g-th of them the seed plus g. Greedy ones are all the same: it makes one.
+        """
+        sampling = self.sampling
+        same = {
+            "n": 1 if sampling.temperature == 0 else group_size,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "max_tokens": sampling.max_new_tokens,
+            "stop_token_ids": sorted(self.policy.eos_ids),
+            "ignore_eos": True,  # the model's own would come on top of these
+            "logprobs": 0, "detokenize": False,
+        }  # fmt: skip
+        where = range(count) if places is None else places
+        return [same | {"seed": seed_for("vllm", seed, place) >> 8} for place in where]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.policy.lm.get_input_embeddings().weight.shape[0]
+
+    def completions(self, found: Choices, count: int, where: str) -> list[Completion]:
+        """The completions of a prompt, in the order of their seeds.
+
+        Raises:
+            ServerError: one was left unfinished, or sampled with other weights (StaleWeights).
+            BadAnswer: tokens and log-probabilities that do not fit, or an end that is none.
+            NonFiniteLogits: a log-probability that is no number.
+            ValueError: vLLM's max_model_len cut a completion off.
+        """
+        choices = sorted(found.choices, key=lambda choice: choice.index)
+        if any(choice.finish_reason in ("abort", "error") for choice in choices):
+            raise ServerError(f"{where}: the server left a completion unfinished")
+        indices = [choice.index for choice in choices]
+        if indices != list(range(count)):
+            raise BadAnswer(f"{where}: expected completions 0 to {count - 1}, got {indices[:8]}")
+        return [self._completion(choice, where) for choice in choices]
+
+    def _completion(self, choice: Choice, where: str) -> Completion:
+        ids, limit = choice.token_ids, self.sampling.max_new_tokens
+        ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
+        if not ids or len(ids) > limit or ends[:1] not in ([], [len(ids) - 1]):
+            expected = f"expected 1 to {limit} tokens up to the first EOS"
+            raise BadAnswer(f"{where}: {expected}, got {len(ids)} with {len(ends)} EOS")
+        if max(ids) >= self.vocab_size:
+            expected = f"expected token ids below {self.vocab_size}"
+            raise BadAnswer(f"{where}: {expected}, the rows of the embedding, got {max(ids)}")
+        self._check_weights(choice, where)
+        if choice.finish_reason != ("stop" if ends else "length"):
+            ending = repr(choice.finish_reason[:40])
+            raise BadAnswer(f"{where}: finish reason {ending} with {len(ends)} EOS")
+        if not ends and len(ids) < limit:
+            expected = "expected room for a prompt and rollout.max_new_tokens"
+            raise ValueError(f"{where}: max_model_len: {expected}, it cut off after {len(ids)}")
+        logps, kept = self._logps(choice, where), self._kept(choice, where)
+        return Completion(ids, logps, EOS if ends else LENGTH, self.version, kept)
+
+    def _check_weights(self, choice: Choice, where: str) -> None:
+        spans = choice.weight_versions or []
+        edges = [0, *(span.end for span in spans)]
+        is_whole = edges == sorted(edges) and edges[-1] == len(choice.token_ids)
+        if [span.start for span in spans] != edges[:-1] or not is_whole:
+            raise BadAnswer(f"{where}: expected to be told the weights of every token")
+        others = [repr(span.version[:40]) for span in spans if span.version != self.label]
+        if others:
+            expected = f"expected completions by the weights {self.label}"
+            raise StaleWeights(f"{where}: {expected}, got some by {others[0]}")
+
+    def _logps(self, choice: Choice, where: str) -> torch.Tensor:  # (n,) fp32
+        ids = [token.token_id for token in choice.content]
+        if ids != choice.token_ids:
+            expected = f"expected a log-probability of each of the {len(choice.token_ids)} tokens"
+            raise BadAnswer(f"{where}: {expected}, got {len(ids)}, or those of others")
+        logps = [token.logprob for token in choice.content]
+        if not all(logp > CLAMPED for logp in logps):
+            raise NonFiniteLogits(f"the policy's logits are NaN or infinite, says {where}")
+        if max(logps) > ROUNDING:
+            raise BadAnswer(f"{where}: expected log-probabilities up to 0, got {max(logps):.3g}")
+        return torch.tensor(logps, dtype=torch.float32)
+
+    def _kept(self, choice: Choice, where: str) -> Kept | None:
+        ids, rows = choice.token_ids, choice.sampling_mask
+        if rows is None or not self.sampling.wants_kept:
+            return None
+        if len(rows) != len(ids) or not all(
+            token in row and len(set(row)) == len(row) and max(row) < self.vocab_size
+            for token, row in zip(ids, rows, strict=True) if row
+        ):  # fmt: skip
+            expected = "expected every token among those that it was drawn from"
+            raise BadAnswer(f"{where}: {expected}, each of them once, in the vocabulary")
+        kept = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+        return Kept(kept, torch.tensor([0, *map(len, rows)]).cumsum(0))
+
+
+def grouped(
+    found: Sequence[Collection[Completion]], sampling: Sampling, group_size: int
+) -> list[Completion]:
+    """G completions of each prompt, from what vLLM made of `Asked.parameters`."""
+    copies = group_size if sampling.temperature == 0 else 1
+    completions = [one for group in found for _ in range(copies) for one in group]
+    if sampling.wants_kept and any(one.kept is None for one in completions):
+        say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
+    return completions

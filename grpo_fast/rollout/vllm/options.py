@@ -1,0 +1,78 @@
+"""What the engines `vllm` and `vllm-server` are told beside the sampling."""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+URL = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+):([0-9]{1,5})/*", re.I | re.A)
+LOOPBACK = ip_address("127.0.0.1")
+
+
+class VLLMOptions(BaseModel):
+    """The section `rollout.vllm`."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    # vllm: arguments of its class LLM, as {gpu_memory_utilization: 0.4}
+    options: dict[str, Any] = Field(default_factory=dict)
+    # vllm-server: where the servers are, http://host:port
+    urls: list[str] = Field(default_factory=list)
+    # how weights reach them; auto: nccl from a GPU, else gloo
+    transfer: Literal["auto", "nccl", "gloo"] = "auto"
+    # of this machine, as the servers reach it
+    address: str = Field("127.0.0.1", min_length=1)
+    timeout: float = Field(600.0, gt=0, le=1e6)  # seconds for the answers of a batch, or a transfer
+    patience: float = Field(300.0, ge=0, le=1e6)  # seconds a server that is gone is waited for
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_urls(cls, given: Any) -> Any:
+        """A refusal of the field alone would quote it, and a URL may hold a password."""
+        if not isinstance(given, dict) or "urls" not in given:
+            return given
+        urls = given["urls"] if isinstance(given["urls"], list | tuple) else [None]
+        found = [URL.fullmatch(url) if isinstance(url, str) else None for url in urls]
+        if not all(one and 0 < int(one[3]) < 1 << 16 for one in found):
+            expected = "expected http://host:port and nothing else, in a list"
+            raise ValueError(f"urls: {expected} (not shown: it may hold a password)")
+        plain = [f"{one[1]}://{one[2]}:{int(one[3])}".lower() for one in found if one]
+        return given | {"urls": plain}
+
+    @model_validator(mode="after")
+    def _reachable(self) -> VLLMOptions:
+        places = [(address_of(host_of(url)), url.rpartition(":")[2]) for url in self.urls]
+        for host, _ in places:
+            if not is_loopback(str(host)) and is_loopback(self.address):
+                expected = f"expected an address of this machine that {host} can reach"
+                raise ValueError(f"address: {expected}, came {self.address}")
+        if len(set(places)) < len(places):
+            raise ValueError(f"urls: expected every server once, came {', '.join(self.urls)}")
+        return self
+
+
+def host_of(url: str) -> str:
+    """The host of a URL that the options hold."""
+    return url.partition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def address_of(host: str) -> IPv4Address | IPv6Address | str:
+    """An address in one spelling, or a name as it is. Nothing is looked up."""
+    host = host.rstrip(".").lower()
+    try:
+        found: Any = ip_address(socket.inet_aton(host))  # 127.1 and 0x7f000001, too
+    except OSError:
+        try:
+            found = ip_address(host)
+        except ValueError:
+            return LOOPBACK if host == "localhost" else host
+    found = getattr(found, "ipv4_mapped", None) or found
+    return LOOPBACK if found.is_unspecified or str(found) == "::1" else found
+
+
+def is_loopback(host: str) -> bool:
+    return getattr(address_of(host), "is_loopback", False)

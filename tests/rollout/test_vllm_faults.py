@@ -1,0 +1,307 @@
+"""Faults that a stand-in of a vLLM server plays: none is accepted, hangs or is a traceback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from grpo_fast import rollout as rollouts
+from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling
+from grpo_fast.rollout.vllm import http
+from grpo_fast.rollout.vllm import servers as servers_module
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.servers import build
+from grpo_fast.train.models.policy import Policy
+from tests.rollout.vllm_stand_in import Raw, StandIn
+from tests.tiny import tiny_policy
+
+GENERATE, UPDATE, INFO = "/inference/v1/generate", "/update_weights", "/server_info"
+OK = b"HTTP/1.1 200 OK\r\n"
+EOS_ID = 1
+DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
+    monkeypatch.setattr(http, "WAIT_S", (0.05, 0.1))
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return tiny_policy()
+
+
+@pytest.fixture
+def server(policy: Policy) -> Iterator[StandIn]:
+    made = StandIn(policy)
+    yield made
+    made.stop()
+
+
+class Options:
+    ahead = 0
+
+    def __init__(self, server: StandIn, **given: float) -> None:
+        self.vllm = VLLMOptions(urls=[server.url], **given)
+
+
+def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Rollout:
+    """From the start: every path of the link is used."""
+    engine = build(policy, Options(server, **{"timeout": 20.0, "patience": 20.0, **given}))
+    engine.update(policy, 3)
+    sampling = Sampling(max_new_tokens=6, top_k=5)
+    return rollouts.generate(policy, ["3 1 2 ="], sampling, group_size=3, seed=1, engine=engine)
+
+
+# ------------------------------------------------------------------------------------- table
+def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    """Fields of the second completion; those that are called make it of what is there."""
+
+    def change(answer: dict[str, Any]) -> None:
+        one = answer["choices"][1]
+        for name, value in fields.items():
+            one[name] = value(one) if callable(value) else value
+
+    return change
+
+
+def ids(change: Callable[[list[int]], Any]) -> Callable[[dict[str, Any]], None]:
+    """Other tokens, with log-probabilities and weights that fit them."""
+
+    def changed(answer: dict[str, Any]) -> None:
+        one = answer["choices"][1]
+        tokens = change(one["token_ids"])
+        one["token_ids"] = tokens
+        if isinstance(tokens, list):
+            one["logprobs"]["content"] = [{"token_id": t, "logprob": -1.0} for t in tokens]
+            one["weight_versions"][0]["end"] = len(tokens)
+            one["finish_reason"] = "stop" if tokens[-1:] == [EOS_ID] else "length"
+
+    return changed
+
+
+def logprob(value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(answer: dict[str, Any]) -> None:
+        answer["choices"][1]["logprobs"]["content"][-1]["logprob"] = value
+
+    return change
+
+
+def content(change: Callable[[list[Any]], Any]) -> Callable[[dict[str, Any]], None]:
+    return choice(logprobs=lambda one: {"content": change(one["logprobs"]["content"])})
+
+
+def spans(*given: tuple[str, float, float]) -> Callable[[dict[str, Any]], None]:
+    """(version, start, end) in shares of the length; "now" and "past" are versions of this run."""
+
+    def change(one: dict[str, Any]) -> list[dict[str, Any]]:
+        label, size = one["weight_versions"][0]["version"], len(one["token_ids"])
+        run = label.partition("-")[0]
+        names = {"now": label, "past": f"{run}-2", "future": f"{run}-4", "words": f"{run}-x"}
+        return [
+            {"version": names.get(name, name), "start": round(a * size), "end": round(b * size)}
+            for name, a, b in given
+        ]
+
+    return choice(weight_versions=change)
+
+
+def mask(row: Callable[[int], Any]) -> Callable[[dict[str, Any]], None]:
+    return choice(sampling_mask=lambda one: [row(token) for token in one["token_ids"]])
+
+
+def each_index(*indices: Any) -> Callable[[dict[str, Any]], None]:
+    def change(answer: dict[str, Any]) -> None:
+        for one, index in zip(answer["choices"], indices, strict=True):
+            one["index"] = index
+
+    return change
+
+
+def answer(value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda _: value
+
+
+def raw(*pieces: bytes) -> Raw:
+    return Raw(lambda put: [put(piece) for piece in pieces])
+
+
+def slowly(text: bytes, seconds: float = 0.05) -> Raw:
+    def play(put: Callable[[bytes], None]) -> None:
+        for at in range(len(text)):
+            put(text[at : at + 1])
+            time.sleep(seconds)
+
+    return Raw(play)
+
+
+def without_end(start: bytes, piece: bytes) -> Raw:
+    def play(put: Callable[[bytes], None]) -> None:
+        put(start)
+        for _ in range((1 << 31) // len(piece)):  # 2 GiB
+            put(piece)
+
+    return Raw(play)
+
+
+FAULTS: dict[str, tuple[str, Any]] = {
+    # ids
+    "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),
+    "id V": (GENERATE, ids(lambda t: [13, *t[1:]])),
+    "id 2^31": (GENERATE, ids(lambda t: [1 << 31, *t[1:]])),
+    "id 2^40": (GENERATE, ids(lambda t: [1 << 40, *t[1:]])),
+    "id 10^400": (GENERATE, ids(lambda t: [10**400, *t[1:]])),
+    "id 3.0": (GENERATE, ids(lambda t: [3.0, *t[1:]])),
+    "id '3'": (GENERATE, ids(lambda t: ["3", *t[1:]])),
+    "id true": (GENERATE, ids(lambda t: [True, *t[1:]])),
+    "id null": (GENERATE, ids(lambda t: [None, *t[1:]])),
+    "ids null": (GENERATE, ids(lambda t: None)),
+    "ids a text": (GENERATE, ids(lambda t: "345")),
+    "no ids": (GENERATE, ids(lambda t: [])),
+    "too many ids": (GENERATE, ids(lambda t: [3] * 7)),
+    "ids behind the EOS": (GENERATE, ids(lambda t: [EOS_ID, 3])),
+    # log-probabilities
+    "logprob 0.5": (GENERATE, logprob(0.5)),
+    "logprob 1e300": (GENERATE, logprob(1e300)),
+    "logprob inf": (GENERATE, logprob(float("inf"))),
+    "logprob -inf": (GENERATE, logprob(float("-inf"))),
+    "logprob nan": (GENERATE, logprob(float("nan"))),
+    "logprob -9999": (GENERATE, logprob(-9999.0)),
+    "logprob '-1'": (GENERATE, logprob("-1")),
+    "logprob null": (GENERATE, logprob(None)),
+    "logprob false": (GENERATE, logprob(False)),
+    "logprobs of others": (GENERATE, content(lambda c: [c[0] | {"token_id": 0}, *c[1:]])),
+    "a logprob less": (GENERATE, content(lambda c: c[:-1])),
+    "a logprob more": (GENERATE, content(lambda c: [*c, c[-1]])),
+    "logprobs null": (GENERATE, choice(logprobs=None)),
+    "content null": (GENERATE, content(lambda c: None)),
+    # completions
+    "no choices": (GENERATE, answer({})),
+    "choices null": (GENERATE, answer({"choices": None})),
+    "choices an object": (GENERATE, answer({"choices": {"0": {}}})),
+    "a choice null": (GENERATE, answer({"choices": [None] * 3})),
+    "a choice less": (GENERATE, lambda found: found["choices"].pop() and None),
+    "a choice more": (GENERATE, lambda found: found["choices"].append(found["choices"][0])),
+    "indices twice": (GENERATE, each_index(0, 1, 1)),
+    "indices with a gap": (GENERATE, each_index(0, 1, 3)),
+    "index -1": (GENERATE, each_index(-1, 0, 1)),
+    "index '1'": (GENERATE, each_index(0, "1", 2)),
+    "index 1.0": (GENERATE, each_index(0, 1.0, 2)),
+    "reason null": (GENERATE, choice(finish_reason=None)),
+    "reason unknown": (GENERATE, choice(finish_reason="banana")),
+    "reason a number": (GENERATE, choice(finish_reason=1)),
+    "reason abort": (GENERATE, choice(finish_reason="abort")),
+    # versions
+    "no version": (GENERATE, choice(weight_versions=[])),
+    "version null": (GENERATE, choice(weight_versions=None)),
+    "version a number": (GENERATE, choice(weight_versions=[{"version": 3, "start": 0, "end": 6}])),
+    "version of the past": (GENERATE, spans(("past", 0, 1))),
+    "version of the future": (GENERATE, spans(("future", 0, 1))),
+    "version of another run": (GENERATE, spans(("01234567-3", 0, 1))),
+    "version in words": (GENERATE, spans(("words", 0, 1))),
+    "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
+    "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),
+    "versions of a part": (GENERATE, spans(("now", 0, 0.5))),
+    "versions that go back": (GENERATE, spans(("now", 0, 2), ("now", 2, 1))),
+    "versions that overlap": (GENERATE, spans(("now", 0, 1), ("now", 0, 1))),
+    # what was kept
+    "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
+    "mask 2^40": (GENERATE, mask(lambda t: [t, 1 << 40])),
+    "mask -1": (GENERATE, mask(lambda t: [t, -1])),
+    "mask twice": (GENERATE, mask(lambda t: [t, t])),
+    "mask of texts": (GENERATE, mask(lambda t: [str(t)])),
+    "mask a text": (GENERATE, mask(lambda t: "345")),
+    "mask null": (GENERATE, mask(lambda t: None)),
+    "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
+    "mask too short": (GENERATE, choice(sampling_mask=[])),
+    # bodies
+    "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
+    "deep JSON": (GENERATE, answer(DEEP)),
+    "HTML": (GENERATE, answer(b"<html>")),
+    "half of the JSON": (GENERATE, answer(b'{"choices": [')),
+    "no UTF-8": (GENERATE, answer(b'{"choices": "\xff"}')),
+    "nothing": (GENERATE, answer(b"")),
+    "a huge Content-Length": (GENERATE, raw(OK, b"Content-Length: 1" + b"0" * 18 + b"\r\n\r\n{}")),
+    "a Content-Length too long": (UPDATE, raw(OK, b"Content-Length: 9\r\n\r\n{}")),
+    "blanks without end": (GENERATE, without_end(OK + b"\r\n", b" " * (1 << 20))),
+    "blanks in chunks": (
+        GENERATE, without_end(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"4\r\n    \r\n" * 9999)
+    ),
+    "a chunk of -1": (
+        GENERATE, without_end(OK + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", b" " * (1 << 20))
+    ),
+    "a huge chunk": (
+        GENERATE, raw(OK, b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 15 + b"\r\n")
+    ),
+    "headers without end": (GENERATE, without_end(OK, b"A: b\r\n" * 9999)),
+    "a header without end": (GENERATE, without_end(OK + b"A: ", b"b" * 9999)),
+    "100 without end": (GENERATE, without_end(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 999)),
+    "no HTTP": (GENERATE, raw(b"SSH-2.0-OpenSSH_9.6\r\n")),
+    "closed at once": (GENERATE, raw()),
+    "a byte now and then": (GENERATE, slowly(OK + b"\r\n" + b" " * 999)),
+    "a byte of a header now and then": (GENERATE, slowly(OK + b"A: " + b"b" * 999)),
+    "a byte of an update now and then": (UPDATE, slowly(OK + b"\r\n" + b" " * 999)),
+    "a redirect": (GENERATE, raw(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n")),
+    "busy for ever": (GENERATE, 429),
+    "busy for an hour": (GENERATE, raw(b"HTTP/1.1 429 No\r\nRetry-After: 3600\r\n\r\n")),
+    "an error of deep JSON": (
+        GENERATE, raw(b"HTTP/1.1 500 No\r\n\r\n" + b'{"error": ' + b"[" * 99_999)
+    ),
+    "an error of control characters": (
+        GENERATE, raw(b'HTTP/1.1 400 No\r\n\r\n{"error": "\\u001b[2J"}')
+    ),
+    # the server about itself
+    "no world_size": ("/get_world_size", answer({})),
+    "world_size '1'": ("/get_world_size", answer({"world_size": "1"})),
+    "world_size 0": ("/get_world_size", answer({"world_size": 0})),
+    "world_size 2^40": ("/get_world_size", answer({"world_size": 1 << 40})),
+    "no weight_version": ("/weight_info", answer({})),
+    "weight_version null": ("/weight_info", answer({"weight_version": None})),
+    "vllm_config null": (INFO, answer({"vllm_config": None})),
+    "vllm_config a text": (INFO, answer({"vllm_config": "model='m'"})),
+    "logprobs_mode of control characters": (
+        INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
+    ),
+    "model_config null": (INFO, answer({"vllm_config": {"model_config": None}})),
+    "no dtype": (INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "raw"}}})),
+    "is_paused 'no'": ("/is_paused", answer({"is_paused": "no"})),
+    "no account of the model": ("/collective_rpc", answer({"results": []})),
+    "an account that is null": ("/collective_rpc", answer({"results": [None]})),
+    "a health of 500": ("/health", 500),
+}  # fmt: skip
+
+
+WAITED_FOR = {  # the others are refused at once
+    "blanks in chunks", "100 without end", "a byte now and then",
+    "a byte of a header now and then", "a byte of an update now and then", "busy for ever",
+    "busy for an hour",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused_in_time_with_the_servers_name(policy, server, fault):
+    path, server.faults[path] = FAULTS[fault][0], FAULTS[fault][1]
+    waits = fault in WAITED_FOR
+    start = time.monotonic()
+    with pytest.raises((EngineError, ValueError, NonFiniteLogits)) as refused:
+        sample(policy, server, timeout=0.5 if waits else 10.0, patience=0.1)
+    assert time.monotonic() - start < 10
+    said = str(refused.value)
+    assert waits or "no answer within" not in said
+    assert server.url in said and len(said) < 2000 and said.isprintable(), said
+    server.faults = {}
+    assert len(sample(policy, server).texts) == 3  # and it does the server no harm
+
+
+def test_the_same_changes_with_values_that_are_right(policy, server):
+    for right in (
+        ids(lambda t: [12] * 6), logprob(1e-4), logprob(0), each_index(2, 0, 1),
+        spans(("now", 0, 0.5), ("now", 0.5, 1)), mask(lambda t: [t, (t + 1) % 13]),
+        mask(lambda t: []), choice(new_field={"a": [1]}), choice(sampling_mask=None),
+    ):  # fmt: skip
+        server.faults[GENERATE] = right
+        assert len(sample(policy, server).texts) == 3

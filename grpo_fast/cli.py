@@ -1,5 +1,5 @@
 """The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`,
-`audit`, `doctor`, `bench`.
+`audit`, `export`, `doctor`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -194,6 +194,23 @@ def audit(
             typer.echo(line)
     if found.problems:
         sys.exit(RUN_ERROR)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint: RUN/checkpoints/step_000100.")],
+    out: Annotated[str, typer.Argument(help="A new folder.")],
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run code of the model's own.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Write the model of a checkpoint as a folder that transformers loads (LoRA: merged)."""
+    from grpo_fast.train.runs.export import export as write
+
+    with told(debug, OSError):
+        source, target = os.path.expanduser(checkpoint), os.path.expanduser(out)
+        typer.echo(str(write(source, target, allow_code=allow_code)))
 
 
 @app.command()

@@ -36,7 +36,10 @@ from grpo_fast.train.report.report import RunReport, kernels_line, memory_line, 
 from grpo_fast.train.report.silent_report import SilentReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.checkpoint import CheckpointError
-from grpo_fast.train.runs.resume import Start, find_start
+from grpo_fast.train.runs.export import unsharded_models
+from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
+from grpo_fast.train.runs.folder import FolderLock
+from grpo_fast.train.runs.resume import Start, find_start, lock_existing
 from grpo_fast.train.runs.run_state import RunState
 from grpo_fast.train.runs.stopping import SAVED, Stopped, Stopping
 from grpo_fast.train.update.budget import host_peak
@@ -74,14 +77,22 @@ def _train(config: RunConfig) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
+    with distributed.together():
+        lock = lock_existing(config.output_dir) if distributed.is_main() else None
     start = agreed_start(config)
     check_trackers(config.log.trackers)
-    rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
-    plain = config.data.model_copy(update={"shots_tokens": None})
-    questions = load_examples(plain, split="train", seed=config.seed)
-    # Of examples that are made when asked for, all alike, the first is checked.
-    known = questions if isinstance(questions, list) else questions[:1]
-    check_examples(rewards, known, "training")
+    with distributed.together():
+        rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
+        plain = config.data.model_copy(update={"shots_tokens": None})
+        questions = load_examples(plain, split="train", seed=config.seed)
+        # Of examples that are made when asked for, all alike, the first is checked.
+        known = questions if isinstance(questions, list) else questions[:1]
+        check_examples(rewards, known, "training")
+        prints = fingerprints(config, questions)
+    check_ranks(config, prints)
+    changed = []
+    if start.checkpoint is not None:
+        changed = check_resumed(start.fingerprints, prints, config.resume_allow)
     policy = load_policy(config.model, build_tokenizer(config, questions))
     distributed.align([policy.model])
     check_reference(config.reference, config.model, policy.tokenizer)
@@ -95,7 +106,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         "backend_fallback": route.fallback_reason(policy.device.type),
     }
     with (
-        open_report(config, start) as report,
+        open_report(config, start, lock) as report,
         build_engine(policy, config.rollout) as engine,
         Stopping().listening(policy.lm.base_model, agreement(policy)),
     ):
@@ -105,10 +116,12 @@ def _train(config: RunConfig) -> dict[str, Any]:
         if config.warm_start is not None and start.checkpoint is None:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards, load_critic(config, policy), engine)
-        state = RunState(trainer, PromptQueue(examples), report)
+        state = RunState(trainer, PromptQueue(examples), report, prints)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
-            report.note(f"goes on from {start.checkpoint}")
+            begin_again(report)
+            other = f", with other {', '.join(changed)}" if changed else ""
+            report.note(f"goes on from {start.checkpoint}{other}")
         with saved_when_it_ends(state):
             run_steps(state, evaluate)
         summary = {
@@ -130,26 +143,31 @@ def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
 def agreed_start(config: RunConfig) -> Start:
     """Where the run begins, as rank 0 finds it."""
 
-    def found() -> list[Any]:
+    def start_of_main() -> list[Any]:
         start = find_start(config, log.warning)
         return [None if start.checkpoint is None else str(start.checkpoint), *start[1:]]
 
-    checkpoint, (metrics, prompts), again = distributed.from_main(found)
-    return Start(None if checkpoint is None else Path(checkpoint), (metrics, prompts), again)
+    checkpoint, (metrics, prompts), *rest = distributed.from_main(start_of_main)
+    return Start(None if checkpoint is None else Path(checkpoint), (metrics, prompts), *rest)
 
 
-def open_report(config: RunConfig, start: Start) -> RunReport:
+def open_report(config: RunConfig, start: Start, lock: FolderLock | None) -> RunReport:
     """Rank 0's, or one that writes nothing."""
     with distributed.together():
         if not distributed.is_main():
             return SilentReport(config.output_dir)
-        return RunReport(config.output_dir, config, start=start)
+        return RunReport(config.output_dir, config, start=start, lock=lock)
+
+
+def begin_again(report: RunReport) -> None:
+    """Cut the logs back to what the checkpoint has seen, which is loaded on all ranks."""
+    with distributed.together():
+        report.begin()
 
 
 def save_models(trainer: Trainer, folder: Path) -> None:
     """What the run was for, behind its summary: a disk that is full costs no more than this."""
-    critic = None if trainer.critic is None else trainer.critic.gathered()
-    policy = trainer.policy.gathered()
+    policy, critic = unsharded_models(trainer.config, trainer.policy, trainer.critic)
     with distributed.together(), written(folder / "model"):
         if distributed.is_main():
             policy.save(folder / "model")

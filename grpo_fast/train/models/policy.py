@@ -130,24 +130,24 @@ class Policy:
 
     def shard(self, mesh: Any) -> None:
         """Leave each rank a part of the weights."""
-        self._plain = sharding.skeleton(self.model)
         sharding.shard(self.lm, mesh)
         self.is_sharded = True
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint holds, by name: the model's, with LoRA the adapter's alone.
+
+        Of tied ones the first name. A sharded model has this rank's shards.
+        """
+        is_adapter, unique = self.model is not self.lm, dict[int, tuple[str, Tensor]]()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if tensor.requires_grad or not is_adapter:
+                unique.setdefault(id(tensor), (name, tensor))
+        return dict(unique.values())
 
     @property
     def in_step(self) -> bool:
         """Whether the ranks wait for each other in every forward pass."""
         return self.is_sharded and not self._is_apart
-
-    def gathered(self) -> Policy:
-        """Itself, or with all of its weights in rank 0's main memory (all ranks call it)."""
-        if not self.is_sharded:
-            return self
-        twin = copy.copy(self)
-        twin.model = sharding.filled(self._plain, self.model)
-        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
-        twin.is_sharded = False
-        return twin
 
     @contextmanager
     def whole(self) -> Iterator[None]:

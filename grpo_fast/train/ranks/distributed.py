@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from grpo_fast.rewards import RewardError
 from grpo_fast.rollout import EngineError, NonFiniteLogits
-from grpo_fast.train.files import WriteError
-from grpo_fast.train.runs.checkpoint import CheckpointError
+from grpo_fast.train.files import CheckpointError, WriteError
 from grpo_fast.train.runs.stopping import Stopped
 
 Result = TypeVar("Result")

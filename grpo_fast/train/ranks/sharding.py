@@ -1,4 +1,4 @@
-"""Models whose weights lie in shards on all ranks (FSDP2), and the same models in one piece.
+"""Models whose weights lie in shards on all ranks (FSDP2).
 
 Each decoder layer is gathered when its turn comes, forward and backward; embeddings, last norm and
 head belong to the model itself, whose method `inside` has them together. Gradients are sums over
@@ -7,19 +7,16 @@ the ranks: losses are divided by the whole step's counts.
 
 from __future__ import annotations
 
-import copy
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_fast.train.ranks import distributed
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
@@ -84,33 +81,3 @@ def _parts(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-# ------------------------------------------------------------------------------ in one piece
-def skeleton(model: Model) -> Model:
-    """A copy of a model without its weights, made before it is sharded."""
-    known = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, known)
-
-
-def filled(plain: Model, model: nn.Module) -> Model:
-    """A skeleton with the weights of the sharded model, in rank 0's main memory. All ranks call.
-
-    It is a skeleton still on the others.
-    """
-    known = {}
-    for own, sharded in zip(plain.parameters(), model.parameters(), strict=True):
-        whole = distributed.whole(sharded.detach())
-        if distributed.is_main():
-            known[id(own)] = nn.Parameter(whole.cpu(), own.requires_grad)
-    return copy.deepcopy(plain, known)
-
-
-def part(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, as `like` is sharded; all of it where that is not."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(like, DTensor):
-        return full
-    full = full.to(like.device)
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

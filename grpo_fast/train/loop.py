@@ -25,6 +25,7 @@ from grpo_fast.rollout import (
 )
 from grpo_fast.train.collect.prompts import PromptQueue
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.evaluation.evaluate import EvalResult, build_evaluation
 from grpo_fast.train.files import written
 from grpo_fast.train.metrics.losses import finite, is_policy_alone
@@ -93,29 +94,38 @@ def _train(config: RunConfig) -> dict[str, Any]:
     changed = []
     if start.checkpoint is not None:
         changed = check_resumed(start.fingerprints, prints, config.resume_allow)
-    policy = load_policy(config.model, build_tokenizer(config, questions))
-    distributed.align([policy.model])
+    # Of a model in shards rank 0 alone has the weights, until `Trainer` deals them out.
+    is_dealt = config.distributed in SHARDED
+    empty = is_dealt and not distributed.is_main()
+    with distributed.together():
+        policy = load_policy(config.model, build_tokenizer(config, questions), empty=empty)
+    if not is_dealt:
+        distributed.align([policy.model])
     check_reference(config.reference, config.model, policy.tokenizer)
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
     listed = examples if isinstance(examples, list) else examples[:1]
     check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
     evaluate = build_evaluation(config, policy, rewards)
-    kernels = {
-        "backend": route.head_route("auto", policy.head.weight).backend,
-        "backend_fallback": route.fallback_reason(policy.device.type),
-    }
     with (
         open_report(config, start, lock) as report,
         build_engine(policy, config.rollout) as engine,
         Stopping().listening(policy.lm.base_model, agreement(policy)),
     ):
-        report.note(kernels_line(kernels))
         if config.rollout.wants_kept:
             report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
-            warm_start(policy, questions, config.warm_start, seed=config.seed, log=report.log)
+            with distributed.together():
+                with distributed.alone() if is_dealt else nullcontext():
+                    if not empty:
+                        options = config.warm_start
+                        warm_start(policy, questions, options, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards, load_critic(config, policy), engine)
+        kernels = {
+            "backend": route.head_route("auto", policy.head.weight).backend,
+            "backend_fallback": route.fallback_reason(policy.device.type),
+        }
+        report.note(kernels_line(kernels))
         state = RunState(trainer, PromptQueue(examples), report, prints)
         if start.checkpoint is not None:
             state.load(start.checkpoint)

@@ -35,6 +35,7 @@ SHARED: dict[str, Callable[[str], BaseException]] = {
     for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
                  RewardError, CheckpointError, WriteError)
 }  # fmt: skip
+_is_alone = False
 _store: list[dist.Store] = []  # of the launcher, in which ranks say that they are still there
 
 
@@ -45,12 +46,24 @@ class RankError(RuntimeError):
 # ------------------------------------------------------------------------------- who is there
 def size() -> int:
     """How many ranks there are."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_met = dist.is_available() and dist.is_initialized() and not _is_alone
+    return dist.get_world_size() if is_met else 1
 
 
 def rank() -> int:
     """The number of this one, from 0."""
     return dist.get_rank() if size() > 1 else 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this rank works as a process of its own, without a word to the others."""
+    global _is_alone
+    before, _is_alone = _is_alone, True
+    try:
+        yield
+    finally:
+        _is_alone = before
 
 
 def launched_rank() -> int:
@@ -89,8 +102,8 @@ def _missing() -> list[int]:
         while others and time.monotonic() < until:
             others -= {r for r in others if _store[0].check([f"here/{r}"])}
             time.sleep(0.05)
-    except RuntimeError:  # the store is gone with the rank or the launcher that had it
-        return []
+    except RuntimeError:  # the store is gone with torchrun, or, without it, with rank 0
+        return [] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else [0]
     return sorted(others)
 
 

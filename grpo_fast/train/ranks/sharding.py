@@ -20,11 +20,14 @@ from grpo_fast.train.ranks import distributed
 
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
-    """Every model of a run, those that are None apart."""
+    """Every model of a run, those that are None apart. Random numbers are then rank 0's, too."""
     mesh = mesh_of(device, replicas)
     for model in models:
         if model is not None:
             model.shard(mesh)
+    state = torch.get_rng_state()
+    torch.distributed.broadcast(state, 0)
+    torch.set_rng_state(state)
 
 
 def mesh_of(device: torch.device, replicas: int | None) -> Any:
@@ -38,23 +41,79 @@ def mesh_of(device: torch.device, replicas: int | None) -> Any:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: Any, mesh: Any) -> None:
-    """Leave each rank its part of the weights, and of the gradients."""
+def shard(model: Any, mesh: Any, device: torch.device) -> None:
+    """Leave each rank its part of rank 0's weights, and of the gradients. Collective.
+
+    A tensor at a time is sent. Models of the other ranks may be on the meta device till now.
+
+    Args:
+        device: where the shards lie.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     # Hidden states are a view of a batch of one; nothing writes into them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    _take_dtypes(model)
+    whole = model.state_dict() if distributed.is_main() else {}
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
+    if is_empty:
+        model.to_empty(device=device)  # gives tied parameters one tensor each
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    del whole
+    _take_buffers(model, device)
     model.inside = types.MethodType(_inside, model)
     register_fsdp_forward_method(model, "inside")
-    with torch.no_grad():  # whose parts are whose is settled by the first pass: that of the whole
+    # FSDP2 assigns parameters to groups in the first forward pass, so run one through the root.
+    with torch.no_grad():
         model.inside(lambda: None)
     model.reshard()
+
+
+def _take_dtypes(model: nn.Module) -> None:
+    """Give the parameters of an empty model the dtypes of rank 0's, which a file may have changed.
+
+    Raises ValueError where rank 0's model has other parameters.
+    """
+    own = {name: [str(p.dtype), *p.shape] for name, p in model.named_parameters()}
+    mains = distributed.gather(own)[0]
+    with distributed.together():
+        if {x: shape for x, (_, *shape) in own.items()} != {x: y for x, (_, *y) in mains.items()}:
+            raise ValueError("model: expected the parameters of rank 0's model, built others")
+    for name, parameter in model.named_parameters():
+        dtype = getattr(torch, mains[name][0].removeprefix("torch."))
+        if parameter.is_meta and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def _take_buffers(model: nn.Module, device: torch.device) -> None:
+    """Copy rank 0's buffers, and tensors that modules keep as plain attributes, to all ranks.
+
+    No file holds most of them: rotary frequencies, masks. An empty model has garbage there.
+    """
+    owners = {}
+    for path, module in model.named_modules():
+        for owner in (module._buffers, vars(module)):
+            known = (name for name, value in owner.items() if isinstance(value, torch.Tensor))
+            owners |= {f"{path}.{name}": (owner, name) for name in known}
+    own = [[key, str(o[n].dtype).removeprefix("torch."), *o[n].shape] for key, (o, n) in owners.items()]
+    for key, dtype, *shape in distributed.gather(own)[0]:
+        sent = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        owner, name = owners.get(key, ({}, key))  # a forward pass on rank 0 may have left more
+        if distributed.is_main():
+            sent.copy_(owner[name])
+        torch.distributed.broadcast(sent.view(-1).view(torch.uint8), 0)
+        owner[name] = sent
 
 
 def _inside(_: nn.Module, work: Callable[[], Any]) -> Any:

@@ -87,7 +87,7 @@ class Critic:
 
     def shard(self, mesh: Any) -> None:
         """Leave each rank a part of its own weights."""
-        sharding.shard(self.head, mesh)
+        sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
 
@@ -126,7 +126,7 @@ def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
         return Critic(policy, critic, policy.trainable_copy())
     own = config.model.model_copy(update={"path": critic.path, "config": None})
     try:
-        trunk = load_policy(own, policy.tokenizer)
+        trunk = load_policy(own, policy.tokenizer, empty=policy.is_empty)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()

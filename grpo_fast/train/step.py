@@ -90,6 +90,9 @@ def restore(
         tensors["total"], {n: tensors[f"reward/{n}"] for n in names}, {n: Counter() for n in names}
     )
     asked = [row["prompt"] for row in state["prompts"] if row["use"] != "dropped"]
+    if len(asked) * options["group_size"] != count:
+        expected = f"expected {count // options['group_size']} prompts that are kept"
+        raise ValueError(f"underway.prompts: {expected}, got {len(asked)}")
     collected = Collected(
         rollout, [examples[number] for number in asked for _ in range(options["group_size"])],
         scores, tensors["advantages"], state["collected_metrics"], state["generated"],

@@ -248,7 +248,7 @@ def load_large(megabytes: int) -> Any:
     import resource
 
     fields = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
-              "num_hidden_layers": round(megabytes / 9.4), "num_attention_heads": 8,
+              "num_hidden_layers": round(megabytes / 8.5), "num_attention_heads": 8,
               "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
     config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
     load = [ModelConfig(config={**fields, "num_hidden_layers": 1}, tokenizer="symbols"), config]

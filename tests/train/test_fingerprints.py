@@ -93,5 +93,6 @@ def test_what_is_compared():
     was = {"data.train": "a", "rewards.x": "b"}
     assert check_resumed(was, dict(was), []) == []
     assert check_resumed(was, {**was, "data.train": "c"}, ["data"]) == ["data.train"]
-    with pytest.raises(ValueError, match=r"resume_allow=\[reference,rewards\].*\n  reference: none → d\n  "):
+    said = r"resume_allow=\[reference,rewards\].*\n  reference: none → d\n  rewards.x: b → none"
+    with pytest.raises(ValueError, match=said):
         check_resumed(was, {"data.train": "c", "reference": "d"}, ["data"])

@@ -90,7 +90,8 @@ APART = {
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
     """31: the rank and the key that differ are named by all, and nothing is written."""
-    (tmp_path / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)")
+    reward = "def score(completions):\n    return [1.0] * len(completions)\n"
+    (tmp_path / "mine.py").write_text(reward)
     for name, (words, said) in APART.items():
         words = [word.replace("REWARD", str(tmp_path / "mine.py")) for word in words]
         for [one] in ranks(2, ["train_apart", "ddp", str(tmp_path / name), [], words]):

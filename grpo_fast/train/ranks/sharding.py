@@ -101,14 +101,15 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
 
     No file holds most of them: rotary frequencies, masks. An empty model has garbage there.
     """
-    owners = {}
+    owners: dict[str, tuple[Any, str]] = {}
     for path, module in model.named_modules():
         for owner in (module._buffers, vars(module)):
             known = (name for name, value in owner.items() if isinstance(value, torch.Tensor))
             owners |= {f"{path}.{name}": (owner, name) for name in known}
-    own = [[key, str(o[n].dtype).removeprefix("torch."), *o[n].shape] for key, (o, n) in owners.items()]
+    own = [[key, str(o[name].dtype), *o[name].shape] for key, (o, name) in owners.items()]
     for key, dtype, *shape in distributed.gather(own)[0]:
-        sent = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        sent = torch.empty(shape, dtype=kind, device=device)
         owner, name = owners.get(key, ({}, key))  # a forward pass on rank 0 may have left more
         if distributed.is_main():
             sent.copy_(owner[name])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import storage
@@ -173,7 +174,10 @@ class RunState:
         if trainer.baseline is not None:
             trainer.baseline.load_state_dict(state["baseline"])
         trainer.load_counters(state["trainer"])
+        rollouts = [x["rollout"] for x in (state["underway"], state["ahead"]) if x is not None]
+        _check_ids(rollouts, trainer.policy.head.weight.shape[0])
         if state["underway"] is not None:
+            _check_place(state["underway"], trainer.config)
             trainer.underway = restore(
                 state["underway"], _below("step", tensors, "/"), self.queue.examples,
                 trainer.config.minibatches, **trainer.batch_options(),
@@ -183,14 +187,22 @@ class RunState:
         if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
             self.run = read_manifest(folder).run
         self.mark()
-        self._check_names(tensors)
+        if distributed.is_main():
+            self._check_round_trip(state, tensors)
         _set_random_state(_below("random", tensors, "/"))
 
-    def _check_names(self, tensors: dict[str, Tensor]) -> None:
-        """What was loaded, stored again, has the same names; another machine's GPU may be absent."""
-        ours = self._state()[1].keys() | {"random/cuda"}
-        for name in sorted(ours ^ (tensors.keys() | {"random/cuda"})):
-            what = "is missing" if name in ours else "has no place here"
+    def _check_round_trip(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Raise a ValueError unless what was loaded, stored again, is what was read.
+
+        Nothing is passed over, then, and nothing is filled in. What may change is left out.
+        """
+        ours, own = self._state()
+        for key in ours.keys() - {"config", "fingerprints", "training_set"}:
+            if json.dumps(ours[key], sort_keys=True) != json.dumps(state[key], sort_keys=True):
+                raise ValueError(f"{STATE}: {key} holds what this configuration has no place for")
+        own |= {name: tensors[name] for name in ("random/cuda",) if name in tensors}
+        for name in sorted(own.keys() ^ tensors.keys()):
+            what = "is missing" if name in own else "has no place here"
             raise ValueError(f"the tensor {name} in {STATE_TENSORS} {what}")
 
 
@@ -208,6 +220,24 @@ def _below(prefix: str, names: Any, mark: str = ".") -> Any:
 
 def _names_of(weights: dict[str, Tensor]) -> dict[Tensor, str]:
     return {tensor: name for name, tensor in weights.items()}  # by identity, as tensors hash
+
+
+def _check_ids(rollouts: Iterable[dict[str, Any]], rows: int) -> None:
+    """Raise a ValueError for a token that the model has no row for."""
+    lists = (x for one in rollouts for x in (*one["prompt_ids"], *one["completion_ids"]))
+    largest = max((max(ids, default=0) for ids in lists), default=0)
+    if largest >= rows:
+        raise ValueError(f"{STATE}: rollout: expected token ids below {rows}, got {largest}")
+
+
+def _check_place(underway: dict[str, Any], config: RunConfig) -> None:
+    """Raise a ValueError for a step that is further than its updates are."""
+    epoch, minibatch, per_pass = underway["epoch"], underway["minibatch"], config.minibatches
+    made, is_ended = len(underway["updates"]["losses"]), epoch == config.inner_iterations
+    fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
+    if not (fits and minibatch <= per_pass) and not (is_ended and not minibatch and made):
+        came = f"epoch {epoch}, minibatch {minibatch}, {made} updates"
+        raise ValueError(f"{STATE}: underway: expected a place in the step, got {came}")
 
 
 @contextmanager

@@ -83,6 +83,10 @@ SUITES: dict[str, list[str]] = {
     "ahead": ["tests/train/test_ahead.py"],
     "ahead_ranks": ["tests/train/test_ranks.py", "-k", "what_one_does and apart"],
     "ahead_bits": ["tests/train/test_ahead.py", "-k", "stand_still"],
+    "checkpoint_attacks": ["tests/train/test_attacked_checkpoints.py"],
+    "checkpoint_prints": ["tests/train/test_fingerprints.py"],
+    "ranks_dealt": ["tests/train/test_ranks.py", "-k", "rank_0_reads"],
+    "ranks_apart": ["tests/train/test_ranks.py", "-k", "differently or other_data"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",

@@ -182,7 +182,7 @@ TENSORS = {
     "extra": (lambda t: t.update(more=torch.ones(1)), "the tensor more has no place here"),
     "shape": (lambda t: t.update({WEIGHT: t[WEIGHT][:, 1:].clone()}), f"{WEIGHT}: expected .*32"),
     "rows": (lambda t: t.update({WEIGHT: t[WEIGHT][1:].clone()}), f"{WEIGHT}: expected"),
-    "dtype": (lambda t: t.update({WEIGHT: t[WEIGHT].double()}), f"{WEIGHT}: expected .*got torch.fl"),
+    "dtype": (lambda t: t.update({WEIGHT: t[WEIGHT].double()}), f"{WEIGHT}: expected"),
     "half of the moments": (
         lambda t: t.pop(f"optimizer.policy.{WEIGHT}.exp_avg"), "exp_avg is missing"),
     "one moment more": (
@@ -278,8 +278,7 @@ def test_a_checkpoints_file_without_an_end(folder, make, name):
 
 
 @pytest.mark.parametrize("make", [to_zero, to_pipe])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "prompts.jsonl", "config.yaml", "summary.json",
-                                  "config.yaml.tmp", "completions.html", "completions"])  # fmt: skip
+@pytest.mark.parametrize("name", [*resume.LOGS, "config.yaml", "config.yaml.tmp", "completions"])
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_runs_file_that_leads_elsewhere(folder, tmp_path, make, name, is_own):
     """45, 47: in a folder that a run goes on in, or that it copies from."""

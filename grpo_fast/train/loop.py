@@ -69,17 +69,15 @@ def train(config: RunConfig) -> dict[str, Any]:
         Stopped: (a SystemExit) a signal ended the run.
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
-    with distributed.joined(*ranks):
-        return _train(config)
+    with distributed.joined(*ranks), locked(config.output_dir) as lock:
+        return _train(config, lock)
 
 
-def _train(config: RunConfig) -> dict[str, Any]:
+def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-    with distributed.together():
-        lock = lock_existing(config.output_dir) if distributed.is_main() else None
     start = agreed_start(config)
     check_trackers(config.log.trackers)
     with distributed.together():
@@ -111,6 +109,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         open_report(config, start, lock) as report,
         build_engine(policy, config.rollout) as engine,
         Stopping().listening(policy.lm.base_model, agreement(policy)),
+        distributed.answered(),
     ):
         if config.rollout.wants_kept:
             report.note(support_line(config.rollout))
@@ -148,6 +147,18 @@ def _train(config: RunConfig) -> dict[str, Any]:
 def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
     """How the ranks agree on a signal in a forward pass, where they make that in step."""
     return lambda: distributed.together() if policy.in_step else nullcontext()
+
+
+@contextmanager
+def locked(folder: str) -> Iterator[FolderLock | None]:
+    """Rank 0's lock of a run's folder, before anyone looks what lies there; None where none is."""
+    with distributed.together():
+        lock = lock_existing(folder) if distributed.is_main() else None
+    try:
+        yield lock
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def agreed_start(config: RunConfig) -> Start:

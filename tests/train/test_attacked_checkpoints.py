@@ -102,7 +102,7 @@ FIELDS = [
     ("training_set", 0, "state.json: training_set"),
     ("optimizers.policy.steps", "2", "state.json: optimizers.policy.steps"),
     ("optimizers.policy.skipped", -1, "state.json: optimizers.policy.skipped"),
-    ("optimizers.critic", {"steps": 1, "skipped": 0, "_skipped_in_a_row": 0}, "optimizers.critic"),
+    ("optimizers.critic", {"steps": 1, "skipped": 0, "_skipped_in_a_row": 0}, "optimizers holds"),
     ("optimizers", {}, "got another: .*policy"),
     ("trainer.beta", None, "state.json: trainer.beta"),
     ("trainer.budget.tokens", 0, "state.json: trainer.budget.tokens"),
@@ -146,7 +146,7 @@ OF_A_STEP = [
     ("underway.rollout.completion_ids", [], "one length"),
     ("underway.rollout.completion_ids.0.0", -1, "completion_ids.0.0"),
     ("underway.rollout.completion_ids.0.0", 10**6, "got another"),
-    ("underway.rollout.completion_ids.0", [1], "got another"),
+    ("underway.rollout.completion_ids.0", [1] * 50, "got another"),
     ("underway.rollout.texts.0", 5, "underway.rollout.texts.0"),
     ("underway.rewards", ["other"], "got another"),
     ("underway.updates.norms", [], "as many norms"),
@@ -293,17 +293,20 @@ def contents(place: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("place", ["metrics.jsonl", "completions", "checkpoints", "model"])
+@pytest.mark.parametrize(
+    "place", ["metrics.jsonl", "completions", "checkpoints", "model", "model/model.safetensors"]
+)
 def test_what_a_link_points_at_stays(folder, tmp_path, place):
     """45: nothing outside of the run's folder is cut, overwritten or removed."""
     target = tmp_path / "precious"
     was = folder / place
+    was.parent.mkdir(exist_ok=True)
     if was.is_dir() or place in ("completions", "model"):
         shutil.rmtree(was, ignore_errors=True)
         target.mkdir()
         (target / "step_000009.parquet").write_text("dear")
     else:
-        was.unlink()
+        was.unlink(missing_ok=True)
         target.write_text("dear\n" * 999)
     before = contents(target)
     was.symlink_to(target)

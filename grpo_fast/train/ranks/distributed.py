@@ -77,12 +77,17 @@ def is_main() -> bool:
 
 
 @contextmanager
-def _answered() -> Iterator[None]:
-    """A rank that is gone, or does not come, is named, whoever waited for it: torch, or we."""
+def answered() -> Iterator[None]:
+    """Name a rank that is gone or does not come, whoever waited for it: torch, or we.
+
+    It must be entered behind the handlers of signals: torchrun sends the others SIGTERM while they
+    are looking who is missing.
+    """
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
+        is_known = isinstance(error, dist.DistError) or "gloo/" in str(error)
+        if isinstance(error, RankError) or not is_known:
             raise
         missing = _missing()
         said = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
@@ -128,7 +133,7 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         expected = f"expected a number that divides the {count} processes"
         raise ValueError(f"distributed_replicas: {expected}, came {replicas}")
     if kind is None or is_there:
-        with _answered(), _quiet(rank()):
+        with answered(), _quiet(rank()):
             yield
         return
     is_cuda = torch.cuda.is_available()
@@ -141,7 +146,7 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         store=dist.PrefixStore("grpo_fast", store), rank=number, world_size=count,
     )  # fmt: skip
     try:
-        with _answered(), _quiet(number):
+        with answered(), _quiet(number):
             yield
     finally:
         _store.clear()

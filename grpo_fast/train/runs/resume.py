@@ -34,9 +34,10 @@ from grpo_fast.train.runs.folder import (
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
+MODELS = ("model", "critic")
 # What a run reads, appends to, replaces or removes in a folder that it goes on in.
 TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.html", "curves.png",
-           "summary.json", "summary.json.tmp", "model", "critic")  # fmt: skip
+           "summary.json", "summary.json.tmp", *MODELS)  # fmt: skip
 # sections and keys that may change
 FREE = ("output_dir", "log", "checkpoint", "resume", "resume_allow", "rollout.vllm", "distributed",
         "distributed_replicas", "distributed_timeout")  # fmt: skip
@@ -191,7 +192,7 @@ def _named(path: Path, say: Callable[[str], None]) -> Path:
 
 def _check_files(run: Path) -> None:
     """Raise a ValueError for a link, a pipe or a device where a run reads or writes."""
-    inside = (run / COMPLETIONS, run / FOLDER)
+    inside = [run / name for name in (COMPLETIONS, FOLDER, *MODELS)]
     names = [run / name for name in TOUCHED]
     for path in (*names, *(file for folder in inside if not folder.is_symlink()
                            for file in folder.glob("*"))):  # fmt: skip

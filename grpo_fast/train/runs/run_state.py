@@ -247,7 +247,7 @@ def _refused(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError) as error:
         if isinstance(error, torch.distributed.DistError) or "gloo/" in str(error):
-            raise
+            raise  # of a rank that is gone
         text = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
         said = f"expected a checkpoint of this configuration in {folder}"
         raise ValueError(f"resume: {said}, got another: {text}") from error

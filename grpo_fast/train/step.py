@@ -98,6 +98,8 @@ def restore(
         scores, tensors["advantages"], state["collected_metrics"], state["generated"],
         state["prompts"],
     )  # fmt: skip
+    if sorted(i for part in state["batch"]["parts"] for i in part) != list(range(count)):
+        raise ValueError("underway.batch.parts: expected every completion once")
     batch = StepBatch(rollout, collected.advantages, budget=state["batch"]["budget"], **options)
     batch.parts = state["batch"]["parts"]
     batch.pack(batch.budget)

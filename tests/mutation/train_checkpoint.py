@@ -134,7 +134,7 @@ MUTANTS = [
            "            self._check_round_trip(state, tensors)\n", "            pass\n",
            "counters and tensors that nobody reads are passed over", "checkpoint_attacks"),
     Mutant("checkpoint-any-place", RUN_STATE,
-           "            _check_place(state[\"underway\"], trainer.config)\n", "",
+           "            _check_place(state[\"underway\"], trainer.config, self.step + 1)\n", "",
            "a step goes on behind its end", "checkpoint_attacks"),
     Mutant("checkpoint-any-data", FINGERPRINTS,
            '[name for name in changed if name.partition(".")[0] not in allowed]', "[]",

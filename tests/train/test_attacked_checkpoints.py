@@ -131,7 +131,7 @@ def test_what_a_state_cannot_hold(folder, path, value, said):
 
 
 OF_A_STEP = [
-    ("underway.step", 7, "underway.step: expected 2, got 7"),
+    ("underway.step", 7, "a place in step 2, got step 7"),
     ("underway.minibatch", -1, "underway.minibatch"),
     ("underway.epoch", 99, "epoch"),
     ("underway.minibatch", 99, "minibatch"),
@@ -149,7 +149,7 @@ OF_A_STEP = [
     ("underway.rollout.completion_ids.0", [1] * 50, "got another"),
     ("underway.rollout.texts.0", 5, "underway.rollout.texts.0"),
     ("underway.rewards", ["other"], "got another"),
-    ("underway.updates.norms", [], "as many norms"),
+    ("underway.updates.norms", [], "got another"),
     ("underway.updates.losses", DELETE, "underway.updates.losses: Field required"),
     ("underway", None, "has no place here"),
 ]

@@ -177,7 +177,7 @@ class RunState:
         rollouts = [x["rollout"] for x in (state["underway"], state["ahead"]) if x is not None]
         _check_ids(rollouts, trainer.policy.head.weight.shape[0])
         if state["underway"] is not None:
-            _check_place(state["underway"], trainer.config)
+            _check_place(state["underway"], trainer.config, self.step + 1)
             trainer.underway = restore(
                 state["underway"], _below("step", tensors, "/"), self.queue.examples,
                 trainer.config.minibatches, **trainer.batch_options(),
@@ -230,14 +230,15 @@ def _check_ids(rollouts: Iterable[dict[str, Any]], rows: int) -> None:
         raise ValueError(f"{STATE}: rollout: expected token ids below {rows}, got {largest}")
 
 
-def _check_place(underway: dict[str, Any], config: RunConfig) -> None:
-    """Raise a ValueError for a step that is further than its updates are."""
+def _check_place(underway: dict[str, Any], config: RunConfig, step: int) -> None:
+    """Raise a ValueError for another step than this one, or for one without its updates."""
     epoch, minibatch, per_pass = underway["epoch"], underway["minibatch"], config.minibatches
     made, is_ended = len(underway["updates"]["losses"]), epoch == config.inner_iterations
     fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
-    if not (fits and minibatch <= per_pass) and not (is_ended and not minibatch and made):
-        came = f"epoch {epoch}, minibatch {minibatch}, {made} updates"
-        raise ValueError(f"{STATE}: underway: expected a place in the step, got {came}")
+    fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
+    if not fits or underway["step"] != step:
+        came = f"step {underway['step']}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+        raise ValueError(f"{STATE}: underway: expected a place in step {step}, got {came}")
 
 
 @contextmanager

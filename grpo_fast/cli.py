@@ -62,9 +62,8 @@ def train(
     from grpo_fast.rollout import EngineError, NonFiniteLogits
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names
-    from grpo_fast.train.files import WriteError
+    from grpo_fast.train.files import CheckpointError, WriteError
     from grpo_fast.train.ranks.distributed import RankError, launched_rank
-    from grpo_fast.train.runs.checkpoint import CheckpointError
     from grpo_fast.train.runs.folder import free_folder, run_folder
     from grpo_fast.train.runs.stopping import SAVED, Stopped
     from grpo_fast.train.update.optimizer import NonFiniteGradient
@@ -148,9 +147,7 @@ def evaluate(
 
 @app.command()
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A recipe, a hub id, a model's folder, qwen2.5-7b, …")
-    ],
+    model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
     settings: Annotated[
         list[str] | None, _words("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
     ] = None,
@@ -200,17 +197,13 @@ def audit(
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint: RUN/checkpoints/step_000100.")],
     out: Annotated[str, typer.Argument(help="A new folder.")],
-    allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run code of the model's own.")
-    ] = False,
     debug: Debug = False,
 ) -> None:
     """Write the model of a checkpoint as a folder that transformers loads (LoRA: merged)."""
     from grpo_fast.train.runs.export import export as write
 
     with told(debug, OSError):
-        source, target = os.path.expanduser(checkpoint), os.path.expanduser(out)
-        typer.echo(str(write(source, target, allow_code=allow_code)))
+        typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
 @app.command()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_fast.data import load_examples
+from grpo_fast.data import Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.kernels import route
-from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rollout import (
     Engine,
     EngineError,
@@ -80,24 +80,11 @@ def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     start = agreed_start(config)
     check_trackers(config.log.trackers)
+    rewards, questions, prints = load_inputs(config, start)
     with distributed.together():
-        rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
-        plain = config.data.model_copy(update={"shots_tokens": None})
-        questions = load_examples(plain, split="train", seed=config.seed)
-        # Of examples that are made when asked for, all alike, the first is checked.
-        known = questions if isinstance(questions, list) else questions[:1]
-        check_examples(rewards, known, "training")
-        prints = fingerprints(config, questions)
-    check_ranks(config, prints)
-    changed = []
-    if start.checkpoint is not None:
-        changed = check_resumed(start.fingerprints, prints, config.resume_allow)
-    # Of a model in shards rank 0 alone has the weights, until `Trainer` deals them out.
-    is_dealt = config.distributed in SHARDED
-    empty = is_dealt and not distributed.is_main()
-    with distributed.together():
-        policy = load_policy(config.model, build_tokenizer(config, questions), empty=empty)
-    if not is_dealt:
+        tokenizer = build_tokenizer(config, questions)
+        policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config))
+    if config.distributed not in SHARDED:
         distributed.align([policy.model])
     check_reference(config.reference, config.model, policy.tokenizer)
     counted = token_counter(policy.tokenizer)
@@ -114,23 +101,18 @@ def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
         if config.rollout.wants_kept:
             report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
-            with distributed.together():
-                with distributed.alone() if is_dealt else nullcontext():
-                    if not empty:
-                        options = config.warm_start
-                        warm_start(policy, questions, options, seed=config.seed, log=report.log)
+            with distributed.together(), warm_starting(config) as is_here:
+                if is_here:
+                    options = config.warm_start
+                    warm_start(policy, questions, options, seed=config.seed, log=report.log)
         trainer = Trainer(config, policy, rewards, load_critic(config, policy), engine)
-        kernels = {
-            "backend": route.head_route("auto", policy.head.weight).backend,
-            "backend_fallback": route.fallback_reason(policy.device.type),
-        }
+        kernels = kernels_of(policy)
         report.note(kernels_line(kernels))
         state = RunState(trainer, PromptQueue(examples), report, prints)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
             begin_again(report)
-            other = f", with other {', '.join(changed)}" if changed else ""
-            report.note(f"goes on from {start.checkpoint}{other}")
+            report.note(f"goes on from {start.checkpoint}")
         with saved_when_it_ends(state):
             run_steps(state, evaluate)
         summary = {
@@ -142,6 +124,49 @@ def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
         if config.log.save_model:
             save_models(trainer, report.folder)
     return summary
+
+
+def load_inputs(
+    config: RunConfig, start: Start
+) -> tuple[RewardSet, Sequence[Example], dict[str, str]]:
+    """Rewards, the training set, and the fingerprints of all that a run depends on.
+
+    Raises ValueError where a rank, or the checkpoint of the start, has others.
+    """
+    with distributed.together():
+        rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
+        plain = config.data.model_copy(update={"shots_tokens": None})
+        questions = load_examples(plain, split="train", seed=config.seed)
+        # Of examples that are made when asked for, all alike, the first is checked.
+        known = questions if isinstance(questions, list) else questions[:1]
+        check_examples(rewards, known, "training")
+        prints = fingerprints(config, questions)
+    check_ranks(config, prints)
+    if start.checkpoint is not None:
+        for name in check_resumed(start.fingerprints, prints, config.resume_allow):
+            log.warning("the run goes on with another %s than it began with", name)
+    return rewards, questions, prints
+
+
+def kernels_of(policy: Policy) -> dict[str, Any]:
+    """The backend of the head, and why it is not a faster one."""
+    return {
+        "backend": route.head_route("auto", policy.head.weight).backend,
+        "backend_fallback": route.fallback_reason(policy.device.type),
+    }
+
+
+def is_dealt_to(config: RunConfig) -> bool:
+    """Whether this rank gets its shards from rank 0, which alone has the weights till then."""
+    return config.distributed in SHARDED and not distributed.is_main()
+
+
+@contextmanager
+def warm_starting(config: RunConfig) -> Iterator[bool]:
+    """Whether this rank makes the warm start: all, or before weights are dealt out rank 0 alone."""
+    is_here = not is_dealt_to(config)
+    with distributed.alone() if config.distributed in SHARDED else nullcontext():
+        yield is_here
 
 
 def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:

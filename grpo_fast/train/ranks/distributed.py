@@ -1,8 +1,7 @@
 """The processes of a run: how many there are, what they tell each other, how they end together.
 
-Everything here is about torch's default process group; without one a process is alone, and every
-function does what it says for a single rank. What ranks tell each other travels as JSON and plain
-tensors over gloo, never as a pickle.
+Without torch's default process group a process is alone, and every function does what it says for a
+single rank. What ranks tell each other here travels as JSON and tensors, never as a pickle.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
 HERE_S = 5.0  # how long the ranks that are left wait for each other's word
-# What one rank may raise and all raise then; another class becomes a RankError.
+# What one rank may raise and all raise then; others become a RankError.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
     for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
@@ -57,13 +56,13 @@ def rank() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this rank works as a process of its own, without a word to the others."""
+    """Inside, this rank works as a process of its own."""
     global _is_alone
-    before, _is_alone = _is_alone, True
+    _is_alone = True
     try:
         yield
     finally:
-        _is_alone = before
+        _is_alone = False
 
 
 def launched_rank() -> int:
@@ -80,8 +79,7 @@ def is_main() -> bool:
 def answered() -> Iterator[None]:
     """Name a rank that is gone or does not come, whoever waited for it: torch, or we.
 
-    It must be entered behind the handlers of signals: torchrun sends the others SIGTERM while they
-    are looking who is missing.
+    Enter it behind the handlers of signals: torchrun sends SIGTERM to those that look who is gone.
     """
     try:
         yield
@@ -230,13 +228,12 @@ def exchange(own: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> li
 
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Work of every rank on its own, without a word to the others: it succeeds or fails on all.
+    """Work of every rank on its own: it succeeds or fails on all, with a message that names a rank.
 
-    Where several fail, a signal counts before the error of the lowest rank. Each rank raises an
-    error of that class, whose message names the rank that it comes from.
+    Where several fail, a signal counts before the error of the lowest rank.
 
-    in_step: the work of sharded models, whose ranks wait for each other inside of it. What only one
-        of them raises ends that rank, and the others miss it.
+    in_step: the work of sharded models, whose ranks wait for each other inside of it. An error of
+        one rank alone ends that rank; the others time out.
     """
     if size() == 1 or in_step:
         yield

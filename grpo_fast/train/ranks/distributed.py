@@ -89,9 +89,8 @@ def answered() -> Iterator[None]:
             raise
         missing = _missing()
         said = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
-        why = str(error).splitlines()[0][:200]
-        raise RankError(f"{said} has ended or does not answer in distributed_timeout seconds: "
-                        f"{why}") from error  # fmt: skip
+        said += " has ended or does not answer in distributed_timeout seconds"
+        raise RankError(f"{said}: {str(error).splitlines()[0][:200]}") from error
 
 
 def _missing() -> list[int]:

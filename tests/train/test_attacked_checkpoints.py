@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_fast.train import loop
 from grpo_fast.train.files import sha256_of
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.runs import resume
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
@@ -218,6 +219,34 @@ def test_chunks_that_leave_rows_out(folder, offsets):
         run(folder, *WORDS, "resume=auto", "steps=3")
 
 
+GARBAGE = [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x00" + b"{" * 99]
+
+
+@pytest.mark.parametrize("name", [SHARD, "state.safetensors"])
+def test_bytes_that_are_no_tensors(folder, name):
+    checkpoint = checkpoints_in(folder)[0]
+    for content in GARBAGE:
+        (checkpoint / name).write_bytes(content)
+        sign(checkpoint)
+        with pytest.raises(ValueError, match="resume: expected a checkpoint of this configuration"):
+            run(folder, *WORDS, "resume=auto", "steps=3")
+
+
+@pytest.mark.parametrize("info", ["[]", "{}", "[" * 10**5, '{"' + WEIGHT + '": 5}', "null", "1"])
+def test_places_that_are_none(folder, info):
+    """What DCP says of its shards is JSON in the header of a file."""
+    checkpoint = checkpoints_in(folder)[0]
+    tensors = load_file(checkpoint / SHARD)
+    save_file(tensors, checkpoint / SHARD, metadata={"DCP_SHARDING_INFO": info})
+    sign(checkpoint)
+    words = [*WORDS, "resume=auto", "steps=3"]
+    if info == "null":  # as a file without shards, which is whole
+        assert run(folder, *words)["metrics"]
+        return
+    with pytest.raises(ValueError, match="resume: expected a checkpoint of this configuration"):
+        run(folder, *words)
+
+
 def test_state_tensors_that_are_too_many_or_too_few(left, tmp_path):
     for name, edit in (
         ("random/cpu", lambda t: t.pop("random/cpu")),
@@ -351,8 +380,9 @@ def test_a_manifest_that_leads_out_of_its_folder(folder):
         assert "cannot be read" in str(problem_of(checkpoint))
 
 
-def test_an_exported_config_with_layers_without_end(folder, tmp_path):
-    """47: the configuration in a checkpoint is checked like any other."""
+def test_an_exported_config_is_data(folder, tmp_path, monkeypatch):
+    """46, 47: no layers without end, and no kernel of the hub."""
+    asked: list[str] = []
     checkpoint = checkpoints_in(folder)[0]
     change(checkpoint, "config.model.config.num_hidden_layers", 10**7)
     out = tmp_path / "out"
@@ -360,6 +390,11 @@ def test_an_exported_config_with_layers_without_end(folder, tmp_path):
     change(checkpoint, "config.model.config.num_hidden_layers", 1)
     change(checkpoint, "config.model.config.attn_implementation", "some/kernel")
     assert refused(invoke("export", str(checkpoint), str(out)), "expected one of transformers' own")
+    change(checkpoint, "config.model.config.attn_implementation", DELETE)
+    change(checkpoint, "config.model.attn", "some/kernel")
+    monkeypatch.setattr(Policy, "save", lambda self, _: asked.append(self.generation_attn))
+    assert invoke("export", str(checkpoint), str(out)).exit_code == 0 and asked == ["sdpa"]
+    shutil.rmtree(out)
     assert not out.exists()
 
 

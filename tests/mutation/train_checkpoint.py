@@ -131,7 +131,7 @@ MUTANTS = [
            "if not _is_whole(stored.chunks, tuple(stored.size)):", "if False:",
            "rows that no chunk holds keep what was there", "checkpoint_attacks"),
     Mutant("checkpoint-no-round-trip", RUN_STATE,
-           "            self._check_round_trip(state, tensors)\n", "            pass\n",
+           "                _check_round_trip(*again, state, tensors)\n", "                pass\n",
            "counters and tensors that nobody reads are passed over", "checkpoint_attacks"),
     Mutant("checkpoint-any-place", RUN_STATE,
            "            _check_place(state[\"underway\"], trainer.config, self.step + 1)\n", "",

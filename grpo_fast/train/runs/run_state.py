@@ -149,6 +149,8 @@ class RunState:
 
         Raises ValueError for one that does not fit: nothing is filled in.
         """
+        from safetensors.torch import load_file
+
         trainer = self.trainer
         with _refused(folder), distributed.together():
             state = read_state(folder)
@@ -160,12 +162,17 @@ class RunState:
         with _refused(folder):
             storage.read_tensors(folder / WEIGHTS, weights)
         with _refused(folder), distributed.together():
-            self._load_state(folder, state)
+            tensors = load_file(folder / STATE_TENSORS)
+            self._load_state(folder, state, tensors)
+        with _refused(folder):
+            again = self._state()  # collective: a rank has its own part of a step
+        with _refused(folder), distributed.together():
+            if distributed.is_main():
+                _check_round_trip(*again, state, tensors)
+            _set_random_state(_below("random", tensors, "/"))
 
-    def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
-        from safetensors.torch import load_file
-
-        trainer, tensors = self.trainer, load_file(folder / STATE_TENSORS)
+    def _load_state(self, folder: Path, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        trainer = self.trainer
         for who, optimizer in trainer.optimizers_by_name().items():
             optimizer.load_counters(state["optimizers"][who])
         self.step, self.before, self.after = (state[key] for key in ("step", "before", "after"))
@@ -187,23 +194,22 @@ class RunState:
         if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
             self.run = read_manifest(folder).run
         self.mark()
-        if distributed.is_main():
-            self._check_round_trip(state, tensors)
-        _set_random_state(_below("random", tensors, "/"))
 
-    def _check_round_trip(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Raise a ValueError unless what was loaded, stored again, is what was read.
 
-        Nothing is passed over, then, and nothing is filled in. What may change is left out.
-        """
-        ours, own = self._state()
-        for key in ours.keys() - {"config", "fingerprints", "training_set"}:
-            if json.dumps(ours[key], sort_keys=True) != json.dumps(state[key], sort_keys=True):
-                raise ValueError(f"{STATE}: {key} holds what this configuration has no place for")
-        own |= {name: tensors[name] for name in ("random/cuda",) if name in tensors}
-        for name in sorted(own.keys() ^ tensors.keys()):
-            what = "is missing" if name in own else "has no place here"
-            raise ValueError(f"the tensor {name} in {STATE_TENSORS} {what}")
+def _check_round_trip(
+    again: dict[str, Any], own: dict[str, Tensor], state: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Raise a ValueError unless what was loaded, stored again, is what was read.
+
+    Nothing is passed over, then, and nothing is filled in. What may change is left out.
+    """
+    for key in sorted(again.keys() - {"config", "fingerprints", "training_set"}):
+        if json.dumps(again[key], sort_keys=True) != json.dumps(state[key], sort_keys=True):
+            raise ValueError(f"{STATE}: {key} holds what this configuration has no place for")
+    either = {"random/cuda"}  # another machine may have none
+    for name in sorted((own.keys() ^ tensors.keys()) - either):
+        what = "is missing" if name in own else "has no place here"
+        raise ValueError(f"the tensor {name} in {STATE_TENSORS} {what}")
 
 
 def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.runs import resume
-from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
+from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
 from grpo_fast.train.runs.run_state import RunState
 from tests.command_line import invoke, refused
@@ -438,6 +438,20 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_overwritten(folder):
     run(folder, *WORDS, "resume=auto", "steps=4", "checkpoint.keep=1", "checkpoint.best=reward")
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert {"step_000001", "step_000003.aside-1", "step_000004"} <= set(names)
+
+
+def test_what_is_in_the_way_of_a_save_is_set_aside(folder):
+    """40: as a checkpoint that was damaged while its run went on."""
+    newest = checkpoints_in(folder)[0]
+    (newest / "state.json").write_text("dear")
+    about = {"run": "a" * 32, "step": 2, "value": None}
+
+    def fill(part: Path) -> None:
+        (part / "state.json").write_text("{}")
+
+    assert write_checkpoint(folder, newest.name, {"x": torch.ones(2)}, fill, about) == newest
+    aside = newest.with_name(f"{newest.name}.aside-1")
+    assert problem_of(newest) is None and (aside / "state.json").read_text() == "dear"
 
 
 def test_going_back_in_ones_own_folder(folder, monkeypatch):

@@ -64,9 +64,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
     if is_empty:
-        model.to_empty(device=device)  # gives tied parameters one tensor each
-        if hasattr(model, "tie_weights"):
-            model.tie_weights()
+        model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=options)
     del whole

@@ -219,6 +219,23 @@ def test_chunks_that_leave_rows_out(folder, offsets):
         run(folder, *WORDS, "resume=auto", "steps=3")
 
 
+@pytest.mark.parametrize("end, start", [(3, 5), (5, 3)])
+def test_shards_with_a_gap_or_twice_the_same_rows(folder, end, start):
+    """The last row is there, so that the tensor has its shape; rows 3 and 4 are not, or twice."""
+    checkpoint = checkpoints_in(folder)[0]
+    tensors = load_file(checkpoint / SHARD)
+    parts = tensors[WEIGHT][:end].clone(), tensors[WEIGHT][start:].clone()
+    for number, (part, first) in enumerate(zip(parts, (0, start), strict=True), 1):
+        held = (tensors if number == 1 else {}) | {WEIGHT: part}
+        places = {x: {"saved_offsets": [0] * t.dim()} for x, t in held.items()}
+        places[WEIGHT] = {"saved_offsets": [first, 0]}
+        file = checkpoint / SHARD.replace("shard-00001", f"shard-{number:05d}")
+        save_file(held, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    sign(checkpoint)
+    with pytest.raises(ValueError, match=f"{WEIGHT}: expected all of its rows once"):
+        run(folder, *WORDS, "resume=auto", "steps=3")
+
+
 GARBAGE = [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x00" + b"{" * 99]
 
 

@@ -1,5 +1,5 @@
 """The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`,
-`audit`, `doctor`, `bench`.
+`audit`, `export`, `doctor`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -161,9 +161,7 @@ def evaluate(
 
 @app.command(cls=Worded)
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A recipe, a hub id, a model's folder, qwen2.5-7b, …")
-    ],
+    model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
     settings: Annotated[
         list[str] | None, _words("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
     ] = None,
@@ -207,6 +205,19 @@ def audit(
             typer.echo(line)
     if found.problems:
         sys.exit(RUN_ERROR)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint: RUN/checkpoints/step_000100.")],
+    out: Annotated[str, typer.Argument(help="A new folder.")],
+    debug: Debug = False,
+) -> None:
+    """Write the model of a checkpoint as a folder that transformers loads (LoRA: merged)."""
+    from grpo_fast.train.runs.export import export as write
+
+    with told(debug, OSError):
+        typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
 @app.command(cls=Worded)

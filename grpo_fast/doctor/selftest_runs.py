@@ -22,6 +22,7 @@ from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.runs.checkpoint import checkpoints_in
+from grpo_fast.train.runs.export import export
 
 MODEL: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -66,7 +67,7 @@ def resumed_differences() -> float:
         first = checkpoints_in(whole)[-1]
         loop.train(load_recipe("sort", [*RUN, f"output_dir={resumed}", f"resume={first}"]))
         ends = [load_file(x / "model" / "model.safetensors") for x in (whole, resumed)]
-        start = load_file(first / "model" / "model.safetensors")
+        start = load_file(export(first, Path(folder, "first")) / "model.safetensors")
     if all(torch.equal(start[name], ends[0][name]) for name in start):
         raise RuntimeError("the second step changed no weight")
     return float(sum(int((ends[0][name] != ends[1][name]).sum()) for name in ends[0]))

@@ -24,9 +24,16 @@ def store(rollout: Rollout) -> tuple[dict[str, Any], Tensors]:
 
 
 def restore(lists: dict[str, Any], tensors: Tensors) -> Rollout:
-    """The rollout that was stored; other tensors may lie beside its own."""
+    """The rollout that was stored; other tensors may lie beside its own.
+
+    Raises KeyError for a tensor that is missing, ValueError for one of another length.
+    """
     count = len(lists["texts"])
+    if any(len(lists[name]) != count for name in LISTS):
+        raise ValueError(f"rollout: expected lists of one length, {count} as its texts")
     logps = [tensors[f"sampling_logps/{i}"] for i in range(count)]
+    if [len(x) for x in logps] != [len(ids) for ids in lists["completion_ids"]]:
+        raise ValueError("rollout: expected one of sampling_logps for each token of a completion")
     kept = [
         Kept(*(tensors.get(f"kept/{i}/{name}") for name in Kept._fields))
         if f"kept/{i}/ids" in tensors

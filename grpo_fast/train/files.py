@@ -1,10 +1,13 @@
-"""What a run writes as JSON: plain values; a file of lines, of which each is whole or not there."""
+"""Files of a run: regular ones only, read up to a bound; lines of JSON that are whole or absent."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +27,64 @@ def written(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         said = f"{path}: expected a disk with room that can be written to"
         raise WriteError(f"{said}, got {reason(error)}") from error
+
+
+def check_regular(path: Path) -> None:
+    """Raise a ValueError for a link, a pipe or a device; a folder or nothing at all will do."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{path}: expected a regular file or a folder, got {_kind(mode)}")
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file. Raises ValueError for a link, a pipe or a device, before it is read."""
+    try:
+        # Without O_NONBLOCK the opening of a pipe waits for its other end.
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path}: expected a regular file, got a link") from error
+        raise
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise ValueError(f"{path}: expected a regular file, got {_kind(mode)}")
+    return handle
+
+
+def _kind(mode: int) -> str:
+    kinds = {"a link": stat.S_ISLNK, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
+    return next((name for name, is_one in kinds.items() if is_one(mode)), "a device")
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most so many bytes. Raises ValueError for another."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{path}: expected at most {most} bytes, got {size}")
+        return file.read(size)
+
+
+def sha256_of(path: Path) -> tuple[int, str]:
+    """The size and the sha256 of a regular file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names that a folder holds, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def plain_json(value: Any) -> Any:
@@ -47,18 +108,18 @@ class JsonLines:
         length: bytes of it that stay; what stands behind them is cut off.
 
     Raises:
-        ValueError: a file that is shorter than `length`.
+        ValueError: a file that is shorter than `length`, or no regular one.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._is_open = True
-        found = os.fstat(self._file).st_size
-        if found < length:
+        size = os.fstat(self._file).st_size
+        if size < length:
             self.close()
             expected = f"at least {length} bytes in {path}, which its checkpoint has seen"
-            raise ValueError(f"resume: expected {expected}, got {found}")
+            raise ValueError(f"resume: expected {expected}, got {size}")
         os.ftruncate(self._file, length)
         self.length = length
 

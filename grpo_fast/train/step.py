@@ -97,11 +97,16 @@ def restore(
         tensors["total"], {n: tensors[f"reward/{n}"] for n in names}, {n: Counter() for n in names}
     )
     asked = [row["prompt"] for row in state["prompts"] if row["use"] != "dropped"]
+    if len(asked) * options["group_size"] != count:
+        expected = f"expected {count // options['group_size']} prompts that are kept"
+        raise ValueError(f"underway.prompts: {expected}, got {len(asked)}")
     collected = Collected(
         rollout, [examples[number] for number in asked for _ in range(options["group_size"])],
         scores, tensors["advantages"], state["collected_metrics"], state["generated"],
         state["prompts"],
     )  # fmt: skip
+    if sorted(i for part in state["batch"]["parts"] for i in part) != list(range(count)):
+        raise ValueError("underway.batch.parts: expected every completion once")
     batch = StepBatch(rollout, collected.advantages, budget=state["batch"]["budget"], **options)
     batch.parts = state["batch"]["parts"]
     batch.pack(batch.budget)

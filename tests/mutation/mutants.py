@@ -105,6 +105,10 @@ SUITES: dict[str, list[str]] = {
         "-k",
         "near_0 or on_policy or are_centred or lengths_are_named",
     ],
+    "checkpoint_attacks": ["tests/train/test_attacked_checkpoints.py"],
+    "checkpoint_prints": ["tests/train/test_fingerprints.py"],
+    "ranks_dealt": ["tests/train/test_ranks.py", "-k", "rank_0_reads"],
+    "ranks_apart": ["tests/train/test_ranks.py", "-k", "differently or other_data"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],
     "checkpoint_loop": [
         "tests/train/test_checkpoints.py",

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-DISTRIBUTED, SHARES, SHARDING, BATCH, ACCUMULATE, FIXED, METRICS, BUDGET, POLICY, WEIGHTS, LOOP = (
+DISTRIBUTED, SHARES, SHARDING, BATCH, ACCUMULATE, FIXED, METRICS, BUDGET, POLICY, OPTIMIZER, LOOP = (
     f"grpo_fast/{x}.py"
     for x in ("train/ranks/distributed", "train/ranks/rollouts", "train/ranks/sharding", "train/update/batch", "train/update/gradients", "train/update/precompute", "train/metrics/losses",
-              "train/update/budget", "train/models/policy", "train/update/weights", "train/loop")
+              "train/update/budget", "train/models/policy", "train/update/optimizer", "train/loop")
 )  # fmt: skip
+LOADING, FINGERPRINTS = (f"grpo_fast/train/{x}.py" for x in ("models/loading", "runs/fingerprints"))
 VARIANCE = "grpo_fast/train/update/variance.py"
 
 MUTANTS = [
@@ -64,9 +65,21 @@ MUTANTS = [
     Mutant("ranks-left-unsharded", SHARDING,
            "        model.set_reshard_after_forward(True)  # first", "        #",
            "a rollout that is left keeps whole weights on its rank", "ranks_left"),
-    Mutant("ranks-moments-of-shards", WEIGHTS,
-           "found = whole(value.detach())", "found = getattr(value, '_local_tensor', value).detach()",
-           "a checkpoint holds rank 0's part of the moments", "ranks_left"),
+    Mutant("ranks-moments-of-shards", OPTIMIZER,
+           'f"{names[parameter]}.{kind}": value\n', 'f"{names[parameter]}.{kind}": getattr(value, "_local_tensor", value)\n',
+           "a checkpoint holds a rank's part of the moments as the whole", "ranks_left"),
+    Mutant("ranks-buffers-of-their-own", SHARDING,
+           "    _take_buffers(model, device)\n", "",
+           "buffers of the other ranks are garbage", "ranks_dealt"),
+    Mutant("ranks-all-read", LOADING,
+           "    with torch.device(\"meta\") if empty else nullcontext():\n", "    with nullcontext():\n",
+           "every rank reads the whole model", "ranks_dealt"),
+    Mutant("ranks-started-differently", FINGERPRINTS,
+           "    if not apart:\n        return\n", "    return\n",
+           "ranks train together under different settings", "ranks_apart"),
+    Mutant("ranks-rank-0-unnamed", DISTRIBUTED,
+           "return [] if os.environ", "return [] if True or os.environ",
+           "a dead rank 0 is not named", "ranks_ended"),
     Mutant("ranks-memory-alone", BUDGET,
            "largest = max(tokens for _, tokens in found)", "largest = batch.largest",
            "out of memory leaves the ranks with different micro-batches", "ranks_memory"),

@@ -22,13 +22,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from grpo_fast.attention import pack_groups
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.errors import Stopped
 from grpo_fast.rollout import engine, hf
 from grpo_fast.rollout.hf import TransformersEngine
 from grpo_fast.train import loop
+from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
-from grpo_fast.train.ranks import distributed
+from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.report import report, trackers
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update import gradients, optimizer
@@ -208,6 +212,64 @@ def shards(case: str, kind: str, folder: str) -> Any:
         return {**train(case, kind, folder, "steps=1"), **found}
     finally:
         optimizer.Optimizer.apply = apply  # type: ignore[method-assign]
+
+
+def load_shards(*folders: str) -> Any:
+    """Models that rank 0 alone reads, against the same ones read whole: what is different."""
+    apart = []
+    for folder in folders:
+        for lora in (None, {"r": 2}):
+            config = ModelConfig(path=folder, dtype="float32", device="cpu", lora=lora)
+            torch.manual_seed(3)
+            plain = load_policy(config)
+            torch.manual_seed(3)
+            policy = load_policy(config, empty=not distributed.is_main())
+            assert policy.is_empty != distributed.is_main()
+            sharding.shard_all([policy], policy.device, None)
+            for kind in ("named_parameters", "named_buffers"):
+                ours, theirs = (dict(getattr(x.model, kind)()) for x in (policy, plain))
+                apart += [f"{folder} {x}" for x in ours.keys() ^ theirs.keys()]
+                apart += [
+                    f"{folder} {x}" for x, tensor in ours.items()
+                    if not torch.equal(distributed.whole(tensor).detach(), theirs[x])
+                    or tensor.requires_grad != theirs[x].requires_grad
+                    or (kind == "named_parameters") != hasattr(tensor, "full_tensor")
+                ]  # fmt: skip
+            tied = [x.lm.get_output_embeddings().weight is x.lm.get_input_embeddings().weight
+                    for x in (policy, plain)]  # fmt: skip
+            apart += [] if tied[0] == tied[1] else [f"{folder} tie"]
+            packed = pack_groups([([1, 2, 3], [[4, 5], [6, 7, 8]])])
+            if not torch.allclose(policy.logps(packed), plain.logps(packed), atol=1e-5):
+                apart.append(f"{folder} logps")
+    return apart
+
+
+def load_large(megabytes: int) -> Any:
+    """How far this rank's memory grows at most while a model of this size is read and dealt."""
+    import resource
+
+    fields = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
+              "num_hidden_layers": round(megabytes / 8.5), "num_attention_heads": 8,
+              "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
+    load = [ModelConfig(config={**fields, "num_hidden_layers": 1}, tokenizer="symbols"), config]
+    peaks = []
+    for one in load:  # the first imports what the second would be charged for
+        policy = load_policy(one, build_symbol_tokenizer(list("0123456789")),
+                             empty=not distributed.is_main())  # fmt: skip
+        sharding.shard_all([policy], policy.device, None)
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    size = sum(p.numel() * p.element_size() for p in policy.lm.parameters()) / 2**20
+    return {"grown": peaks[1] - peaks[0], "size": size}
+
+
+def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
+    """A run in which every rank was started with words of its own."""
+    words = list(words_of_ranks[distributed.rank()])
+    for word in [word for word in words if word.startswith("cd=")]:
+        words.remove(word)
+        os.chdir(word.removeprefix("cd="))
+    return train("mu", kind, folder, "steps=1", *words)
 
 
 def ended(folder: str, rank: int) -> Any:

@@ -10,19 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
 from grpo_fast.rollout import hf
-from grpo_fast.train.runs import checkpoint, run_state
+from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
 from grpo_fast.train.runs.stopping import Stopping
+from grpo_fast.train.runs.storage import stored_names
 from grpo_fast.train.update import gradients as accumulate
 from grpo_fast.train.update.optimizer import Optimizer
-from tests.command_line import ROOT
+from tests.command_line import ROOT, invoke, refused
 from tests.tiny import tiny_folder
 from tests.train.resuming import Leave, config_of, result, run
 
+SHARD = "weights/shard-00001-model-00001-of-00001.safetensors"
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
 KL = ["reference.kind=frozen", "loss.beta=0.1"]
 KINDS = {
@@ -153,8 +156,9 @@ def test_an_adapter(tmp_path, monkeypatch):
     ]  # fmt: skip
     check_everywhere(tmp_path, monkeypatch, (0.7,), *words, recipe="gsm8k-smollm2-1.7b")
     [saved] = checkpoints_in(tmp_path / "left-0")
-    assert (saved / "model" / "adapter_config.json").is_file()
-    assert not (saved / "model" / "model.safetensors").exists()
+    names = stored_names(saved / "weights")
+    assert all("lora_" in x or x.startswith(("critic.head", "optimizer.critic.critic.head"))
+               for x in names)  # fmt: skip
 
 
 def test_a_warm_start_is_not_made_again(tmp_path, monkeypatch):
@@ -191,16 +195,21 @@ def test_a_loop_that_a_resumed_run_cannot_take_is_named(tmp_path, monkeypatch, c
     assert "sampler: transformers' generate (slower; another attention)" in said
 
 
-def test_the_model_of_a_checkpoint_loads_in_transformers(tmp_path):
+def test_the_model_of_a_checkpoint_is_exported_for_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run(tmp_path / "run", "checkpoint.every=1", "checkpoint.keep=2")
     saved = checkpoints_in(tmp_path / "run")
     assert [path.name for path in saved] == ["step_000003", "step_000002"]
-    last = AutoModelForCausalLM.from_pretrained(saved[0] / "model").state_dict()
+    out = tmp_path / "out"
+    assert str(out) in invoke("export", str(saved[0]), str(out)).output
+    last = AutoModelForCausalLM.from_pretrained(out).state_dict()
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
     assert all(last[name].equal(final[name]) for name in final)
-    assert AutoTokenizer.from_pretrained(saved[0] / "model").eos_token_id is not None
+    assert AutoTokenizer.from_pretrained(out).eos_token_id is not None
+    assert refused(invoke("export", str(saved[0]), str(out)), "is occupied")
+    assert refused(invoke("export", str(tmp_path), str(tmp_path / "b")), "manifest.json is missing")
+    assert not (tmp_path / "b").exists()
     suffixes = {path.suffix for path in saved[0].rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".safetensors", ".jinja"}
 
@@ -219,7 +228,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, damage):
     options = ["checkpoint.every=1", "checkpoint.keep=3"]
     whole = run(tmp_path / "run", *options)
     newest, before, _ = checkpoints_in(tmp_path / "run")
-    file = newest / ("manifest.json" if damage == "no manifest" else "model/model.safetensors")
+    file = newest / ("manifest.json" if damage == "no manifest" else SHARD)
     content = bytearray(file.read_bytes())
     if damage in ("missing", "no manifest"):
         file.unlink()
@@ -228,14 +237,16 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, damage):
         file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
     (tmp_path / "run" / "summary.json").unlink()
     same(run(tmp_path / "run", *options, "resume=auto"), whole)
-    assert f"{newest} is damaged and passed over: {file.name}" in caplog.text.replace("model/", "")
+    name = file.relative_to(newest)
+    assert f"{newest} is damaged and passed over: {name}" in caplog.text
+    assert (newest.parent / f"{newest.name}.aside-1").is_dir()
     assert problem_of(newest) is None and problem_of(before) is None  # it was written again
     with pytest.raises(ValueError, match="resume: expected a whole checkpoint"):
         (newest / "state.json").write_text("{}")
         run(tmp_path / "run", *options, f"resume={newest}")
 
 
-PLACES = ["first file", "optimizer", "manifest", "folder", "rename"]
+PLACES = ["first file", "weights", "manifest", "folder", "rename"]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -257,9 +268,10 @@ def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, monkeypa
 
     with monkeypatch.context() as patched:
         if place == "first file":
-            patched.setattr(run_state, "save_weights", second(run_state.save_weights))
-        elif place == "optimizer":
-            patched.setattr(run_state, "save_moments", second(run_state.save_moments))
+            patched.setattr(PreTrainedTokenizerBase, "save_pretrained",
+                            second(PreTrainedTokenizerBase.save_pretrained))  # fmt: skip
+        elif place == "weights":
+            patched.setattr(checkpoint, "write_tensors", second(checkpoint.write_tensors))
         elif place == "manifest":
             dumps = json.dumps
             patched.setattr(checkpoint.json, "dumps", lambda value, **k: (

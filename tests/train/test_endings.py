@@ -142,6 +142,33 @@ def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(tmp_path):
     assert problem_of(saved) is None and not audit(run_folder).problems
 
 
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_process_of_torchrun_is_named_by_the_others(tmp_path, dead):
+    """44: rank 0, too, which does not take torchrun's store with it."""
+    recipe, log = write_recipe(tmp_path), tmp_path / "log"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "grpo_fast", "train", recipe, "distributed=ddp", *LONG],
+            stdout=file, stderr=file, env=ENVIRONMENT, preexec_fn=answer_signals,
+        )  # fmt: skip
+        try:
+            wait_for(tmp_path / "run", 3, process)
+            ranks = {_rank_of(pid): pid for pid in _children(process.pid)}
+            os.kill(ranks[dead], signal.SIGKILL)
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+    said = [line for line in log.read_text().splitlines() if "grpo-fast: " in line]
+    assert any(f"rank {dead} has ended or does not answer" in line for line in said), said
+
+
+def _rank_of(pid):
+    with open(f"/proc/{pid}/environ", encoding="utf-8") as file:
+        return next((int(x[5:]) for x in file.read().split("\0") if x.startswith("RANK=")), None)
+
+
 @pytest.mark.parametrize("lost", ["full", "closed"])
 def test_losing_stdout_ends_no_run(start, tmp_path, lost):
     """`| head -1`, and `> /dev/full`."""
@@ -208,7 +235,7 @@ def test_a_full_disk_at_the_end_costs_the_model_and_no_summary(tmp_path, monkeyp
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
-    """As in a folder that allows reading only."""
+    """Before anything is loaded."""
     from grpo_fast.errors import Stopped
     from tests.train.resuming import Leave
 
@@ -218,7 +245,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     file = tmp_path / "run" / "prompts.jsonl"
     file.unlink()
     file.mkdir()
-    with pytest.raises(WriteError, match=r"a disk with room that can be written to, got .*prompts"):
+    with pytest.raises(ValueError, match=r"at least \d+ bytes in .*prompts.jsonl.*got no file"):
         run(tmp_path / "run", "resume=auto")
 
 

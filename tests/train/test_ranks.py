@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from grpo_fast.errors import SAVED
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.update.batch import balanced
+from tests.tiny import FAMILIES, tiny_folder
 from tests.train.ranks import CASES, SMALL, Ranks, differences
 
 FINE = {"skipped": 0, "tokens": 30}
@@ -59,6 +62,57 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
         for [found] in ranks(count, ["shards", "mu", kind, str(tmp_path / kind)]):
             share = 1.0 if kind == "ddp" else 0.5
             assert all(abs(found[x] - share) < 0.05 for x in ("weights", "grads", "moments")), found
+
+
+def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
+    """Weights, buffers that no file holds, ties and adapters; the other ranks read no file."""
+    folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
+    for [apart] in ranks(2, ["load_shards", *folders]):
+        assert apart == []
+
+
+def test_only_rank_0_has_room_for_the_whole_model(ranks):
+    found = [x[0] for x in ranks(4, ["load_large", 200])]
+    assert all(180 < x["size"] < 240 for x in found)
+    assert found[0]["grown"] > 180, found
+    assert all(x["grown"] < 0.45 * found[0]["grown"] for x in found[1:]), found
+
+
+APART = {
+    "seed": (["seed=1"], "rank 1: seed: 0 → 1"),
+    "lr": (["optim.lr=0.5"], r"rank 1: optim\.lr: 0\.\d+ → 0\.5"),
+    "steps": (["steps=3"], "rank 1: steps: 1 → 3"),
+    "entropy": (["loss.entropy_coef=0.5"], r"rank 1: loss\.entropy_coef: 0.* → 0\.5"),
+    "kind": (["distributed=fsdp2"], "rank 1: distributed: 'ddp' → 'fsdp2'"),
+    "reward": (["rewards=[{name: 'REWARD:score'}]"], "rank 1: rewards"),
+}
+
+
+def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
+    """31: the rank and the key that differ are named by all, and nothing is written."""
+    reward = "def score(completions):\n    return [1.0] * len(completions)\n"
+    (tmp_path / "mine.py").write_text(reward)
+    for name, (words, said) in APART.items():
+        words = [word.replace("REWARD", str(tmp_path / "mine.py")) for word in words]
+        for [one] in ranks(2, ["train_apart", "ddp", str(tmp_path / name), [], words]):
+            assert one.get("error") == "ValueError" and re.search(said, one["text"]), (name, one)
+        assert not (tmp_path / name).exists()
+
+
+def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
+    """31: the configuration is the same, the files behind it are not (as on two machines)."""
+    words = []
+    for rank in range(2):
+        here = tmp_path / str(rank)
+        here.mkdir()
+        rows = [{"prompt": f"{i} {i}", "answer": str(i + rank * (i == 5))} for i in range(8)]
+        (here / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words.append(["data.task=jsonl", "data.path=d.jsonl", "data.n_test=2", "cd=" + str(here),
+                      "model.tokenizer=symbols", "rewards=[{name: exact_match}]"])  # fmt: skip
+    for [one] in ranks(2, ["train_apart", "ddp", str(tmp_path / "run"), *words]):
+        assert one.get("error") == "ValueError", one
+        assert "rank 1: data.t" in one["text"] and "is another" in one["text"], one
+    assert not (tmp_path / "run").exists()
 
 
 # (case, kind, at which forward pass of rank 1, checkpoint): in a rollout and in updates
@@ -156,10 +210,13 @@ def test_trackers_are_rank_0s(ranks):
         assert seen == ["config", [1, {"reward": 0.5}], "finished"]
 
 
-def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path):
-    survivor, gone = ranks(2, ["ended", str(tmp_path / "run"), 1])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dead):
+    """44: rank 0, too, which takes the store of the ranks with it where torchrun has none."""
+    found = ranks(2, ["ended", str(tmp_path / "run"), dead])
+    survivor, gone = found[1 - dead], found[dead]
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
-    assert "rank 1 has ended or does not answer" in survivor[0]["text"]
+    assert f"rank {dead} has ended or does not answer" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
 
 

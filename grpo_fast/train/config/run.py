@@ -99,6 +99,8 @@ class RunConfig(Section):
     distributed_timeout: float = Field(1800, gt=0, le=1e6)  # seconds that one waits for another
     # auto: the newest whole checkpoint of output_dir, or the beginning; else a run or a checkpoint
     resume: UserPath | None = None
+    # what may have changed since the run that goes on was left, and is taken as it is now
+    resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

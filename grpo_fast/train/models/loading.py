@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,24 +28,32 @@ log = logging.getLogger(__name__)
 BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
 
 
-def load_policy(config: ModelConfig, tokenizer: Any = None) -> Policy:
+def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = False) -> Policy:
     """The model at `config.path`, or one with random weights (torch's seed) for `tokenizer`.
+
+    Args:
+        empty: build it on the meta device: sharding brings the weights of rank 0.
 
     Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
     """
     device = _device(config.device)
     if config.path is not None:
-        model = _load_model(config)
         tokenizer = tokenizer or load_tokenizer(config)
-    else:
-        model = _from_config(dict(config.config or {}), tokenizer).to(getattr(torch, config.dtype))
-    model.to(device)
-    apply_options(model, config)
-    if config.lora is not None:
-        model = _with_adapter(model, config.lora, config.gradient_checkpointing)
+    with torch.device("meta") if empty else nullcontext():
+        if config.path is not None:
+            model = _load_model(config, empty)
+        else:
+            model = _from_config(dict(config.config or {}), tokenizer)
+            model.to(getattr(torch, config.dtype))
+        model.to("meta" if empty else device)
+        apply_options(model, config)
+        if config.lora is not None:
+            model = _with_adapter(model, config.lora, config.gradient_checkpointing)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
-    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast)
+    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
     _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
+    if empty:
+        return policy
     log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
     return policy
 
@@ -72,9 +80,9 @@ def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load_model(config: ModelConfig) -> Any:
+def _load_model(config: ModelConfig, empty: bool) -> Any:
     """The causal LM at `config.path`. Raises ValueError where there is none, or not all of it."""
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     check_files(config.path)
     try:
@@ -82,12 +90,17 @@ def _load_model(config: ModelConfig) -> Any:
             fields, _ = PreTrainedConfig.get_config_dict(config.path)
             check_fields(fields, config.trust_remote_code)
             _register(fields)
+            given: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+            dtype = getattr(torch, config.dtype)
+            if empty:
+                known = AutoConfig.from_pretrained(config.path, **given)
+                return AutoModelForCausalLM.from_config(known, dtype=dtype, **given).eval()
             model, found = AutoModelForCausalLM.from_pretrained(
                 config.path,
-                dtype=getattr(torch, config.dtype),
-                trust_remote_code=config.trust_remote_code,
+                dtype=dtype,
                 ignore_mismatched_sizes=True,  # they are refused below, with their shapes
                 output_loading_info=True,
+                **given,
             )
     except Exception as error:  # every reader and every architecture has its own classes
         damaged = _damaged_weights(config.path)

@@ -44,15 +44,22 @@ class Policy:
         tokenizer: its tokenizer.
         attn: attention for `generate`; "auto": the model's default (eager where it has a softcap).
         autocast: dtype the trunk runs in over fp32 weights, or None.
+        home: the device that a model without weights is meant for.
 
     Raises:
         ValueError: a model that packed attention or the fused head would compute wrongly.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, attn: str = "auto", autocast: torch.dtype | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        attn: str = "auto",
+        autocast: torch.dtype | None = None,
+        home: torch.device | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
+        self.model, self.tokenizer, self.autocast, self.home = model, tokenizer, autocast, home
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.kind = type(self.lm)  # of transformers; a sharded model's type is another
         check_supported(self.lm)
@@ -71,8 +78,13 @@ class Policy:
         self.positions = positions(self.lm.config.get_text_config())
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the model has no weights yet: sharding brings them from rank 0."""
+        return head_of(self.lm).weight.is_meta
+
+    @property
     def device(self) -> torch.device:
-        return self.head.weight.device
+        return self.home if self.is_empty else self.head.weight.device
 
     @property
     def head(self) -> Head:
@@ -131,24 +143,26 @@ class Policy:
 
     def shard(self, mesh: Any) -> None:
         """Leave each rank a part of the weights."""
-        self._plain = sharding.skeleton(self.model)
-        sharding.shard(self.lm, mesh)
+        sharding.shard(self.lm, mesh, self.device)
         self.is_sharded = True
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint holds, by name: the model's; over a base that is loaded
+        from a path the adapter's alone.
+
+        Of tied ones the first name. A sharded model has this rank's shards.
+        """
+        is_adapter = self.model is not self.lm and bool(self.lm.name_or_path)
+        unique = dict[int, tuple[str, Tensor]]()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if tensor.requires_grad or not is_adapter:
+                unique.setdefault(id(tensor), (name, tensor))
+        return dict(unique.values())
 
     @property
     def in_step(self) -> bool:
         """Whether the ranks wait for each other in every forward pass."""
         return self.is_sharded and not self._is_apart
-
-    def gathered(self) -> Policy:
-        """Itself, or with all of its weights in rank 0's main memory (all ranks call it)."""
-        if not self.is_sharded:
-            return self
-        twin = copy.copy(self)
-        twin.model = sharding.filled(self._plain, self.model)
-        twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
-        twin.is_sharded = False
-        return twin
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ def check_reference(config: ReferenceConfig, model: ModelConfig, tokenizer: Any)
 def _another(policy: Policy, path: str, model: ModelConfig | None) -> Policy:
     """The frozen model at `path`, which answers for the policy's tokens."""
     with _named():
-        other = load_policy(_settings(path, model))
+        other = load_policy(_settings(path, model), empty=policy.is_empty)
     _check_vocabulary(policy.tokenizer, other.tokenizer)
     rows, came = (x.head.weight.shape[0] for x in (policy, other))
     if rows != came:

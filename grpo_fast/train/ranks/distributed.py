@@ -1,8 +1,7 @@
 """The processes of a run: how many there are, what they tell each other, how they end together.
 
-Everything here is about torch's default process group; without one a process is alone, and every
-function does what it says for a single rank. What ranks tell each other travels as JSON and plain
-tensors over gloo, never as a pickle.
+Without torch's default process group a process is alone, and every function does what it says for a
+single rank. What ranks tell each other here travels as JSON and tensors, never as a pickle.
 """
 
 from __future__ import annotations
@@ -34,24 +33,37 @@ Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
 HERE_S = 5.0  # how long the ranks that are left wait for each other's word
-# What one rank may raise and all raise then; another class becomes a RankError.
+# What one rank may raise and all raise then; others become a RankError.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
     for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
                  RewardError, CheckpointError, WriteError)
 }  # fmt: skip
+_is_alone = False
 _store: list[dist.Store] = []  # of the launcher, in which ranks say that they are still there
 
 
 # ------------------------------------------------------------------------------- who is there
 def size() -> int:
     """How many ranks there are."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    is_met = dist.is_available() and dist.is_initialized() and not _is_alone
+    return dist.get_world_size() if is_met else 1
 
 
 def rank() -> int:
     """The number of this one, from 0."""
     return dist.get_rank() if size() > 1 else 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this rank works as a process of its own."""
+    global _is_alone
+    _is_alone = True
+    try:
+        yield
+    finally:
+        _is_alone = False
 
 
 def launched_rank() -> int:
@@ -65,18 +77,21 @@ def is_main() -> bool:
 
 
 @contextmanager
-def _answered() -> Iterator[None]:
-    """A rank that is gone, or does not come, is named, whoever waited for it: torch, or we."""
+def answered() -> Iterator[None]:
+    """Name a rank that is gone or does not come, whoever waited for it: torch, or we.
+
+    Enter it behind the handlers of signals: torchrun sends SIGTERM to those that look who is gone.
+    """
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
+        is_known = isinstance(error, dist.DistError) or "gloo/" in str(error)
+        if isinstance(error, RankError) or not is_known:
             raise
         missing = _missing()
         said = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
-        why = str(error).splitlines()[0][:200]
-        raise RankError(f"{said} has ended or does not answer in distributed_timeout seconds: "
-                        f"{why}") from error  # fmt: skip
+        said += " has ended or does not answer in distributed_timeout seconds"
+        raise RankError(f"{said}: {str(error).splitlines()[0][:200]}") from error
 
 
 def _missing() -> list[int]:
@@ -90,8 +105,8 @@ def _missing() -> list[int]:
         while others and time.monotonic() < until:
             others -= {r for r in others if _store[0].check([f"here/{r}"])}
             time.sleep(0.05)
-    except RuntimeError:  # the store is gone with the rank or the launcher that had it
-        return []
+    except RuntimeError:  # the store is gone with torchrun, or, without it, with rank 0
+        return [] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else [0]
     return sorted(others)
 
 
@@ -116,7 +131,7 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         expected = f"expected a number that divides the {count} processes"
         raise ValueError(f"distributed_replicas: {expected}, came {replicas}")
     if kind is None or is_there:
-        with _answered(), _quiet(rank()):
+        with answered(), _quiet(rank()):
             yield
         return
     is_cuda = torch.cuda.is_available()
@@ -129,7 +144,7 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
         store=dist.PrefixStore("grpo_fast", store), rank=number, world_size=count,
     )  # fmt: skip
     try:
-        with _answered(), _quiet(number):
+        with answered(), _quiet(number):
             yield
     finally:
         _store.clear()
@@ -213,13 +228,12 @@ def exchange(own: dict[int, Tensor], lengths: Sequence[int], like: Tensor) -> li
 
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Work of every rank on its own, without a word to the others: it succeeds or fails on all.
+    """Work of every rank on its own: it succeeds or fails on all, with a message that names a rank.
 
-    Where several fail, a signal counts before the error of the lowest rank. Each rank raises an
-    error of that class, whose message names the rank that it comes from.
+    Where several fail, a signal counts before the error of the lowest rank.
 
-    in_step: the work of sharded models, whose ranks wait for each other inside of it. What only one
-        of them raises ends that rank, and the others miss it.
+    in_step: the work of sharded models, whose ranks wait for each other inside of it. An error of
+        one rank alone ends that rank; the others time out.
     """
     if size() == 1 or in_step:
         yield

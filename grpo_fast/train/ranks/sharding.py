@@ -1,4 +1,4 @@
-"""Models whose weights lie in shards on all ranks (FSDP2), and the same models in one piece.
+"""Models whose weights lie in shards on all ranks (FSDP2).
 
 Each decoder layer is gathered when its turn comes, forward and backward; embeddings, last norm and
 head belong to the model itself, whose method `inside` has them together. Gradients are sums over
@@ -7,27 +7,27 @@ the ranks: losses are divided by the whole step's counts.
 
 from __future__ import annotations
 
-import copy
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_fast.train.ranks import distributed
 
-Model = TypeVar("Model", bound=nn.Module)
-
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
-    """Every model of a run, those that are None apart."""
+    """Every model of a run, those that are None apart. Random numbers are then rank 0's, too."""
     mesh = mesh_of(device, replicas)
     for model in models:
         if model is not None:
             model.shard(mesh)
+    state = torch.get_rng_state()
+    torch.distributed.broadcast(state, 0)
+    torch.set_rng_state(state)
 
 
 def mesh_of(device: torch.device, replicas: int | None) -> Any:
@@ -41,23 +41,78 @@ def mesh_of(device: torch.device, replicas: int | None) -> Any:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: Any, mesh: Any) -> None:
-    """Leave each rank its part of the weights, and of the gradients."""
+def shard(model: Any, mesh: Any, device: torch.device) -> None:
+    """Leave each rank its part of rank 0's weights, and of the gradients. Collective.
+
+    A tensor at a time is sent. Models of the other ranks may be on the meta device till now.
+
+    Args:
+        device: where the shards lie.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     # Hidden states are a view of a batch of one; nothing writes into them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    _take_dtypes(model)
+    whole = model.state_dict() if distributed.is_main() else {}
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
+    if is_empty:
+        model.to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    del whole
+    _take_buffers(model, device)
     model.inside = types.MethodType(_inside, model)
     register_fsdp_forward_method(model, "inside")
-    with torch.no_grad():  # whose parts are whose is settled by the first pass: that of the whole
+    # FSDP2 assigns parameters to groups in the first forward pass, so run one through the root.
+    with torch.no_grad():
         model.inside(lambda: None)
     model.reshard()
+
+
+def _take_dtypes(model: nn.Module) -> None:
+    """Give the parameters of an empty model the dtypes of rank 0's, which a file may have changed.
+
+    Raises ValueError where rank 0's model has other parameters.
+    """
+    own = {name: [str(p.dtype), *p.shape] for name, p in model.named_parameters()}
+    mains = distributed.gather(own)[0]
+    with distributed.together():
+        if {x: shape for x, (_, *shape) in own.items()} != {x: y for x, (_, *y) in mains.items()}:
+            raise ValueError("model: expected the parameters of rank 0's model, built others")
+    for name, parameter in model.named_parameters():
+        dtype = getattr(torch, mains[name][0].removeprefix("torch."))
+        if parameter.is_meta and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def _take_buffers(model: nn.Module, device: torch.device) -> None:
+    """Copy rank 0's buffers, and tensors that modules keep as plain attributes, to all ranks.
+
+    No file holds most of them: rotary frequencies, masks. An empty model has garbage there.
+    """
+    owners: dict[str, tuple[Any, str]] = {}
+    for path, module in model.named_modules():
+        for owner in (module._buffers, vars(module)):
+            known = (name for name, value in owner.items() if isinstance(value, torch.Tensor))
+            owners |= {f"{path}.{name}": (owner, name) for name in known}
+    own = [[key, str(o[name].dtype), *o[name].shape] for key, (o, name) in owners.items()]
+    for key, dtype, *shape in distributed.gather(own)[0]:
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        sent = torch.empty(shape, dtype=kind, device=device)
+        owner, name = owners.get(key, ({}, key))  # a forward pass on rank 0 may have left more
+        if distributed.is_main():
+            sent.copy_(owner[name])
+        torch.distributed.broadcast(sent.view(-1).view(torch.uint8), 0)
+        owner[name] = sent
 
 
 def _inside(_: nn.Module, work: Callable[[], Any]) -> Any:
@@ -84,33 +139,3 @@ def _parts(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-# ------------------------------------------------------------------------------ in one piece
-def skeleton(model: Model) -> Model:
-    """A copy of a model without its weights, made before it is sharded."""
-    known = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, known)
-
-
-def filled(plain: Model, model: nn.Module) -> Model:
-    """A skeleton with the weights of the sharded model, in rank 0's main memory. All ranks call.
-
-    It is a skeleton still on the others.
-    """
-    known = {}
-    for own, sharded in zip(plain.parameters(), model.parameters(), strict=True):
-        whole = distributed.whole(sharded.detach())
-        if distributed.is_main():
-            known[id(own)] = nn.Parameter(whole.cpu(), own.requires_grad)
-    return copy.deepcopy(plain, known)
-
-
-def part(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, as `like` is sharded; all of it where that is not."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(like, DTensor):
-        return full
-    full = full.to(like.device)
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

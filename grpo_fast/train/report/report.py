@@ -31,6 +31,7 @@ from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import Trackers
+from grpo_fast.train.runs.folder import FolderLock
 from grpo_fast.train.runs.resume import ANEW, Start, enter_folder
 
 LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
@@ -53,6 +54,10 @@ class RunReport:
 
     A context manager, which leaves the folder free for others; `close` alone keeps its lock.
 
+    Args:
+        start: where the run begins. At a checkpoint the folder stays as it is until `begin`.
+        lock: of the folder, where the caller has it already.
+
     Raises:
         OutputFolderError: `output_dir` holds files of something else (an earlier run), or cannot be
             made.
@@ -65,28 +70,39 @@ class RunReport:
         *,
         stream: TextIO | None = None,
         start: Start = ANEW,
+        lock: FolderLock | None = None,
     ) -> None:
-        self.folder, self._lock = enter_folder(output_dir, start)
+        self.folder, self._lock, self._start, self._config = Path(output_dir), lock, start, config
         self.total_steps = int(config.steps)
+        self._has_begun = False
+        self._stream = stream or sys.stdout
+        if start.checkpoint is None:
+            self.begin()
+        self._progress = _start_bar(self._stream, self.total_steps) if config.log.progress else None
+        self._plain = self._progress is None and config.log.progress
+
+    def begin(self) -> None:
+        """Take the folder over, as it was at the start: a checkpoint must be loaded before."""
+        config, start = self._config, self._start
+        self.folder, self._lock = enter_folder(self.folder, start, self._lock)
         metrics, prompts = start.lengths
         with written(self.folder):
             save_config(config.model_copy(update={"resume": None}), self.folder / "config.yaml")
             self._metrics = JsonLines(self.folder / "metrics.jsonl", metrics)
             self._prompts = JsonLines(self.folder / "prompts.jsonl", prompts)
-        self._stream = stream or sys.stdout
-        self._progress = _start_bar(self._stream, self.total_steps) if config.log.progress else None
-        self._plain = self._progress is None and config.log.progress
         most = config.log.page_megabytes * 2**20
         self._page = CompletionsPage(self.folder / "completions.html", self.folder.name, most)
         self._trackers = Trackers(config.log.trackers, self.folder, config.model_dump(mode="json"))
         self._read_completions(start.step)
+        self._has_begun = True
 
     def __enter__(self) -> RunReport:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line of numbers or 0-d tensors to metrics.jsonl and move the progress on."""
@@ -102,6 +118,8 @@ class RunReport:
 
     def lengths(self) -> tuple[int, int]:
         """Bytes of metrics.jsonl and prompts.jsonl."""
+        if not self._has_begun:
+            return self._start.lengths
         return self._metrics.length, self._prompts.length
 
     def sync(self) -> None:
@@ -161,9 +179,10 @@ class RunReport:
             with self._unless_lost():
                 self._progress.stop()
             self._progress = None
-        self._metrics.close()
-        self._prompts.close()
-        self._trackers.close()
+        if self._has_begun:
+            self._metrics.close()
+            self._prompts.close()
+            self._trackers.close()
 
     @contextmanager
     def _unless_lost(self) -> Iterator[None]:

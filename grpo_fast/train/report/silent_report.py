@@ -15,6 +15,9 @@ class SilentReport(RunReport):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
+    def begin(self) -> None:
+        pass
+
     def __exit__(self, *_: object) -> None:
         pass
 

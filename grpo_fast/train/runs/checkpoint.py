@@ -1,28 +1,38 @@
-"""Checkpoints on the disk: each whole or not there at all, every file with its sum.
+"""Checkpoints on the disk: each whole or not there at all, every file with its size and sha256.
 
-A checkpoint is written under another name, its files are flushed to the disk and listed with their
-sha256 in a manifest, and a rename makes it appear. Which files lie in it is `run_state.py`'s.
+All ranks write into a folder of another name, each flushes and hashes the files that it wrote, rank
+0 lists them in a manifest, and a rename makes the checkpoint appear.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import CheckpointError
+from grpo_fast.train.files import sha256_of, sync
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.runs.schema import Format, Manifest, State, read_checked
+from grpo_fast.train.runs.storage import owned_files, write_tensors
 
-FOLDER, MANIFEST, UNFINISHED = "checkpoints", "manifest.json", ".unfinished"
-STATE = "state.json"  # of the run, as `run_state.py` writes it
-FORMAT = 1
+FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
+STATE, WEIGHTS = "state.json", "weights"
+FORMAT = 2
+MOST_BYTES = 1 << 24  # of a manifest
 NAME = re.compile(r"step_(\d{6,12})(?:\+(\d{4,12}))?")
+
+
+class FormatError(ValueError):
+    """A checkpoint of another version of this package: not damaged, and not readable here."""
 
 
 def name_of(step: int, place: int) -> str:
@@ -42,74 +52,164 @@ def checkpoints_in(run: str | Path) -> list[Path]:
     """The checkpoints of a run's folder, the newest first, damaged ones among them."""
     root = Path(run) / FOLDER
     names = os.listdir(root) if root.is_dir() else []
-    found = sorted((name for name in names if NAME.fullmatch(name)), key=order_of, reverse=True)
-    return [root / name for name in found]
+    ordered = sorted((name for name in names if NAME.fullmatch(name)), key=order_of, reverse=True)
+    return [root / name for name in ordered]
 
 
 def write_checkpoint(
-    run: str | Path, name: str, fill: Callable[[Path], None], about: dict[str, Any]
-) -> Path:
-    """Let `fill` write into an empty folder, and make that the run's checkpoint `name`.
+    run: str | Path, name: str, tensors: dict[str, Any], fill: Callable[[Path], None],
+    about: dict[str, Any],
+) -> Path:  # fmt: skip
+    """Make the run's checkpoint `name`. Collective.
 
-    One that is there already, and whole, stays: the same place of a run has the same contents.
+    One that is there already, whole and of this run, stays: the same place of a run has the same
+    contents. Another one is set aside.
 
     Args:
-        about: goes into the manifest; `value` is what `prune` compares.
+        tensors: weights and moments, of which each rank writes its shards.
+        fill: writes the other files into the folder, on rank 0.
+        about: goes into the manifest: `run`, `step`, and `value`, which `prune` compares.
 
     Raises:
         CheckpointError: the disk is full or does not allow it; nothing else has changed.
     """
-    from safetensors import SafetensorError
-
     root = Path(run) / FOLDER
     final, part = root / name, root / f"{name}{UNFINISHED}"
-    if final.is_dir() and problem_of(final) is None:
+    if distributed.from_main(lambda: _is_written(final, about["run"])):
         return final
     try:
-        root.mkdir(exist_ok=True)
-        for unfinished in root.glob(f"*{UNFINISHED}"):
-            shutil.rmtree(unfinished)
-        part.mkdir()
-        fill(part)
-        sums = {file.relative_to(part).as_posix(): _synced_sum(file) for file in _files(part)}
-        manifest = {"format": FORMAT, **about, "files": sums}
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        _synced_sum(part / MANIFEST)
-        for path in (*part.rglob("*"), part):
-            if path.is_dir():
-                sync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(part, final)
-        sync(root)
-        sync(root.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        whole = next((path for path in checkpoints_in(run) if problem_of(path) is None), None)
-        left = "there is none before it" if whole is None else f"the newest whole one is {whole}"
-        said = f"checkpoint: expected to write {final}, got {reason(error)}; {left}"
-        raise CheckpointError(said) from error
+        with distributed.together(), _named(final):
+            if distributed.is_main():
+                root.mkdir(exist_ok=True)
+                for unfinished in root.glob(f"*{UNFINISHED}"):
+                    shutil.rmtree(unfinished)
+                part.mkdir()
+                fill(part)
+        with _named(final):
+            write_tensors(part / WEIGHTS, tensors)
+        with distributed.together(), _named(final):
+            mine = owned_files(part / WEIGHTS)
+            if distributed.is_main():
+                mine += [path for path in _files(part) if path.parent.name != WEIGHTS]
+            sums = {path.relative_to(part).as_posix(): _synced_sum(path) for path in mine}
+        sums = {file: known for each in distributed.gather(sums) for file, known in each.items()}
+        with distributed.together(), _named(final):
+            if distributed.is_main():
+                _finish(part, final, {"format": FORMAT, **about, "files": sums})
+    except CheckpointError:
+        if distributed.is_main():
+            shutil.rmtree(part, ignore_errors=True)
+        raise
     return final
 
 
-def problem_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing, short or changed. None: nothing."""
+def _is_written(final: Path, run: str) -> bool:
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, not {FORMAT}"
-        for name, expected in manifest["files"].items():
-            if _sum(checkpoint / name) != expected:
+        return problem_of(final) is None and read_manifest(final).run == run
+    except FormatError:
+        return False
+
+
+@contextmanager
+def _named(final: Path) -> Iterator[None]:
+    """Raise what the disk refuses as a CheckpointError that says what is still there."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        whole = next((p for p in checkpoints_in(final.parent.parent) if is_whole(p)), None)
+        left = "there is none before it" if whole is None else f"the newest whole one is {whole}"
+        said = f"checkpoint: expected to write {final}, got {reason(error)}; {left}"
+        raise CheckpointError(said) from error
+
+
+def _finish(part: Path, final: Path, manifest: dict[str, Any]) -> None:
+    there = {path.relative_to(part).as_posix() for path in _files(part)}
+    if there != manifest["files"].keys():
+        raise OSError(f"{part} is not a folder that all ranks share: {sorted(there)}")
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    sync(part / MANIFEST)
+    for path in (*part.rglob("*"), part):
+        if path.is_dir():
+            sync(path)
+    set_aside(final)
+    os.replace(part, final)
+    sync(final.parent)
+    sync(final.parent.parent)
+
+
+def set_aside(checkpoint: Path) -> Path | None:
+    """Rename a checkpoint, so that no run goes on from it; None where there is none."""
+    if not os.path.lexists(checkpoint):
+        return None
+    names = (f"{checkpoint.name}{ASIDE}-{number}" for number in itertools.count(1))
+    free = next(x for x in map(checkpoint.with_name, names) if not os.path.lexists(x))
+    os.replace(checkpoint, free)
+    return free
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint, checked.
+
+    Raises:
+        FormatError: one of another version.
+        ValueError, OSError: none that can be read.
+    """
+    was = read_checked(Format, checkpoint / MANIFEST, MOST_BYTES).format
+    if was != FORMAT:
+        expected = f"expected a checkpoint of format {FORMAT}, which this version writes and reads"
+        advice = "use the version that wrote it, or another output_dir"
+        raise FormatError(f"resume: {expected}, got format {was} in {checkpoint}; {advice}")
+    return read_checked(Manifest, checkpoint / MANIFEST, MOST_BYTES)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The content of a checkpoint's state.json, checked. Raises ValueError with the field."""
+    state = read_checked(State, checkpoint / STATE)
+    if state.step != order_of(checkpoint.name)[0]:
+        expected = f"{STATE}: step: expected {order_of(checkpoint.name)[0]}, as its name says"
+        raise ValueError(f"{expected}, got {state.step}")
+    return state.model_dump(by_alias=True)
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint: a file that is missing, changed, or not its own.
+
+    None: nothing. Raises FormatError for one of another version.
+    """
+    try:
+        if checkpoint.is_symlink():
+            return "it is a link"
+        files = read_manifest(checkpoint).files
+        there = {path.relative_to(checkpoint).as_posix() for path in _files(checkpoint)}
+        for name in sorted(there ^ {MANIFEST, *files}):
+            return f"{name} is {'not in the manifest' if name in there else 'missing'}"
+        for name, known in files.items():
+            if sha256_of(checkpoint / name) != known:
                 return f"{name} is not what was written"
+    except FormatError:
+        raise
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{MANIFEST} or a file cannot be read ({reason(error)})"
     return None
 
 
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint is of this format and undamaged."""
+    try:
+        return problem_of(checkpoint) is None
+    except FormatError:
+        return False
+
+
 def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said."""
+    """The newest whole checkpoint of a run; of each damaged one that is passed over it is said.
+
+    Raises FormatError where one of another version is newer.
+    """
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -118,52 +218,31 @@ def newest(run: str | Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What lies in a checkpoint's state.json."""
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-
-
 def prune(latest: Path, keep: int) -> None:
     """Leave the `keep` newest checkpoints up to `latest`, and the one of the best `value`.
 
-    Newer ones, which a run that went back has left, are damaged or will be met again.
+    Only those that the run of `latest` has written are counted, and removed.
     """
-    place = order_of(latest.name)
-    found = [p for p in checkpoints_in(latest.parent.parent) if order_of(p.name) <= place]
-    values = {path: _value(path) for path in found}
-    best = max(found, key=lambda path: (values[path], order_of(path.name)))
-    kept = {*found[:keep], *([best] if values[best] > -math.inf else [])}
-    for path in found:
+    run, place, values = read_manifest(latest).run, order_of(latest.name), {}
+    for path in checkpoints_in(latest.parent.parent):
+        try:
+            manifest = read_manifest(path)
+        except (OSError, ValueError):
+            continue
+        if manifest.run == run and order_of(path.name) <= place:
+            values[path] = -math.inf if manifest.value is None else manifest.value
+    best = max(values, key=lambda path: (values[path], order_of(path.name)))
+    kept = {*list(values)[:keep], *([best] if values[best] > -math.inf else [])}
+    for path in values:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """What was written to a file, or which names a folder holds, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _files(folder: Path) -> list[Path]:
+    """All that is no folder below a folder, links among it."""
+    return [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
 
 
-def _value(checkpoint: Path) -> float:
-    try:
-        found = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")).get("value")
-    except (OSError, ValueError, AttributeError):
-        return -math.inf
-    return -math.inf if found is None else float(found)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _synced_sum(file: Path) -> str:
+def _synced_sum(file: Path) -> tuple[int, str]:
     sync(file)
-    return _sum(file)
-
-
-def _sum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return sha256_of(file)

@@ -1,4 +1,7 @@
-"""Where a run begins: anew, or at a checkpoint of its own folder or of another run's."""
+"""Where a run begins: anew, or at a checkpoint of its own folder or of another run's.
+
+The order is: lock the folder, look for a start, load, and only then change what lies in the folder.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,17 @@ from typing import Any, NamedTuple
 
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.runs.checkpoint import MANIFEST, newest, order_of, problem_of, read_state
+from grpo_fast.train.files import check_regular
+from grpo_fast.train.runs.checkpoint import (
+    FOLDER,
+    MANIFEST,
+    checkpoints_in,
+    newest,
+    order_of,
+    problem_of,
+    read_state,
+    set_aside,
+)
 from grpo_fast.train.runs.folder import (
     FolderLock,
     OutputFolderError,
@@ -21,8 +34,12 @@ from grpo_fast.train.runs.folder import (
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
+MODELS = ("model", "critic")
+# What a run reads, appends to, replaces or removes in a folder that it goes on in.
+TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.html", "curves.png",
+           "summary.json", "summary.json.tmp", *MODELS)  # fmt: skip
 # sections and keys that may change
-FREE = ("output_dir", "log", "checkpoint", "resume", "rollout.vllm", "distributed",
+FREE = ("output_dir", "log", "checkpoint", "resume", "resume_allow", "rollout.vllm", "distributed",
         "distributed_replicas", "distributed_timeout")  # fmt: skip
 
 
@@ -33,11 +50,13 @@ class Start(NamedTuple):
         checkpoint: where it goes on; None: from the beginning.
         lengths: bytes of metrics.jsonl and prompts.jsonl that were written until then.
         again: files of this run lie in the folder already.
+        fingerprints: of data, rewards and reference, as the checkpoint has them.
     """
 
     checkpoint: Path | None = None
     lengths: tuple[int, int] = (0, 0)
     again: bool = False
+    fingerprints: dict[str, str] = {}  # noqa: RUF012 (nobody writes into it)
 
     @property
     def source(self) -> Path | None:
@@ -53,38 +72,66 @@ class Start(NamedTuple):
 ANEW = Start()
 
 
+def lock_existing(folder: str | Path) -> FolderLock | None:
+    """The lock of a folder that exists; None where there is none yet, and so nothing to go on from.
+
+    Raises OutputFolderError where another process has it.
+    """
+    return FolderLock(folder) if os.path.isdir(folder) else None
+
+
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
-    """Where `config.resume` leads. Creates nothing.
+    """Where `config.resume` leads. Creates nothing; the folder is locked, if it exists.
 
     Raises:
         OutputFolderError: the folder is occupied, by something that this run cannot go on from.
-        ValueError: a checkpoint that is not there or damaged, or of another configuration.
+        ValueError: a checkpoint that is not there or damaged, or of another configuration or
+            version; logs that are shorter than it says; a link or a device among its files.
     """
     folder = Path(config.output_dir)
     if config.resume is None:
         check_folder(folder)
         return ANEW
     if config.resume == AUTO:
+        _check_files(folder)
         checkpoint = newest(folder, say)
         if checkpoint is None:
             return Start(again=_may_begin_again(folder, config))
     else:
         checkpoint = _named(Path(config.resume), say)
-    is_own = checkpoint.parent.parent.resolve() == folder.resolve()
+    source = checkpoint.parent.parent
+    _check_files(source)
+    is_own = source.resolve() == folder.resolve()
     if not is_own:
         check_folder(folder)
     state = read_state(checkpoint)
     check_same(state["config"], config)
+    if state["step"] > config.steps:
+        expected = f"expected a checkpoint of at most the {config.steps} steps of the run"
+        raise ValueError(f"resume: {expected}, got {checkpoint}")
     metrics, prompts = state["lengths"]
-    return Start(checkpoint, (metrics, prompts), again=is_own)
+    for name, length in zip(LOGS, (metrics, prompts), strict=True):
+        _check_log(source / name, length)
+    return Start(checkpoint, (metrics, prompts), is_own, state["fingerprints"])
 
 
-def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
-    """The folder of a run, locked; what another run has logged until `start` is copied into it."""
+def enter_folder(
+    folder: str | Path, start: Start, lock: FolderLock | None = None
+) -> tuple[Path, FolderLock]:
+    """The folder of a run, made and locked, as it was when `start` was written.
+
+    Newer checkpoints are set aside; the logs of another run are copied into a new folder.
+    """
     if start.again:
-        return Path(folder), FolderLock(folder)
+        lock = lock or FolderLock(folder)
+        for path in checkpoints_in(folder):
+            if start.checkpoint is not None and order_of(path.name) > order_of(
+                start.checkpoint.name
+            ):
+                set_aside(path)
+        return Path(folder), lock
     path = claim_folder(folder)
-    lock = FolderLock(path)
+    lock = lock or FolderLock(path)
     check_folder(path)  # two that came at the same time: the second finds it occupied
     if start.source is not None:
         for name in (*LOGS, COMPLETIONS):
@@ -102,23 +149,32 @@ def check_same(was: dict[str, Any], config: RunConfig) -> None:
     steps: it may grow, where the learning rate does not depend on it.
     """
     now = config.model_dump(mode="json")
-    changed = list(_differences(was, now, ""))
-    if config.optim.schedule == "constant" and now["steps"] > was["steps"]:
-        changed = [line for line in changed if not line.startswith("steps: ")]
+    changed = [(key, line) for key, line in _differences(was, now, "") if not _is_free(key)]
+    steps = was.get("steps")
+    if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
+        changed = [(key, line) for key, line in changed if key != "steps"]
     if changed:
         raise ValueError(
             "resume: expected the configuration that the run began with, came another\n  "
-            + "\n  ".join(changed)
+            + "\n  ".join(line for _, line in changed)
         )
 
 
-def _differences(was: Any, now: Any, above: str) -> Iterator[str]:
+def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`key: old → new` of every setting in which two configurations differ."""
+    return [line for _, line in _differences(was, now, "")]
+
+
+def _differences(was: Any, now: Any, above: str) -> Iterator[tuple[str, str]]:
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
-            if f"{above}{key}" not in FREE:
-                yield from _differences(was.get(key), now.get(key), f"{above}{key}.")
-    elif was != now:
-        yield f"{above[:-1]}: {was!r} → {now!r}"
+            yield from _differences(was.get(key), now.get(key), f"{above}{key}.")
+    elif was != now or type(was) is not type(now):
+        yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
 def _named(path: Path, say: Callable[[str], None]) -> Path:
@@ -128,11 +184,32 @@ def _named(path: Path, say: Callable[[str], None]) -> Path:
         if problem is not None:
             raise ValueError(f"resume: expected a whole checkpoint, got {path}: {problem}")
         return path.resolve()
-    found = newest(path, say)
-    if found is None:
+    _check_files(path)
+    checkpoint = newest(path, say)
+    if checkpoint is None:
         expected = "expected auto, or the folder of a run or a checkpoint that is whole"
         raise ValueError(f"resume: {expected}, got {str(path)!r}")
-    return found
+    return checkpoint
+
+
+def _check_files(run: Path) -> None:
+    """Raise a ValueError for a link, a pipe or a device where a run reads or writes."""
+    inside = [run / name for name in (COMPLETIONS, FOLDER, *MODELS)]
+    names = [run / name for name in TOUCHED]
+    for path in (*names, *(file for folder in inside if not folder.is_symlink()
+                           for file in folder.glob("*"))):  # fmt: skip
+        check_regular(path)
+
+
+def _check_log(path: Path, length: int) -> None:
+    try:
+        size = path.stat().st_size if path.is_file() else -1
+    except OSError:
+        size = -1
+    if size < length:
+        came = f"{size} bytes" if size >= 0 else "no file"
+        expected = f"at least {length} bytes in {path}, which its checkpoint has seen"
+        raise ValueError(f"resume: expected {expected}, got {came}")
 
 
 def _may_begin_again(folder: Path, config: RunConfig) -> bool:
@@ -140,6 +217,11 @@ def _may_begin_again(folder: Path, config: RunConfig) -> bool:
     if not is_occupied(folder):
         check_folder(folder)
         return False
+    damaged = checkpoints_in(folder)
+    if damaged:
+        expected = f"expected a whole checkpoint in {folder}, got {len(damaged)} damaged ones"
+        advice = "move them away to begin again"
+        raise ValueError(f"resume: {expected} ({damaged[0].name}, …); {advice}")
     if os.listdir(folder) == [f"{CONFIG}.tmp"]:
         return True
     if (folder / "summary.json").exists() or not (folder / CONFIG).is_file():

@@ -1,40 +1,43 @@
 """All that a run is at a moment, into the folder of a checkpoint and out of it.
 
-model/            the policy in transformers format; with LoRA its adapter as peft saves it
-reference/        where it cannot be built again: one that is synced, or follows a warm start
-critic/           its value head, and a trunk of its own
-*_optimizer.safetensors, random.safetensors
+weights/          policy and moments; a critic; a reference that cannot be built again (one that is
+                  synced, or follows a warm start); with LoRA the adapters alone
 state.json        counters, the place in the data, β, windows of rewards, the configuration
-step.safetensors  of a step that is under way: its completions' numbers
-ahead.safetensors the same of the next step, where they are sampled ahead
+state.safetensors random numbers; of a step under way, or sampled ahead, its completions' numbers
+tokenizer/        for `grpo-fast export`
 """
 
 from __future__ import annotations
 
 import json
-from functools import partial
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_fast.errors import CheckpointError
+from grpo_fast.errors import CheckpointError, RankError
 from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.runs.checkpoint import STATE, name_of, prune, read_state, write_checkpoint
-from grpo_fast.train.step import Step, restore
-from grpo_fast.train.update.critic import HEAD_FILE, Critic
-from grpo_fast.train.update.trainer import Trainer
-from grpo_fast.train.update.weights import (
-    load_optimizer,
-    load_parts,
-    load_weights,
-    optimizer_state,
-    save_moments,
-    save_weights,
+from grpo_fast.train.runs import storage
+from grpo_fast.train.runs.checkpoint import (
+    STATE,
+    WEIGHTS,
+    name_of,
+    prune,
+    read_manifest,
+    read_state,
+    write_checkpoint,
 )
+from grpo_fast.train.step import Step, restore
+from grpo_fast.train.update.trainer import Trainer
+
+STATE_TENSORS, TOKENIZER = "state.safetensors", "tokenizer"
 
 
 class RunState:
@@ -44,12 +47,18 @@ class RunState:
         step: finished steps.
         before, after: metrics of the first and of the latest evaluation.
         metrics: of the latest finished step.
+        run: by which the run knows its own checkpoints.
     """
 
-    def __init__(self, collector: Collector, trainer: Trainer, report: RunReport) -> None:
+    def __init__(
+        self, collector: Collector, trainer: Trainer, report: RunReport,
+        fingerprints: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.collector, self.trainer, self.report = collector, trainer, report
-        self.step = 0
         self.underway: Step | None = None  # the step that has its completions
+        self.fingerprints = fingerprints or {}
+        self.run = uuid.uuid4().hex
+        self.step = 0
         self.before: dict[str, float] | None = None
         self.after: dict[str, float] | None = None
         self.metrics: dict[str, float] = {}
@@ -61,8 +70,7 @@ class RunState:
         A run that is ended in the middle of one starts it again, from here.
         """
         self.collector.mark()
-        self.random = _random_state()
-        self.marked = {"lengths": self.report.lengths()}
+        self.random, self.lengths = _random_state(), self.report.lengths()
 
     def finish_step(
         self, step: int, metrics: dict[str, float], after: dict[str, float] | None
@@ -73,142 +81,201 @@ class RunState:
         self.mark()
 
     def save(self) -> Path:
-        """Write a checkpoint of the latest mark, and prune the older ones: rank 0, for all."""
-        config = self.trainer.config
+        """Write a checkpoint of the latest mark, and prune the older ones. Collective."""
+        trainer, config = self.trainer, self.trainer.config
         if config.optim.states != "full":
             expected = "expected optim.states: full, whose moments a file can hold"
             raise CheckpointError(f"checkpoint: {expected}, got {config.optim.states}")
-        underway = self.underway
-        name = name_of(self.step, 0 if underway is None else underway.place)
+        name = name_of(self.step, 0 if self.underway is None else self.underway.place)
         wanted = config.checkpoint.best
-        value = self.metrics.get(wanted) if wanted is not None and underway is None else None
+        value = None
+        if wanted is not None and self.underway is None:
+            value = self.metrics.get(wanted)
         self.report.sync()
-        about = {"step": self.step, "value": value}
-        pieces = self._pieces()
+        about = {"run": self.run, "step": self.step, "value": value}
+        state, tensors = self._state()
+        weights = self._weights()
+        names = _names_of(weights)
+        for who, optimizer in trainer.optimizers_by_name().items():
+            weights |= _prefixed(f"optimizer.{who}", optimizer.moments(names))
 
-        def written() -> str:
-            fill = partial(self._fill, **pieces)
-            path = write_checkpoint(self.report.folder, name, fill, about)
-            prune(path, config.checkpoint.keep)
-            return str(path)
+        def fill(folder: Path) -> None:
+            from safetensors.torch import save_file
 
-        return Path(distributed.from_main(written))
+            trainer.policy.tokenizer.save_pretrained(folder / TOKENIZER)
+            save_file(tensors, folder / STATE_TENSORS)
+            (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
-    def _pieces(self) -> dict[str, Any]:
-        """What the ranks put together before rank 0 writes: all of them come here."""
-        trainer, critic = self.trainer, self.trainer.critic
-        underway, optimizers = self.underway, trainer.optimizers_by_name()
-        stored = self._stores_reference()
-        return {
-            "policy": trainer.policy.gathered(),
-            "reference": trainer.reference.copy.gathered() if stored else None,
-            "critic": None if critic is None else critic.gathered(),
-            "underway": (None, {}) if underway is None else underway.state(),
-            "ahead": self.collector.ahead.state(),
-            "optimizers": {who: optimizer_state(each) for who, each in optimizers.items()},
-        }
+        path = write_checkpoint(self.report.folder, name, weights, fill, about)
+        distributed.from_main(lambda: prune(path, config.checkpoint.keep))
+        return path
 
-    def _fill(
-        self,
-        folder: Path,
-        policy: Policy,
-        reference: Policy | None,
-        critic: Critic | None,
-        underway: tuple[Any, dict[str, torch.Tensor]],
-        ahead: tuple[Any, dict[str, torch.Tensor]],
-        optimizers: dict[str, tuple[dict[str, int], dict[str, torch.Tensor]]],
-    ) -> None:
-        from safetensors.torch import save_file
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights of a checkpoint by name, as they lie in the models."""
+        trainer, config = self.trainer, self.trainer.config
+        weights = _prefixed("policy", trainer.policy.weights())
+        copy = trainer.reference.copy
+        is_new = config.reference.kind == "synced" or config.warm_start is not None
+        if copy is not None and config.reference.path is None and is_new:
+            weights |= _prefixed("reference", copy.weights())
+        if trainer.critic is not None:
+            weights |= _prefixed("critic", trainer.critic.weights())
+        return weights
 
+    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """All of a checkpoint but the weights, as JSON and as tensors by name."""
         trainer = self.trainer
-        save_weights(policy, folder / "model")
-        if reference is not None:
-            save_weights(reference, folder / "reference")
-        if critic is not None:
-            (folder / "critic").mkdir()
-            if not critic.is_shared:
-                save_weights(critic.trunk, folder / "critic")
-            head = {n: x.detach().cpu() for n, x in critic.head.state_dict().items()}
-            save_file(head, folder / "critic" / HEAD_FILE)
-        for who, (_, moments) in optimizers.items():
-            save_moments(moments, folder / f"{who}_optimizer.safetensors")
-        save_file(self.random, folder / "random.safetensors")
-        numbers, tensors = underway
-        if numbers is not None:
-            save_file(tensors, folder / "step.safetensors")
-        coming, tensors = ahead
-        if coming is not None:
-            save_file(tensors, folder / "ahead.safetensors")
+        numbers, of_step = (None, {}) if self.underway is None else self.underway.state()
+        coming, of_next = self.collector.ahead.state()
+        tensors = {f"random/{name}": value for name, value in self.random.items()}
+        tensors |= {f"step/{name}": value for name, value in of_step.items()}
+        tensors |= {f"ahead/{name}": value for name, value in of_next.items()}
+        optimizers = trainer.optimizers_by_name().items()
         state = {
             "step": self.step, "before": self.before, "after": self.after, "metrics": self.metrics,
-            "training_set": len(self.collector.queue.examples),
-            **self.collector.state_dict(), **self.marked,
-            "optimizers": {who: counters for who, (counters, _) in optimizers.items()},
+            "training_set": len(self.collector.queue.examples), "lengths": self.lengths,
+            **self.collector.state_dict(),
+            "optimizers": {who: optimizer.counters() for who, optimizer in optimizers},
             "trainer": trainer.state_dict(), "underway": numbers, "ahead": coming,
             "fallback": self.collector.engine.fallback,
-            "config": trainer.config.model_dump(mode="json"),
+            "fingerprints": self.fingerprints, "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
-        (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+        return state, tensors
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint. Weights of another shape or a missing file raise ValueError."""
-        try:
-            with distributed.together():
-                self._load(folder, read_state(folder))
-        except (OSError, KeyError, RuntimeError) as error:
-            said = "expected a checkpoint of this configuration"
-            raise ValueError(f"resume: {said} in {folder}, got {error}") from error
-        self.report.note(f"goes on from {folder}")
+        """Go on from a checkpoint. Collective.
 
-    def _load(self, folder: Path, state: dict[str, Any]) -> None:
+        Raises ValueError for one that does not fit: nothing is filled in.
+        """
         from safetensors.torch import load_file
 
         trainer = self.trainer
-        load_weights(trainer.policy, folder / "model")
-        if self._stores_reference():
-            load_weights(trainer.reference.copy, folder / "reference")
-        if trainer.critic is not None:
-            if not trainer.critic.is_shared:
-                load_weights(trainer.critic.trunk, folder / "critic")
-            load_parts(trainer.critic.head, load_file(folder / "critic" / HEAD_FILE))
+        with _refused(folder), distributed.together():
+            state = read_state(folder)
+            weights = self._weights()
+            names, own = storage.stored_names(folder / WEIGHTS), dict(weights)
+            for who, optimizer in trainer.optimizers_by_name().items():
+                room = optimizer.room_for_moments(_below(f"optimizer.{who}", names), own)
+                weights |= _prefixed(f"optimizer.{who}", room)
+        with _refused(folder):
+            storage.read_tensors(folder / WEIGHTS, weights)
+        with _refused(folder), distributed.together():
+            tensors = load_file(folder / STATE_TENSORS)
+            self._load_state(folder, state, tensors)
+        with _refused(folder):
+            again = self._state()  # collective: a rank has its own part of a step
+        with _refused(folder), distributed.together():
+            if distributed.is_main():
+                _check_round_trip(*again, state, tensors)
+            _set_random_state(_below("random", tensors, "/"))
+            self.random = _random_state()
+
+    def _load_state(self, folder: Path, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        trainer = self.trainer
         for who, optimizer in trainer.optimizers_by_name().items():
-            moments = load_file(folder / f"{who}_optimizer.safetensors")
-            load_optimizer(optimizer, state["optimizers"][who], moments)
+            optimizer.load_counters(state["optimizers"][who])
         self.step, self.before, self.after = (state[key] for key in ("step", "before", "after"))
         self.metrics = state["metrics"]
         self.collector.load_state_dict(state)
         trainer.load_state_dict(state["trainer"])
+        rollouts = [x["rollout"] for x in (state["underway"], state["ahead"]) if x is not None]
+        _check_ids(rollouts, trainer.policy.head.weight.shape[0])
         if state["underway"] is not None:
-            tensors = load_file(folder / "step.safetensors")
+            _check_place(state["underway"], trainer.config, self.step + 1)
             self.underway = restore(
-                state["underway"], tensors, self.collector.queue.examples,
-                trainer.config.minibatches,
-                **trainer.batch_options(),
+                state["underway"], _below("step", tensors, "/"), self.collector.queue.examples,
+                trainer.config.minibatches, **trainer.batch_options(),
             )  # fmt: skip
         if state["ahead"] is not None:
-            self.collector.ahead.load(state["ahead"], load_file(folder / "ahead.safetensors"))
-        if state.get("fallback") is not None:
-            self.collector.engine.fallback = state["fallback"]
-        elif "fallback" in state and self.collector.engine.fallback is not None:
-            now = "which this one cannot take: its bits are others from here on"
-            self.report.note(f"resume: the run before sampled by its own loop, {now}")
-        _set_random_state(load_file(folder / "random.safetensors"))
+            self.collector.ahead.load(state["ahead"], _below("ahead", tensors, "/"))
+        self._load_path(state["fallback"])
+        if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
+            self.run = read_manifest(folder).run
         self.mark()
 
-    def _stores_reference(self) -> bool:
-        config, copy = self.trainer.config, self.trainer.reference.copy
-        is_new = config.reference.kind == "synced" or config.warm_start is not None
-        return copy is not None and config.reference.path is None and is_new
+    def _load_path(self, fallback: str | None) -> None:
+        """Sample as the run before did: by transformers' `generate` where its own loop was not."""
+        engine = self.collector.engine
+        if fallback is not None:
+            engine.fallback = fallback
+        elif engine.fallback is not None:
+            now = "which this one cannot take: its bits are others from here on"
+            self.report.note(f"resume: the run before sampled by its own loop, {now}")
 
 
-def _random_state() -> dict[str, torch.Tensor]:
-    found = {"cpu": torch.get_rng_state()}
+def _check_round_trip(
+    again: dict[str, Any], own: dict[str, Tensor], state: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Raise a ValueError unless what was loaded, stored again, is what was read.
+
+    Nothing is passed over, then, and nothing is filled in. What may change is left out.
+    """
+    for key in sorted(again.keys() - {"config", "fingerprints", "training_set", "fallback"}):
+        if json.dumps(again[key], sort_keys=True) != json.dumps(state[key], sort_keys=True):
+            raise ValueError(f"{STATE}: {key} holds what this configuration has no place for")
+    either = {"random/cuda"}  # another machine may have none
+    for name in sorted((own.keys() ^ tensors.keys()) - either):
+        what = "is missing" if name in own else "has no place here"
+        raise ValueError(f"the tensor {name} in {STATE_TENSORS} {what}")
+
+
+def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _below(prefix: str, names: Any, mark: str = ".") -> Any:
+    """The names, or the items of a dict, that begin with the prefix, without it."""
+    start = f"{prefix}{mark}"
+    if isinstance(names, dict):
+        return {x.removeprefix(start): value for x, value in names.items() if x.startswith(start)}
+    return [x.removeprefix(start) for x in names if x.startswith(start)]
+
+
+def _names_of(weights: dict[str, Tensor]) -> dict[Tensor, str]:
+    return {tensor: name for name, tensor in weights.items()}  # by identity, as tensors hash
+
+
+def _check_ids(rollouts: Iterable[dict[str, Any]], rows: int) -> None:
+    """Raise a ValueError for a token that the model has no row for."""
+    lists = (x for one in rollouts for x in (*one["prompt_ids"], *one["completion_ids"]))
+    largest = max((max(ids, default=0) for ids in lists), default=0)
+    if largest >= rows:
+        raise ValueError(f"{STATE}: rollout: expected token ids below {rows}, got {largest}")
+
+
+def _check_place(underway: dict[str, Any], config: RunConfig, step: int) -> None:
+    """Raise a ValueError for another step than this one, or for one without its updates."""
+    epoch, minibatch, per_pass = underway["epoch"], underway["minibatch"], config.minibatches
+    made, is_ended = len(underway["updates"]["losses"]), epoch == config.inner_iterations
+    fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
+    fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
+    if not fits or underway["number"] != step:
+        came = f"step {underway['step']}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+        raise ValueError(f"{STATE}: underway: expected a place in step {step}, got {came}")
+
+
+@contextmanager
+def _refused(folder: Path) -> Iterator[None]:
+    """Name the checkpoint that does not fit."""
+    try:
+        yield
+    except Exception as error:  # the readers of safetensors have classes of their own
+        is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
+        if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
+            raise
+        text = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
+        said = f"expected a checkpoint of this configuration in {folder}"
+        raise ValueError(f"resume: {said}, got another: {text}") from error
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
-def _set_random_state(saved: dict[str, torch.Tensor]) -> None:
+def _set_random_state(saved: dict[str, Tensor]) -> None:
     torch.set_rng_state(saved["cpu"])
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

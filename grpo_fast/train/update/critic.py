@@ -6,7 +6,6 @@ every completion.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +87,15 @@ class Critic:
 
     def shard(self, mesh: Any) -> None:
         """Leave each rank a part of its own weights."""
-        self._plain_head = sharding.skeleton(self.head)
-        sharding.shard(self.head, mesh)
+        sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
 
-    def gathered(self) -> Critic:
-        """As `Policy.gathered`."""
-        if not self.trunk.is_sharded:
-            return self
-        twin = copy.copy(self)
-        twin.head = sharding.filled(self._plain_head, self.head)
-        twin.trunk = self.trunk if self.is_shared else self.trunk.gathered()
-        return twin
+    def weights(self) -> dict[str, Tensor]:
+        """As `Policy.weights`, of the head and of a trunk of its own."""
+        head = {f"head.{name}": tensor for name, tensor in self.head.named_parameters()}
+        trunk = {} if self.is_shared else self.trunk.weights()
+        return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
 
     def save(self, directory: str | Path) -> None:
         """The head as safetensors; a model of its own beside it, in transformers format.
@@ -131,7 +126,7 @@ def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
         return Critic(policy, critic, policy.trainable_copy())
     own = config.model.model_copy(update={"path": critic.path, "config": None})
     try:
-        trunk = load_policy(own, policy.tokenizer)
+        trunk = load_policy(own, policy.tokenizer, empty=policy.is_empty)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()

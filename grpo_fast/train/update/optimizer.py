@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.train.config import OptimConfig
@@ -79,6 +80,40 @@ class Optimizer:
     def load_counters(self, counters: dict[str, int]) -> None:
         for name in COUNTERS:
             setattr(self, name, counters[name])
+
+    def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+        """The moments of the parameters by name, as they lie in the optimizer.
+
+        Args:
+            names: of the parameters.
+        """
+        return {
+            f"{names[parameter]}.{kind}": value
+            for parameter, state in self.adam.state.items()
+            for kind, value in state.items()
+        }
+
+    def room_for_moments(
+        self, stored: Sequence[str], parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Tensors for a checkpoint's moments, by name: of each parameter all, or none.
+
+        A parameter that was never trained has none. The optimizer goes on with them.
+
+        Args:
+            stored: the names of the moments in the checkpoint.
+            parameters: by name.
+        """
+        own, trained = {id(p) for p in self.parameters}, {x.rpartition(".")[0] for x in stored}
+        self.adam.state.clear()
+        for name, parameter in parameters.items():
+            if name in trained and id(parameter) in own:
+                self.adam.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                }
+        return self.moments({parameter: name for name, parameter in parameters.items()})
 
     def pass_over(self, steps: int) -> None:
         """Let the schedule go on as if so many steps had been taken."""

@@ -1,0 +1,84 @@
+"""What a run is made of: its inputs, its collector, and which rank makes what."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from grpo_fast.data import Example, load_examples
+from grpo_fast.kernels import route
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples
+from grpo_fast.rollout import Engine
+from grpo_fast.train.collect.advantages import Advantages
+from grpo_fast.train.collect.collector import Collector
+from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.run import SHARDED
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
+from grpo_fast.train.runs.resume import Start
+
+log = logging.getLogger(__name__)
+
+
+def load_inputs(
+    config: RunConfig, start: Start
+) -> tuple[RewardSet, Sequence[Example], dict[str, str]]:
+    """Rewards, the training set, and the fingerprints of all that a run depends on.
+
+    Raises ValueError where a rank, or the checkpoint of the start, has others.
+    """
+    with distributed.together():
+        rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
+        plain = config.data.model_copy(update={"shots_tokens": None})
+        questions = load_examples(plain, split="train", seed=config.seed)
+        # Of examples that are made when asked for, all alike, the first is checked.
+        known = questions if isinstance(questions, list) else questions[:1]
+        check_examples(rewards, known, "training")
+        prints = fingerprints(config, questions)
+    check_ranks(config, prints)
+    if start.checkpoint is not None:
+        for name in check_resumed(start.fingerprints, prints, config.resume_allow):
+            log.warning("the run goes on with another %s than it began with", name)
+    return rewards, questions, prints
+
+
+def kernels_of(policy: Policy) -> dict[str, Any]:
+    """The backend of the head, and why it is not a faster one."""
+    return {
+        "backend": route.head_route("auto", policy.head.weight).backend,
+        "backend_fallback": route.fallback_reason(policy.device.type),
+    }
+
+
+def build_collector(
+    config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
+) -> Collector:
+    """The collector of a run."""
+    group_size = config.rollout.group_size
+    advantages = Advantages(config.advantages, config.advantage_options, group_size)
+    return Collector(
+        config.rollout, policy, engine, rewards, queue, advantages,
+        seed=config.seed, steps=config.steps,
+    )  # fmt: skip
+
+
+def is_dealt_to(config: RunConfig) -> bool:
+    """Whether this rank gets its shards from rank 0, which alone has the weights till then."""
+    return config.distributed in SHARDED and not distributed.is_main()
+
+
+@contextmanager
+def warm_starting(config: RunConfig) -> Iterator[bool]:
+    """Whether this rank makes the warm start: all, or before weights are dealt out rank 0 alone."""
+    is_here = not is_dealt_to(config)
+    with distributed.alone() if config.distributed in SHARDED else nullcontext():
+        yield is_here
+
+
+def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:
+    """How the ranks agree on a signal in a forward pass, where they make that in step."""
+    return lambda: distributed.together() if policy.in_step else nullcontext()

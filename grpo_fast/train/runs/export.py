@@ -1,0 +1,72 @@
+"""Models in one piece: of a checkpoint (`grpo-fast export`), and of a run with shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_fast.train.config import ModelConfig, RunConfig
+from grpo_fast.train.models.loading import load_policy, load_tokenizer
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.runs.checkpoint import WEIGHTS, problem_of, read_state
+from grpo_fast.train.runs.folder import check_folder, claim_folder
+from grpo_fast.train.runs.storage import read_tensors
+from grpo_fast.train.update.critic import Critic, load_critic
+
+TOKENIZER = "tokenizer"
+
+
+def export(checkpoint: str | Path, out: str | Path) -> Path:
+    """Write the policy of a checkpoint as a folder that transformers loads (LoRA: merged).
+
+    Args:
+        out: a folder that is empty or not there yet.
+
+    Raises:
+        ValueError: a checkpoint that is damaged or of another version, an occupied folder.
+    """
+    source = Path(checkpoint)
+    problem = problem_of(source) if source.is_dir() else "there is no such folder"
+    if problem is not None:
+        raise ValueError(f"export: expected a whole checkpoint, got {source}: {problem}")
+    check_folder(out)
+    config = RunConfig.model_validate(read_state(source)["config"]).model
+    # A run's folder is data: it may ask for no code, not for that of an attention either.
+    plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
+    tokenizer = load_tokenizer(ModelConfig(path=str(source / TOKENIZER)))
+    policy = load_policy(config.model_copy(update=plain), tokenizer)
+    weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
+    read_tensors(source / WEIGHTS, weights, prefix="policy.")
+    target = claim_folder(out)
+    policy.save(target)
+    return target
+
+
+@torch.no_grad()
+def unsharded_models(
+    config: RunConfig, policy: Policy, critic: Critic | None
+) -> tuple[Policy, Critic | None]:
+    """The models of a run in one piece on rank 0, those given on the others. Collective.
+
+    Rank 0 builds them again and takes the weights over, a tensor at a time.
+    """
+    if not policy.is_sharded:
+        return policy, critic
+    plain: list[Any] = [policy, critic]
+    with distributed.together():
+        if distributed.is_main():
+            own = config.model.model_copy(update={"device": "cpu"})
+            plain[0] = load_policy(own, policy.tokenizer)
+            plain[1] = load_critic(config, plain[0])
+    both: tuple[Any, Any] = policy, critic
+    for sharded, whole in zip(both, plain, strict=True):
+        if sharded is not None:
+            room = whole.weights()
+            for name, tensor in sharded.weights().items():
+                full = distributed.whole(tensor.detach())
+                if distributed.is_main():
+                    room[name].detach().copy_(full)
+    return plain[0], plain[1]

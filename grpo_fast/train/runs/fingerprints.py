@@ -1,0 +1,124 @@
+"""Fingerprints of what a run depends on and its configuration only names: data, rewards, models.
+
+They lie in every checkpoint. A resumed run, and every rank of a run, must have the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.data import Example, load_examples
+from grpo_fast.train.config import RunConfig
+from grpo_fast.train.files import sha256_of
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.runs.resume import differences
+
+MADE = 256  # of examples that are made when asked for, so many stand for all
+WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
+
+
+def fingerprints(config: RunConfig, questions: Sequence[Example]) -> dict[str, str]:
+    """A hash by name: `data.train`, `data.test`, `rewards.NAME`, `reference`.
+
+    Args:
+        questions: the training set.
+    """
+    plain = config.data.model_copy(update={"shots_tokens": None})
+    held_out = load_examples(plain, split="test", seed=config.seed)
+    prints = {"data.train": _of_examples(questions), "data.test": _of_examples(held_out)}
+    for spec in config.rewards:
+        label = spec.label or spec.name.rpartition(":")[2]
+        source = spec.path if spec.path is not None else _source(spec.name)
+        if source is not None:
+            prints[f"rewards.{label}"] = _of_path(source)
+    frozen = config.reference.path or _frozen_start(config)
+    if frozen is not None:
+        prints["reference"] = _of_path(frozen)
+    return prints
+
+
+def check_ranks(config: RunConfig, prints: dict[str, str]) -> None:
+    """Raise a ValueError that names the rank and the keys where a rank differs from rank 0."""
+    if distributed.size() == 1:
+        return
+    settings = config.model_dump(mode="json")
+    text = json.dumps(settings, sort_keys=True)
+    every = distributed.gather({"settings": hashlib.sha256(text.encode()).hexdigest(), **prints})
+    apart = {rank: sorted(_changed(every[0], each)) for rank, each in enumerate(every)}
+    apart = {rank: keys for rank, keys in apart.items() if keys}
+    if not apart:
+        return
+    both = distributed.gather(settings)
+    lines = []
+    for rank, keys in apart.items():
+        lines += [f"rank {rank}: {line}" for line in differences(both[0], both[rank])]
+        lines += [f"rank {rank}: {key} is another" for key in keys if key != "settings"]
+    raise ValueError("ranks: expected all to have what rank 0 has\n  " + "\n  ".join(lines))
+
+
+def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[str]) -> list[str]:
+    """The names that have changed since a checkpoint was written, all of them allowed.
+
+    Raises ValueError with those that are not.
+    """
+    changed = sorted(_changed(was, now))
+    refused = [name for name in changed if name.partition(".")[0] not in allowed]
+    if refused:
+        kinds = sorted({name.partition(".")[0] for name in refused})
+        lines = "".join(f"\n  {x}: {was.get(x, 'none')} → {now.get(x, 'none')}" for x in refused)
+        raise ValueError(
+            f"resume: expected the data, rewards and reference that the run began with, came "
+            f"others (resume_allow=[{','.join(kinds)}] goes on all the same){lines}"
+        )
+    return changed
+
+
+def _changed(was: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    return (name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+
+
+def _frozen_start(config: RunConfig) -> str | None:
+    """The model that is loaded again on resume, because no checkpoint holds its weights."""
+    is_stored = config.reference.kind == "synced" or config.warm_start is not None
+    is_needed = config.model.lora or (config.reference.kind == "frozen" and not is_stored)
+    return config.model.path if is_needed else None
+
+
+def _source(name: str) -> str | None:
+    """The file of a reward function of the user's own; None for one of this package."""
+    module, _, _ = name.rpartition(":")
+    if not module or module.endswith(".py"):
+        return os.path.expanduser(module) or None
+    spec = importlib.util.find_spec(module)
+    return None if spec is None else spec.origin
+
+
+def _of_examples(examples: Sequence[Example]) -> str:
+    known = len(examples) if isinstance(examples, list) else MADE
+    digest = hashlib.sha256()
+    for one in itertools.islice(examples, known):
+        row: list[Any] = [one.prompt, one.answer, one.solution, dict(one.fields)]
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"
+
+
+def _of_path(path: str) -> str:
+    """Of a file its hash, of a model's folder that of its weights, of a hub id the commit."""
+    place = Path(path)
+    if place.is_file():
+        return f"sha256 {sha256_of(place.resolve())[1][:16]}"
+    if not place.is_dir():
+        from transformers.utils import cached_file
+
+        found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+        return "unknown" if found is None else f"commit {Path(found).parent.name}"
+    files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
+    rows = [(file.name, *sha256_of(file.resolve())) for file in files]
+    return f"sha256 {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}"

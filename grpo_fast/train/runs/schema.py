@@ -1,0 +1,113 @@
+"""What a checkpoint's JSON may hold: every field is checked once, when it is read.
+
+A run's folder may be somebody else's. A counter that is negative, a text in place of a number, a
+field more or less, or a nesting without end is refused with the name of the field.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import GenericAlias
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from grpo_fast.train.files import read_regular
+
+MOST_BYTES = 1 << 30  # of state.json, which holds the completions of a step
+LIMIT = 1 << 53  # numbers that JSON's readers agree on
+
+Count = Annotated[int, Field(ge=0, lt=LIMIT)]
+Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Metrics = dict[str, int | float | None]
+Sum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# Files of a checkpoint, and no others: no code, no pickle, no path that leads out of it.
+FileName = Annotated[
+    str,
+    Field(
+        pattern=r"^(state\.(json|safetensors)|weights/shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
+        r"|tokenizer/[A-Za-z0-9_-]+\.(json|jinja|txt|model))$"
+    ),
+]
+
+
+def _part(_name: str, **fields: Any) -> Any:
+    """A part of what is read back: these fields, no other, each of its own type."""
+    config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    given: dict[str, Any] = {
+        name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()
+    }
+    return create_model(_name, __config__=config, **given)
+
+
+def _many(kind: Any, *of: Any) -> Any:
+    """`list[Part]` for a type checker that knows no types made at run time."""
+    return GenericAlias(kind, of)
+
+
+class Format(BaseModel):
+    """The part of a manifest that every format has."""
+
+    format: int
+
+
+# run: by which a run knows its checkpoints; files: bytes and sha256
+Manifest = _part(
+    "Manifest", format=int, run=Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")], step=Count,
+    value=float | None, files=dict[FileName, tuple[Count, Sum]],
+)  # fmt: skip
+Counters = _part(
+    "Counters", steps=Count, skipped=Count,
+    skipped_in_a_row=(Count, Field(alias="_skipped_in_a_row")),
+)  # fmt: skip
+Budget = _part("Budget", tokens=Positive, largest=Count, most_rows=Count)
+Trainer = _part("Trainer", num_tokens=Count, peak_memory=Count, beta=Finite, budget=Budget)
+Rewards = _part(
+    "Rewards", failed_total=dict[str, Count], recent=dict[str, list[tuple[Count, Count]]],
+    last_error=dict[str, str],
+)  # fmt: skip
+Rollout = _part(
+    "Rollout", prompts=list[Any], prompt_ids=list[list[Count]], completion_ids=list[list[Count]],
+    texts=list[str], truncated=list[bool], weight_versions=list[int],
+)  # fmt: skip
+Ahead = _part("Ahead", rollout=Rollout, seconds=float)
+Asked = _part(
+    "Asked", step=Count, prompt=Count, reward=float | None, reward_std=float | None,
+    use=Literal["kept", "filled", "dropped"],
+)  # fmt: skip
+Losses = _part(
+    "Losses", parts=list[tuple[dict[str, float], Count]], steps=Count, logps=Count
+)  # fmt: skip
+Updates = _part(
+    "Updates", first=Count, norms=list[float], rates=list[float], losses=_many(list, Losses)
+)  # fmt: skip
+Batch = _part("Batch", parts=list[list[Count]], budget=Positive, fixed=list[str])
+Underway = _part(
+    "Underway", number=Count, epoch=Count, minibatch=Count, noise=Metrics | None,
+    metrics=Metrics | None, update_rows=list[Metrics], rollout=Rollout, rewards=list[str],
+    collected_metrics=Metrics, generated=Count, prompts=_many(list, Asked), batch=Batch, updates=Updates,
+    seconds=dict[str, float], peaks=dict[str, Count],
+)  # fmt: skip
+State = _part(
+    "State", step=Count, before=Metrics | None, after=Metrics | None, metrics=Metrics,
+    training_set=Positive, consumed=Count, rewards=Rewards,
+    baseline=_part("Baseline", mean=float | None) | None,
+    lengths=tuple[Count, Count],  # bytes of metrics.jsonl and prompts.jsonl
+    optimizers=_many(dict, Literal["policy", "critic"], Counters), trainer=Trainer,
+    underway=Underway | None, ahead=Ahead | None, fingerprints=dict[str, str],
+    config=dict[str, Any],
+)  # fmt: skip
+
+Part = TypeVar("Part", bound=BaseModel)
+
+
+def read_checked(kind: type[Part], path: Path, most: int = MOST_BYTES) -> Part:
+    """The JSON of a regular file as a part of the schema. Raises ValueError with file and field."""
+    try:
+        return kind.model_validate_json(read_regular(path, most))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200]
+        at = f"{path.name}: {where}: " if where else f"{path.name}: "
+        raise ValueError(at + first["msg"]) from error

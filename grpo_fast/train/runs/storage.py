@@ -1,0 +1,113 @@
+"""Tensors of a checkpoint through torch.distributed.checkpoint, as safetensors.
+
+Each rank writes the shards that it has, and a tensor that all ranks have is written by one of them.
+Reading fills the tensors that the caller has in place, on any number of ranks, in any shards.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+from grpo_fast.train.ranks import distributed
+
+FILE_BYTES = 1 << 30  # of a file: its bytes are put together in memory before they are written
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into a new folder. Collective: every rank gives its shards."""
+    files, size = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = size // FILE_BYTES + 1
+        size += tensor.numel() * tensor.element_size()
+    writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    with _plain_errors():
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=distributed.size() == 1)
+
+
+def stored_names(folder: Path) -> list[str]:
+    """The names of the tensors in a folder."""
+    return sorted(_metadata(folder))
+
+
+def read_tensors(folder: Path, into: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Fill tensors with those of the same names. Collective.
+
+    Args:
+        prefix: of the names that must all be asked for; others are passed over.
+
+    Raises:
+        ValueError: a name that is missing or that nobody asks for, another shape or dtype, a tensor
+            that is not there as a whole.
+    """
+    with distributed.together():
+        stored = _metadata(folder)
+        _check_names(into.keys(), [name for name in stored if name.startswith(prefix)])
+        for name, tensor in into.items():
+            _check_tensor(name, tensor, stored[name])
+    with _plain_errors():
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        dcp.load(dict(into), storage_reader=reader, no_dist=distributed.size() == 1)
+
+
+def owned_files(folder: Path) -> list[Path]:
+    """The files that this rank has written."""
+    return sorted(folder.glob(f"shard-{distributed.rank() + 1:05d}-*"))
+
+
+def _metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
+    return dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
+
+
+def _check_names(asked: Collection[str], stored: Collection[str]) -> None:
+    missing, extra = set(asked) - set(stored), set(stored) - set(asked)
+    for names, what in ((missing, "is missing"), (extra, "has no place here")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"the tensor {min(names)}{more} {what}")
+
+
+def _check_tensor(name: str, tensor: Tensor, stored: TensorStorageMetadata) -> None:
+    ours, theirs = (tensor.dtype, tensor.shape), (stored.properties.dtype, stored.size)
+    if ours != theirs:
+        expected, came = (f"{dtype} {tuple(shape)}" for dtype, shape in (ours, theirs))
+        raise ValueError(f"the tensor {name}: expected {expected}, got {came}")
+    if not _is_whole(stored.chunks, tuple(stored.size)):
+        raise ValueError(f"the tensor {name}: expected all of its rows once, got other chunks")
+
+
+def _is_whole(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:
+    """Whether the chunks are the rows of the tensor, one behind the other."""
+    if not shape:
+        return len(chunks) == 1
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.offsets[0], chunk.sizes[0])):
+        if not chunk.sizes[0]:  # of a rank that has none of so few rows
+            continue
+        is_next = chunk.offsets[0] == end and tuple(chunk.sizes[1:]) == shape[1:]
+        if not is_next or any(chunk.offsets[1:]):
+            return False
+        end += chunk.sizes[0]
+    return end == shape[0] or not all(shape)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise the error of the first rank that failed, and not torch's own BaseException."""
+    try:
+        with warnings.catch_warnings():  # that one process is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        number, (cause, _) = min(error.failures.items())
+        at = f"rank {number}: " if distributed.size() > 1 else ""
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, f"{at}{cause.strerror or cause}", cause.filename) from error
+        raise ValueError(f"{at}{cause}") from error

@@ -1,0 +1,546 @@
+"""A run's folder that somebody else has made, or changed, between an end and a resume.
+
+Each checkpoint here is signed again after it was changed: its sums are right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from grpo_fast.train import loop
+from grpo_fast.train.files import sha256_of
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.runs import resume
+from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
+from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
+from grpo_fast.train.runs.run_state import RunState
+from tests.command_line import invoke, refused
+from tests.train.resuming import Leave, run
+
+SHARD = "weights/shard-00001-model-00001-of-00001.safetensors"
+WORDS = ["steps=2", "checkpoint.every=1", "checkpoint.keep=9", "log.save_model=false",
+         "eval.every=0", "log.completions_every=0", "optim.schedule=constant"]  # fmt: skip
+UNDERWAY = [*WORDS, "minibatches=2", "checkpoint.every=0", "inner_iterations=2", "eval.n=2"]
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(folder, *WORDS)
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of a run that has checkpoints of its two steps."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was left in the middle of its second step."""
+    folder = tmp_path_factory.mktemp("left") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Leave(patch, None)
+        run(folder.parent / "whole", *UNDERWAY)
+        Leave(patch, counted.passes - 7)
+        with pytest.raises(SystemExit):
+            run(folder, *UNDERWAY)
+    assert "+" in checkpoints_in(folder)[0].name
+    return folder
+
+
+def sign(checkpoint: Path) -> None:
+    """Write the manifest anew, for the files as they are."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = (path for path in checkpoint.rglob("*") if path.is_file())
+    manifest["files"] = {
+        path.relative_to(checkpoint).as_posix(): sha256_of(path)
+        for path in files
+        if path.name != "manifest.json"
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def change(checkpoint: Path, path: str, value: Any) -> None:
+    """Set `a.b.0` of state.json to a value; DELETE removes it."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    *above, last = (int(x) if x.isdigit() else x for x in path.split("."))
+    place = state
+    for key in above:
+        place = place[key]
+    if value is DELETE:
+        del place[last]
+    else:
+        place[last] = value
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    sign(checkpoint)
+
+
+DELETE = object()
+FIELDS = [
+    ("step", 10**9, "state.json: step: expected 2, as its name says"),
+    ("step", "2", "state.json: step: Input should be a valid integer"),
+    ("step", 2.0, "state.json: step: Input should be a valid integer"),
+    ("step", True, "state.json: step"),
+    ("consumed", -1, "state.json: consumed: Input should be greater than or equal to 0"),
+    ("consumed", 1 << 70, "state.json: consumed"),
+    ("lengths", DELETE, "state.json: lengths: Field required"),
+    ("lengths.0", -5, "state.json: lengths.0: Input should be greater"),
+    ("lengths", [1], "state.json: lengths"),
+    ("lengths.1", 10**9, "at least 1000000000 bytes in .*prompts.jsonl"),
+    ("training_set", 0, "state.json: training_set"),
+    ("optimizers.policy.steps", "2", "state.json: optimizers.policy.steps"),
+    ("optimizers.policy.skipped", -1, "state.json: optimizers.policy.skipped"),
+    ("optimizers.critic", {"steps": 1, "skipped": 0, "_skipped_in_a_row": 0}, "optimizers holds"),
+    ("optimizers", {}, "got another: .*policy"),
+    ("trainer.beta", None, "state.json: trainer.beta"),
+    ("trainer.budget.tokens", 0, "state.json: trainer.budget.tokens"),
+    ("trainer.more", 1, "state.json: trainer.more: Extra inputs are not permitted"),
+    ("rewards.recent", [], "state.json: rewards.recent"),
+    ("rewards.failed_total", {}, "got another: .*sort"),
+    ("config", [], "state.json: config"),
+    ("config.seed", 5, "seed: 5 → 0"),
+    ("config.steps", "2", "steps: '2' → 3"),
+    ("config.model", None, "model: None → "),
+    ("fingerprints", {}, "came others .resume_allow=.data."),
+    ("run", "x", "state.json: run: Extra inputs"),
+]
+
+
+@pytest.mark.parametrize("path, value, said", FIELDS)
+def test_what_a_state_cannot_hold(folder, path, value, said):
+    """33, 48: refused with the field's name, and nothing in the folder changes."""
+    checkpoint = checkpoints_in(folder)[0]
+    change(checkpoint, path, value)
+    logs = [(folder / name).read_bytes() for name in resume.LOGS]
+    with pytest.raises(ValueError, match=said):
+        run(folder, *WORDS, "resume=auto", "steps=3")
+    assert [(folder / name).read_bytes() for name in resume.LOGS] == logs
+    assert len(checkpoints_in(folder)) == 2
+
+
+OF_A_STEP = [
+    ("underway.step", 7, "a place in step 2, got step 7"),
+    ("underway.minibatch", -1, "underway.minibatch"),
+    ("underway.epoch", 99, "epoch"),
+    ("underway.minibatch", 99, "minibatch"),
+    ("underway.batch.parts.0.0", 5, "every completion once"),
+    ("underway.batch.parts.0.0", 10**9, "every completion once"),
+    ("underway.batch.parts", [], "every completion once"),
+    ("underway.batch.budget", 0, "underway.batch.budget"),
+    ("underway.batch.fixed", ["no_such"], "got another"),
+    ("underway.prompts.0.prompt", 10**9, "got another"),
+    ("underway.prompts.0.use", "eaten", "underway.prompts.0.use"),
+    ("underway.prompts", [], "got another"),
+    ("underway.rollout.completion_ids", [], "one length"),
+    ("underway.rollout.completion_ids.0.0", -1, "completion_ids.0.0"),
+    ("underway.rollout.completion_ids.0.0", 10**6, "got another"),
+    ("underway.rollout.completion_ids.0", [1] * 50, "got another"),
+    ("underway.rollout.texts.0", 5, "underway.rollout.texts.0"),
+    ("underway.rewards", ["other"], "got another"),
+    ("underway.updates.norms", [], "got another"),
+    ("underway.updates.losses", DELETE, "underway.updates.losses: Field required"),
+    ("underway", None, "has no place here"),
+]
+
+
+@pytest.mark.parametrize("path, value, said", OF_A_STEP)
+def test_what_a_step_under_way_cannot_be(left, tmp_path, path, value, said):
+    folder = Path(shutil.copytree(left, tmp_path / "run"))
+    change(checkpoints_in(folder)[0], path, value)
+    logs = [(folder / name).read_bytes() for name in resume.LOGS]
+    with pytest.raises(ValueError, match=said):
+        run(folder, *UNDERWAY, "resume=auto")
+    assert [(folder / name).read_bytes() for name in resume.LOGS] == logs
+
+
+def rewrite(file: Path, change: Any) -> None:
+    """Save the tensors of a file after `change(tensors)`, with what DCP says of their places."""
+    with safe_open(file, "pt") as opened:
+        about = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+    tensors = load_file(file)
+    change(tensors)
+    places = {x: about.get(x, {"saved_offsets": [0] * t.dim()}) for x, t in tensors.items()}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"}
+    save_file(tensors, file, metadata=metadata if about else None)
+
+
+WEIGHT = "policy.lm_head.weight"
+TENSORS = {
+    "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT} is missing"),
+    "extra": (lambda t: t.update(more=torch.ones(1)), "the tensor more has no place here"),
+    "shape": (lambda t: t.update({WEIGHT: t[WEIGHT][:, 1:].clone()}), f"{WEIGHT}: expected .*32"),
+    "rows": (lambda t: t.update({WEIGHT: t[WEIGHT][1:].clone()}), f"{WEIGHT}: expected"),
+    "dtype": (lambda t: t.update({WEIGHT: t[WEIGHT].double()}), f"{WEIGHT}: expected"),
+    "half of the moments": (
+        lambda t: t.pop(f"optimizer.policy.{WEIGHT}.exp_avg"), "exp_avg is missing"),
+    "one moment more": (
+        lambda t: t.update({f"optimizer.policy.{WEIGHT}.third": torch.ones(3)}), "third has no pl"),
+    "moments of another": (
+        lambda t: t.update({"optimizer.policy.policy.x.step": torch.zeros(())}), "x.step has no"),
+    "moments of nobody": (
+        lambda t: t.update({"optimizer.critic.y.step": torch.zeros(())}), "critic.y.step has no"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_that_do_not_fit(folder, kind):
+    """33, 48: nothing is filled in, and nothing is passed over."""
+    edit, said = TENSORS[kind]
+    checkpoint = checkpoints_in(folder)[0]
+    rewrite(checkpoint / SHARD, edit)
+    sign(checkpoint)
+    with pytest.raises(ValueError, match=said):
+        run(folder, *WORDS, "resume=auto", "steps=3")
+
+
+@pytest.mark.parametrize("offsets", [[1, 0], [0, 1], [10**6, 0], [0]])
+def test_chunks_that_leave_rows_out(folder, offsets):
+    """A shard that says it lies elsewhere leaves rows of the tensor unfilled."""
+    checkpoint = checkpoints_in(folder)[0]
+    tensors = load_file(checkpoint / SHARD)
+    places = {x: {"saved_offsets": [0] * t.dim()} for x, t in tensors.items()}
+    places[WEIGHT]["saved_offsets"] = offsets
+    save_file(tensors, checkpoint / SHARD, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    sign(checkpoint)
+    with pytest.raises(ValueError, match=f"resume: expected a checkpoint.*{WEIGHT}|expected a ch"):
+        run(folder, *WORDS, "resume=auto", "steps=3")
+
+
+@pytest.mark.parametrize("end, start", [(3, 5), (5, 3)])
+def test_shards_with_a_gap_or_twice_the_same_rows(folder, end, start):
+    """The last row is there, so that the tensor has its shape; rows 3 and 4 are not, or twice."""
+    checkpoint = checkpoints_in(folder)[0]
+    tensors = load_file(checkpoint / SHARD)
+    parts = tensors[WEIGHT][:end].clone(), tensors[WEIGHT][start:].clone()
+    for number, (part, first) in enumerate(zip(parts, (0, start), strict=True), 1):
+        held = (tensors if number == 1 else {}) | {WEIGHT: part}
+        places = {x: {"saved_offsets": [0] * t.dim()} for x, t in held.items()}
+        places[WEIGHT] = {"saved_offsets": [first, 0]}
+        file = checkpoint / SHARD.replace("shard-00001", f"shard-{number:05d}")
+        save_file(held, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+    sign(checkpoint)
+    with pytest.raises(ValueError, match=f"{WEIGHT}: expected all of its rows once"):
+        run(folder, *WORDS, "resume=auto", "steps=3")
+
+
+GARBAGE = [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x00" + b"{" * 99]
+
+
+@pytest.mark.parametrize("name", [SHARD, "state.safetensors"])
+def test_bytes_that_are_no_tensors(folder, name):
+    checkpoint = checkpoints_in(folder)[0]
+    for content in GARBAGE:
+        (checkpoint / name).write_bytes(content)
+        sign(checkpoint)
+        with pytest.raises(ValueError, match="resume: expected a checkpoint of this configuration"):
+            run(folder, *WORDS, "resume=auto", "steps=3")
+
+
+@pytest.mark.parametrize("info", ["[]", "{}", "[" * 10**5, '{"' + WEIGHT + '": 5}', "null", "1"])
+def test_places_that_are_none(folder, info):
+    """What DCP says of its shards is JSON in the header of a file."""
+    checkpoint = checkpoints_in(folder)[0]
+    tensors = load_file(checkpoint / SHARD)
+    save_file(tensors, checkpoint / SHARD, metadata={"DCP_SHARDING_INFO": info})
+    sign(checkpoint)
+    words = [*WORDS, "resume=auto", "steps=3"]
+    if info == "null":  # as a file without shards, which is whole
+        assert run(folder, *words)["metrics"]
+        return
+    with pytest.raises(ValueError, match="resume: expected a checkpoint of this configuration"):
+        run(folder, *words)
+
+
+def test_state_tensors_that_are_too_many_or_too_few(left, tmp_path):
+    for name, edit in (
+        ("random/cpu", lambda t: t.pop("random/cpu")),
+        ("step/more", lambda t: t.update({"step/more": torch.ones(1)})),
+        ("step/advantages", lambda t: t.pop("step/advantages")),
+    ):
+        folder = Path(shutil.copytree(left, tmp_path / name.replace("/", "-")))
+        checkpoint = checkpoints_in(folder)[0]
+        rewrite(checkpoint / "state.safetensors", edit)
+        sign(checkpoint)
+        with pytest.raises(ValueError, match=name.rpartition("/")[2]):
+            run(folder, *UNDERWAY, "resume=auto")
+
+
+# ----------------------------------------------------------------------- files that are none
+FILES = {
+    "pickle": lambda c: (c / "weights" / "pytorch_model.bin").write_bytes(b"\x80\x02."),
+    "model code": lambda c: (c / "tokenizer" / "modeling.py").write_text("1"),
+    "config with a kernel": lambda c: (c / "config.json").write_text(
+        '{"attn_implementation": "some/kernel"}'
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_files_that_no_checkpoint_has(folder, kind, is_signed):
+    """33, 46, 47: no pickle, no code, and no config that a reader of models would obey."""
+    checkpoint = checkpoints_in(folder)[0]
+    FILES[kind](checkpoint)
+    if is_signed:
+        sign(checkpoint)
+    expected = "String should match pattern" if is_signed else "is not in the manifest"
+    assert expected in str(problem_of(checkpoint))
+    with pytest.raises(ValueError, match=expected):
+        run(folder, *WORDS, f"resume={checkpoint}", "steps=3")
+
+
+def to_zero(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def to_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [to_zero, to_pipe])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", SHARD])
+def test_a_checkpoints_file_without_an_end(folder, make, name):
+    """47: it neither hangs nor reads; the checkpoint is passed over as damaged."""
+    newest, before = checkpoints_in(folder)
+    make(newest / name)
+    assert "expected a regular file" in str(problem_of(newest))
+    run(folder, *WORDS, "resume=auto", "steps=3")
+    assert problem_of(before) is None
+
+
+@pytest.mark.parametrize("make", [to_zero, to_pipe])
+@pytest.mark.parametrize("name", [*resume.LOGS, "config.yaml", "config.yaml.tmp", "completions"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_runs_file_that_leads_elsewhere(folder, tmp_path, make, name, is_own):
+    """45, 47: in a folder that a run goes on in, or that it copies from."""
+    make(folder / name)
+    words = ["resume=auto"] if is_own else [f"resume={folder}"]
+    with pytest.raises(ValueError, match=f"{name}: expected a regular file or a folder, got"):
+        run(folder if is_own else tmp_path / "new", *WORDS, *words, "steps=3")
+
+
+def contents(place: Path) -> dict[Path, bytes]:
+    files = [path for path in (place, *place.rglob("*")) if path.is_file()]
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    "place", ["metrics.jsonl", "completions", "checkpoints", "model", "model/model.safetensors"]
+)
+def test_what_a_link_points_at_stays(folder, tmp_path, place):
+    """45: nothing outside of the run's folder is cut, overwritten or removed."""
+    target = tmp_path / "precious"
+    was = folder / place
+    was.parent.mkdir(exist_ok=True)
+    if was.is_dir() or place in ("completions", "model"):
+        shutil.rmtree(was, ignore_errors=True)
+        target.mkdir()
+        (target / "step_000009.parquet").write_text("dear")
+    else:
+        was.unlink(missing_ok=True)
+        target.write_text("dear\n" * 999)
+    before = contents(target)
+    was.symlink_to(target)
+    with pytest.raises(ValueError, match="got a link"):
+        run(folder, *WORDS, "resume=auto", "steps=3")
+    assert contents(target) == before
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_json_without_an_end(folder, name):
+    """48: nested a million times, a bomb of digits, no JSON at all."""
+    checkpoint = checkpoints_in(folder)[0]
+    for text in (
+        "[" * 10**6,
+        '{"a":' * 10**6,
+        "1" * 10**6,
+        "",
+        "\x00",
+        '{"format": 1e999}',
+        "null",
+    ):
+        (checkpoint / name).write_text(text)
+        if name == "state.json":
+            sign(checkpoint)
+            with pytest.raises(ValueError, match=r"state\.json"):
+                run(folder, *WORDS, f"resume={checkpoint}", "steps=3")
+        else:
+            assert "cannot be read" in str(problem_of(checkpoint)), text[:20]
+
+
+def test_a_manifest_that_leads_out_of_its_folder(folder):
+    checkpoint = checkpoints_in(folder)[0]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in ("../../config.yaml", "/etc/passwd", "weights/../state.json", "tokenizer/x.py"):
+        manifest["files"][name] = [1, "0" * 64]
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        assert "String should match pattern" in str(problem_of(checkpoint))
+        del manifest["files"][name]
+    for sums in ([-1, "0" * 64], [1, "0" * 63], "0" * 64, [True, "0" * 64]):
+        manifest["files"]["state.json"] = sums
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        assert "cannot be read" in str(problem_of(checkpoint))
+
+
+def test_an_exported_config_is_data(folder, tmp_path, monkeypatch):
+    """46, 47: no layers without end, and no kernel of the hub."""
+    asked: list[str] = []
+    checkpoint = checkpoints_in(folder)[0]
+    change(checkpoint, "config.model.config.num_hidden_layers", 10**7)
+    out = tmp_path / "out"
+    assert refused(invoke("export", str(checkpoint), str(out)), "num_hidden_layers: expected 0 to")
+    change(checkpoint, "config.model.config.num_hidden_layers", 1)
+    change(checkpoint, "config.model.config.attn_implementation", "some/kernel")
+    assert refused(invoke("export", str(checkpoint), str(out)), "expected one of transformers' own")
+    change(checkpoint, "config.model.config.attn_implementation", DELETE)
+    change(checkpoint, "config.model.attn", "some/kernel")
+    monkeypatch.setattr(Policy, "save", lambda self, _: asked.append(self.generation_attn))
+    assert invoke("export", str(checkpoint), str(out)).exit_code == 0 and asked == ["sdpa"]
+    shutil.rmtree(out)
+    assert not out.exists()
+
+
+# ------------------------------------------------------------------ another version, another run
+def test_another_format_is_not_damage(folder, tmp_path):
+    """40: the run is refused, and nothing that it did not write is removed."""
+    newest, before = checkpoints_in(folder)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for was in (1, 3):
+        text = json.dumps({"format": was, "step": 2, "anything": {}})
+        (newest / "manifest.json").write_text(text)
+        for word in ("resume=auto", f"resume={newest}", f"resume={folder}"):
+            with pytest.raises(ValueError, match=f"format 2, which .* got format {was} in"):
+                run(folder, *WORDS, word, "steps=3")
+        assert checkpoints_in(folder) == [newest, before]
+        assert (newest / "manifest.json").read_text() == text
+        assert refused(invoke("export", str(newest), str(tmp_path / "out")), f"format {was}")
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    assert problem_of(newest) is None
+
+
+def test_checkpoints_that_are_all_damaged_do_not_begin_again(folder):
+    """40: work that could be saved by hand is not trained over."""
+    (folder / "summary.json").unlink()
+    for checkpoint in checkpoints_in(folder):
+        (checkpoint / "state.json").unlink()
+    with pytest.raises(ValueError, match="got 2 damaged ones .*move them away to begin again"):
+        run(folder, *WORDS, "resume=auto")
+    assert len(checkpoints_in(folder)) == 2
+
+
+def test_checkpoints_of_another_run_are_neither_pruned_nor_overwritten(folder):
+    """40: they do not count as the newest ones to keep, either."""
+    newest, before = checkpoints_in(folder)
+    for path, run_id in ((newest, "b" * 32), (before, "a" * 32)):
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(manifest | {"run": run_id, "value": 9.0}))
+    later = before.with_name("step_000003")
+    shutil.copytree(before, later)
+    (later / "state.json").unlink()  # damaged: passed over, and in the way of the third step
+    run(folder, *WORDS, "resume=auto", "steps=4", "checkpoint.keep=1", "checkpoint.best=reward")
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert {"step_000001", "step_000003.aside-1", "step_000004"} <= set(names)
+
+
+def test_what_is_in_the_way_of_a_save_is_set_aside(folder):
+    """40: as a checkpoint that was damaged while its run went on."""
+    newest = checkpoints_in(folder)[0]
+    (newest / "state.json").write_text("dear")
+    about = {"run": "a" * 32, "step": 2, "value": None}
+
+    def fill(part: Path) -> None:
+        (part / "state.json").write_text("{}")
+
+    assert write_checkpoint(folder, newest.name, {"x": torch.ones(2)}, fill, about) == newest
+    aside = newest.with_name(f"{newest.name}.aside-1")
+    assert problem_of(newest) is None and (aside / "state.json").read_text() == "dear"
+
+
+def test_going_back_in_ones_own_folder(folder, monkeypatch):
+    """41: what is newer is set aside by name, so that `auto` goes on from the new way."""
+    newest, before = checkpoints_in(folder)
+    whole = run(folder.parent / "whole", *WORDS, "steps=3")
+    Leave(monkeypatch, 3)
+    with pytest.raises(SystemExit):
+        run(folder, *WORDS, f"resume={before}", "steps=3")
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert f"{newest.name}.aside-1" in names and newest.name not in names
+    Leave(monkeypatch, None)
+    found = run(folder, *WORDS, "resume=auto", "steps=3")
+    assert found["metrics"] == whole["metrics"] and found["prompts"] == whole["prompts"]
+
+
+# -------------------------------------------------------------------------- the order at the start
+def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
+    """39: a run that is still being written is no start, whatever lies there now."""
+    lock = FolderLock(folder)
+    monkeypatch.setattr(loop, "find_start", lambda *_: pytest.fail("looked without the lock"))
+    with pytest.raises(OutputFolderError, match="another process is writing"):
+        run(folder, *WORDS, "resume=auto", "steps=3")
+    lock.release()
+    monkeypatch.undo()
+
+    def looking(config, say):
+        with pytest.raises(OutputFolderError, match="another process is writing"):
+            FolderLock(folder)
+        return resume.find_start(config, say)
+
+    monkeypatch.setattr(loop, "find_start", looking)
+    run(folder, *WORDS, "resume=auto", "steps=3")
+
+
+@pytest.mark.parametrize("place", ["model", "state", "pruned"])
+def test_a_start_that_fails_changes_nothing(folder, tmp_path, monkeypatch, place):
+    """39: logs are cut only when the state is loaded; then the run goes on as if nothing was."""
+    newest, before = checkpoints_in(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "half')
+    files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    def failing(*_: Any, **__: Any) -> None:
+        if place == "pruned":
+            shutil.move(newest, tmp_path / "moved")
+        else:
+            raise ValueError("the model is gone")
+
+    with monkeypatch.context() as patched:
+        if place == "model":
+            patched.setattr(loop, "load_policy", failing)
+        elif place == "state":
+            patched.setattr(RunState, "_load_state", failing)
+        else:
+            patched.setattr(loop, "check_prompts", failing)
+        for target in (folder, tmp_path / "new"):
+            word = f"resume={newest}"
+            with pytest.raises(
+                ValueError, match=r"the model is gone|resume: expected a checkpoint"
+            ):
+                run(target, *WORDS, word, "steps=3")
+            if place == "pruned":
+                shutil.move(tmp_path / "moved", newest)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+    assert not (tmp_path / "new").exists()
+    assert run(folder, *WORDS, "resume=auto", "steps=3")["metrics"][-1]["step"] == 3
+
+
+def test_locks_of_a_run_that_ended_are_free(folder, monkeypatch):
+    monkeypatch.setattr(loop, "load_policy", lambda *_, **__: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            run(folder, *WORDS, "resume=auto", "steps=3")
+    FolderLock(folder).release()

@@ -1,0 +1,99 @@
+"""Data, rewards and models that change between an end and a resume are noticed and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.train.runs.audit import audit
+from grpo_fast.train.runs.fingerprints import check_resumed
+from tests.tiny import tiny_folder
+from tests.train.resuming import run
+
+REWARD = "def score(completions):\n    return [float(len(text)) for text in completions]\n"
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A run with files of its own for all that may change."""
+    rows = [{"question": f"What is {i}?", "answer": f"#### {i}"} for i in range(8)]
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train", "test"):
+        write(data / f"{name}.jsonl", [{**row, "question": name + row["question"]} for row in rows])
+    (tmp_path / "mine.py").write_text(REWARD)
+    model = tiny_folder(tmp_path / "tiny", "llama")
+    return [
+        f"model.path={model}", "model.dtype=float32", "data.name=null", f"data.path={data}",
+        "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2", "eval.n=2",
+        "eval.samples=1", "eval.k=[]", "eval.every=0", "log.progress=false", "loss.beta=0.1",
+        "rollout.group_size=2", "checkpoint.every=1", "log.save_model=false",
+        "optim.schedule=constant",
+        "reference.kind=frozen", f"rewards=[{{name: '{tmp_path / 'mine.py'}:score'}}]",
+    ]  # fmt: skip
+
+
+def write(file: Path, rows: list[dict[str, str]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+CHANGES = {
+    "reversed": ("data.train", lambda p: write(p / "data/train.jsonl",
+                                               read(p / "data/train.jsonl")[::-1])),
+    "cut": ("data.train: 8 examples, .* → 7 examples",
+            lambda p: write(p / "data/train.jsonl", read(p / "data/train.jsonl")[1:])),
+    "other answers": ("data.train", lambda p: write(p / "data/train.jsonl", [
+        row | {"answer": "#### 7"} for row in read(p / "data/train.jsonl")])),
+    "test set": ("data.test", lambda p: write(p / "data/test.jsonl",
+                                              read(p / "data/test.jsonl")[::-1])),
+    "reward": ("rewards.score", lambda p: (p / "mine.py").write_text(REWARD + "# more\n")),
+    "reference": ("reference", lambda p: flip(p / "tiny/model.safetensors")),
+}  # fmt: skip
+
+
+def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
+    """32: each is refused with its name, and goes on when it is allowed."""
+    folder = tmp_path / "run"
+    run(folder, *words, recipe="gsm8k-smollm2-1.7b")
+    logs = (folder / "metrics.jsonl").read_bytes()
+    again = [*words, "resume=auto", "steps=3"]
+    for name, (said, change) in CHANGES.items():
+        files = {p: p.read_bytes() for p in tmp_path.rglob("*")
+                 if p.is_file() and folder not in p.parents}  # fmt: skip
+        change(tmp_path)
+        kind = said.partition(".")[0]
+        for allowed in ([], ["resume_allow=[" + ("rewards" if kind == "data" else "data") + "]"]):
+            with pytest.raises(ValueError, match=rf"resume_allow=\[{kind}\] goes on .*\n  {said}"):
+                run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")
+        assert (folder / "metrics.jsonl").read_bytes() == logs, name
+        for path, content in files.items():
+            path.write_bytes(content)
+    CHANGES["reward"][1](tmp_path)
+    allowed = ["resume_allow=[rewards]", "log.progress=true"]
+    rows = run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")["metrics"]
+    assert rows[-1]["step"] == 3 and not audit(folder).problems
+    # The new fingerprint is the run's from now on.
+    run(folder, *words, "resume=auto", "steps=4", recipe="gsm8k-smollm2-1.7b")
+
+
+def test_what_is_compared():
+    was = {"data.train": "a", "rewards.x": "b"}
+    assert check_resumed(was, dict(was), []) == []
+    assert check_resumed(was, {**was, "data.train": "c"}, ["data"]) == ["data.train"]
+    said = r"resume_allow=\[reference,rewards\].*\n  reference: none → d\n  rewards.x: b → none"
+    with pytest.raises(ValueError, match=said):
+        check_resumed(was, {"data.train": "c", "reference": "d"}, ["data"])

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from grpo_fast.train import loop
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.runs import resume
+from grpo_fast.train.runs import entry, resume
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
 from grpo_fast.train.runs.run_state import RunState
@@ -132,7 +132,7 @@ def test_what_a_state_cannot_hold(folder, path, value, said):
 
 
 OF_A_STEP = [
-    ("underway.step", 7, "a place in step 2, got step 7"),
+    ("underway.number", 7, "a place in step 2, got step 7"),
     ("underway.minibatch", -1, "underway.minibatch"),
     ("underway.epoch", 99, "epoch"),
     ("underway.minibatch", 99, "minibatch"),
@@ -489,7 +489,7 @@ def test_going_back_in_ones_own_folder(folder, monkeypatch):
 def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
     """39: a run that is still being written is no start, whatever lies there now."""
     lock = FolderLock(folder)
-    monkeypatch.setattr(loop, "find_start", lambda *_: pytest.fail("looked without the lock"))
+    monkeypatch.setattr(entry, "find_start", lambda *_: pytest.fail("looked without the lock"))
     with pytest.raises(OutputFolderError, match="another process is writing"):
         run(folder, *WORDS, "resume=auto", "steps=3")
     lock.release()
@@ -500,7 +500,7 @@ def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
             FolderLock(folder)
         return resume.find_start(config, say)
 
-    monkeypatch.setattr(loop, "find_start", looking)
+    monkeypatch.setattr(entry, "find_start", looking)
     run(folder, *WORDS, "resume=auto", "steps=3")
 
 

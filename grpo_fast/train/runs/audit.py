@@ -61,7 +61,7 @@ def audit(run: str | Path) -> Audit:
     state = {} if checkpoint is None else read_state(checkpoint)
     fates = [_fate(place, row, FATES[row["use"]]) for place, row in enumerate(rows)]
     underway = state.get("underway")
-    if underway is not None and all(row["step"] < underway["step"] for row in rows):
+    if underway is not None and all(row["step"] < underway["number"] for row in rows):
         waiting = enumerate(underway["prompts"], start=len(rows))
         fates += [
             _fate(place, row, FATES["dropped"] if row["use"] == "dropped" else WAITING)

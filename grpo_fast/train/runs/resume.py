@@ -124,10 +124,9 @@ def enter_folder(
     """
     if start.again:
         lock = lock or FolderLock(folder)
+        place = None if start.checkpoint is None else order_of(start.checkpoint.name)
         for path in checkpoints_in(folder):
-            if start.checkpoint is not None and order_of(path.name) > order_of(
-                start.checkpoint.name
-            ):
+            if place is not None and order_of(path.name) > place:
                 set_aside(path)
         return Path(folder), lock
     path = claim_folder(folder)

@@ -250,7 +250,7 @@ def _check_place(underway: dict[str, Any], config: RunConfig, step: int) -> None
     fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
     fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
     if not fits or underway["number"] != step:
-        came = f"step {underway['step']}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+        came = f"step {underway['number']}, epoch {epoch}, minibatch {minibatch}, {made} updates"
         raise ValueError(f"{STATE}: underway: expected a place in step {step}, got {came}")
 
 

@@ -86,8 +86,8 @@ Batch = _part("Batch", parts=list[list[Count]], budget=Positive, fixed=list[str]
 Underway = _part(
     "Underway", number=Count, epoch=Count, minibatch=Count, noise=Metrics | None,
     metrics=Metrics | None, update_rows=list[Metrics], rollout=Rollout, rewards=list[str],
-    collected_metrics=Metrics, generated=Count, prompts=_many(list, Asked), batch=Batch, updates=Updates,
-    seconds=dict[str, float], peaks=dict[str, Count],
+    collected_metrics=Metrics, generated=Count, prompts=_many(list, Asked), batch=Batch,
+    updates=Updates, seconds=dict[str, float], peaks=dict[str, Count],
 )  # fmt: skip
 State = _part(
     "State", step=Count, before=Metrics | None, after=Metrics | None, metrics=Metrics,
@@ -95,7 +95,8 @@ State = _part(
     baseline=_part("Baseline", mean=float | None) | None,
     lengths=tuple[Count, Count],  # bytes of metrics.jsonl and prompts.jsonl
     optimizers=_many(dict, Literal["policy", "critic"], Counters), trainer=Trainer,
-    underway=Underway | None, ahead=Ahead | None, fingerprints=dict[str, str],
+    underway=Underway | None, ahead=Ahead | None, fallback=str | None,
+    fingerprints=dict[str, str],
     config=dict[str, Any],
 )  # fmt: skip
 

@@ -67,8 +67,8 @@ class Words:
         self.model = next(iter(kinds["model"]), None)
         rest = [f"rollout.engine={name}" for name in kinds["engine"]]
         for url in kinds["url"]:
-            server = {"urls": [url], "patience": PATIENCE}
-            rest += ["rollout.engine=vllm-server", f"rollout.vllm={json.dumps(server)}"]
+            rest += ["rollout.engine=vllm-server", f"rollout.vllm.urls={json.dumps([url])}",
+                     f"rollout.vllm.patience={PATIENCE}"]  # fmt: skip
         rest += [word for word in kinds["setting"] if word not in own]
         self.config = _config(self.model, self.own, rest)
 
@@ -131,6 +131,9 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
         run = {} if source.run is None else source.run.model.model_dump()
         kept = {name: run[name] for name in OF_A_RUN if name in run}
         fields = {**fields, "model": {"path": source.path, **kept}}
+    servers = (fields.get("rollout") or {}).get("vllm") or {}
+    if any(w.startswith("rollout.engine=") and w != "rollout.engine=vllm-server" for w in rest):
+        servers.pop("urls", None)  # the run's, for which another engine has no use
     for word in rest:
         apply_override(fields, word)
     return parse_config(fields)

@@ -59,10 +59,10 @@ def spoil(policy: Any) -> None:
 class Process:
     """A vLLM server of this machine in a process group of its own, as the README starts it."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, dtype: str = "float32") -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
-        self.model, self.url = model, f"http://127.0.0.1:{self.port}"
+        self.model, self.url, self.dtype = model, f"http://127.0.0.1:{self.port}", dtype
         self.start()
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Process:
             "--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port),
             "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
             "--weight-transfer-config", '{"backend": "gloo"}',
-            "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32",
+            "--dtype", self.dtype, "--enforce-eager", "--max-num-seqs", "32",
         ]  # fmt: skip
         with (self.model.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(

@@ -24,47 +24,38 @@ READINGS = {LEFT: PADDING, RIGHT: PADDING, REORDERED: ORDER} | dict.fromkeys(TEM
 SURE = 3.0  # log-likelihood ratio from which tokens were drawn at one temperature, not another
 
 ADVICE = {
-    PENALTY: "the engine samples with {}, the loss does not know it: switch it off (vLLM: "
-             "--generation-config vllm)",
-    LOGIT_BIAS: "the engine changes the logit of one token by {}: take its logit_bias away",
-    ENDS: "the engine forbids an EOS before {} tokens: set its min_tokens to 0, ignore_eos to false",
-    CAP: "the engine's logits have the softcap {}, the trainer's another: compare "
-         "final_logit_softcapping of both configurations",
+    RAW: "the engine reports log-probabilities from before its temperature or truncation: ask for "
+         "processed ones (vLLM: --logprobs-mode processed_logprobs)",
+    PENALTY: "the engine samples with {}: switch it off (vLLM: --generation-config vllm)",
+    LOGIT_BIAS: "the engine adds to the logit of one token {}: take its logit_bias away",
+    ENDS: "the engine forbids EOS before {} tokens: set min_tokens to 0 and ignore_eos to false",
+    CAP: "the engine's logits have the softcap {}: compare final_logit_softcapping of both",
     SHIFTED: "the engine reports for a token the log-probability of the one {} it: take them from "
              "the position that predicts the token",
     HEAD: "the engine rounds its logits to {}; the trainer keeps fp32: let its head compute in "
           "fp32 (vLLM: the model's head_dtype)",
-    TIED: "the engine makes logits by the embedding's weight, the trainer by a head of its own: "
-          "compare tie_word_embeddings",
-    TOKENS: "the engine read the prompts {}: send it token ids, or text with add_special_tokens as "
-            "the template leaves it",
+    TIED: "the engine makes logits by the embedding's weight: compare tie_word_embeddings",
+    TOKENS: "the engine read the prompts otherwise ({}): send it token ids, or text with "
+            "add_special_tokens as the template leaves it",
     TEMPLATE: "the engine read the prompts with {}: send it token ids, or use one template",
     PADDING: "the engine reads {} as part of the prompt: give it the attention mask, or do not pad",
     ORDER: "the engine's answers belong to other prompts: match them by index, not by arrival",
     STALE: "the engine has {}: its update did not arrive or was not waited for",
     ADAPTER: "the engine has {}: load or merge it there",
-    MODEL: "the engine computes the model in {}, the trainer does not: give both one dtype "
-                  "(vLLM: --dtype; here: model.dtype)",
+    MODEL: "the engine computes in {}: give both one dtype (vLLM: --dtype; here: model.dtype)",
     QUANTIZED: "the engine rounds its weights to {}: serve them without quantization",
     ROPE: "the engine's model has {}: compare rope_parameters of both configurations",
     WINDOW: "the engine's model has another {}: compare sliding_window and layer_types",
     CONFIG: "the engine's model has {}: compare both configurations",
-    FORWARD: "the model's own forward pass agrees with the engine, the trainer's packed rows "
-                    "or fused head do not: a bug here, worth a report with this table",
+    FORWARD: "the model's own forward pass agrees with the engine, the trainer's packed rows or "
+             "fused head do not: a bug here, worth a report with this table",
 }  # fmt: skip
-VERSIONS = (
-    "{} of {} completions carry another version of the weights than the engine was given: wait for "
-    "its update before it samples"
-)
-IGNORES = (
-    "the engine's answers stay the same when it is sent other weights: its updates do not arrive, "
-    "and it has weights of its own"
-)
+VERSIONS = "{} of {} completions carry another version of the weights than the engine was given: " \
+           "wait for its update before it samples"  # fmt: skip
+CUT_OFF = "{} of {} completions stop early without an EOS, or go on behind one: give the engine " \
+          "the trainer's EOS ids and no other stop words"  # fmt: skip
+IGNORES = "the engine's answers stay the same when it is sent other weights: updates do not arrive"
 BEHIND = "the engine samples with the weights before the last update: wait for it"
-CUT_OFF = (
-    "{} of {} completions stop before max_new_tokens without an EOS, or go on behind one: give the "
-    "engine the trainer's EOS ids and no other stop words"
-)
 
 
 class Cause(NamedTuple):
@@ -97,18 +88,19 @@ def told(
 ) -> tuple[str, str]:
     """The name of the cause that a field of the engine's view stands for, and what to change."""
     name, value = name_of(recomputed, view, field), getattr(view, field)
+    what = str(value).removeprefix("torch.")
     if field == "temperature":
         return _about_temperature(recomputed, base, view, sampling)
-    if field == "truncation":
+    if name == TRUNCATION:
         return name, _about_truncation(recomputed, view, sampling)
-    if field == "edit":
-        what = f"{value[0]}={value[1]:.4g}" if name == PENALTY else f"{value[1]}"
-        if name == LOGIT_BIAS:
-            what = f"{value[1][1]:.4g} (token {value[1][0]})"
-    elif field == "shift":
+    if name in (PENALTY, CAP):
+        what = value[0] if value[1] is None else f"{value[0]}={value[1]:.4g}"
+    elif name == LOGIT_BIAS:
+        what = f"(id {value[1][0]}) {value[1][1]:.4g}"
+    elif name == ENDS:
+        what = value[1]
+    elif name == SHIFTED:
         what = "behind" if value > 0 else "before"
-    else:
-        what = str(value).removeprefix("torch.")
     return name, ADVICE[name].format(what)
 
 
@@ -122,12 +114,9 @@ def _about_temperature(
             f"{asked:.4g} as it was asked to: leave loss.temperature out"
         )
     gain = recomputed.logps(view._replace(temperature=asked)) - recomputed.logps(view)
-    ratio = float(gain.nansum())  # of the likelihoods of what was drawn
+    ratio = float(gain.nansum())  # log-likelihood of the drawn tokens, as asked over as told
     if came == 1 and ratio > SURE:
-        return RAW, (
-            f"the engine samples at temperature {asked:.4g} and reports log-probabilities from "
-            "before it: ask for processed ones (vLLM: logprobs_mode=processed_logprobs)"
-        )
+        return RAW, ADVICE[RAW]
     does = "reports log-probabilities of" if ratio > SURE else "samples at"
     if abs(ratio) <= SURE:
         does = "samples at, or only reports (more tokens would tell),"
@@ -138,23 +127,16 @@ def _about_temperature(
 
 
 def _about_truncation(recomputed: Recomputed, view: View, sampling: Sampling) -> str:
-    if view.truncation is None:
-        return (
-            "the engine truncates and reports log-probabilities over the whole vocabulary, the "
-            "loss is over what was kept: ask for processed ones (vLLM: "
-            "logprobs_mode=processed_logprobs)"
-        )
     if sampling.truncates:
         known = "" if recomputed.drawn.kept is None else ", which the engine names"
         return (
-            f"top_k={sampling.top_k} top_p={sampling.top_p:g} leave a part of the vocabulary and "
-            "the loss looks at all of it; the difference is the log of the kept mass: hand it the "
-            f"kept tokens{known} (rollout.replay_support: auto), or sample without truncation"
+            f"top_k={sampling.top_k} top_p={sampling.top_p:g} leave a part of the vocabulary, the "
+            f"loss looks at all of it: hand it the kept tokens{known} (rollout.replay_support: "
+            "auto), or sample without truncation"
         )
-    what = "" if isinstance(view.truncation, str) else " (" + " ".join(
-        f"{name}={value:.4g}" for name, value in view.truncation._asdict().items()
-    ) + ")"
+    named = () if isinstance(view.truncation, str) else view.truncation._asdict().items()
+    what = " ".join(f"{name}={value:.4g}" for name, value in named) or "to tokens that it names"
     return (
-        f"the engine truncates though it was not asked to{what}: its own defaults win (vLLM: "
+        f"the engine truncates ({what}) though it was not asked to: its own defaults win (vLLM: "
         "--generation-config vllm)"
     )

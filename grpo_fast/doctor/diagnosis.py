@@ -17,9 +17,8 @@ import torch
 from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
 from grpo_fast.doctor.causes import Cause
-from grpo_fast.doctor.noise import Noise, own_noise
 from grpo_fast.doctor.prompts import AS_SENT, readings
-from grpo_fast.doctor.recompute import Recomputed
+from grpo_fast.doctor.recompute import Noise, Recomputed
 from grpo_fast.doctor.search import Search, noise_of
 from grpo_fast.doctor.view import KEPT, OWN, View
 from grpo_fast.rollout import Engine, Rollout, Sampling, awake, generate
@@ -27,6 +26,7 @@ from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.policy import Policy
 
 LEAST = 1e-6  # nats per token; below it two passes agree
+MARGIN = 1.5  # times the trainer's distance from the model's own forward pass that is noise
 OTHER = 1.5  # factor of the head's weight in an update that an engine has to notice
 ERRORS = 4.0  # standard errors within which a mean ratio is taken for 1
 
@@ -93,28 +93,39 @@ def diagnose(
         sampling.temperature if temperature is None else temperature,
         KEPT if uses_kept and recomputed.drawn.kept is not None else None,
     )
-    trainers, noise = recomputed.logps(base), noise_of(policy)
+    found = _told(recomputed, base, sampling, version, threshold)
+    if found.causes or found.left <= found.noise:
+        return found
+    words = _ignored_update(sample, rollout, base, policy, version, found.noise)
+    return found._replace(
+        causes=[Cause(causes.STALE, words, found.left, found.left)] if words else []
+    )
+
+
+def _told(
+    recomputed: Recomputed, base: View, sampling: Sampling, version: int, threshold: float | None
+) -> Diagnosis:
+    rollout, trainers = recomputed.rollout, recomputed.logps(base)
     gap = (recomputed.engine_logps - trainers).abs()
     own = float((recomputed.logps(base._replace(model=OWN)) - trainers).abs().mean())
-    packs, view = own_noise(recomputed, base.temperature), base
+    noise = noise_of(recomputed.policy)  # a model with large logits has more; a wrong one far more
+    noise = min(max(noise, MARGIN * own), 2 * noise)
+    packs, view = recomputed.noise(base.temperature), base
     if recomputed.difference(base) > noise:
-        view = Search(recomputed, base, sampling, max(packs[0].mean, LEAST)).explain()
+        view = Search(recomputed, base, sampling, max(packs[0].mean, LEAST), noise).explain()
     left, named = recomputed.difference(view), list(_shares(recomputed, base, view, sampling))
     stale = sum(v != version for v in rollout.weight_versions)
-    cut_off = _cut_off(rollout, sampling, policy)
+    cut_off = _cut_off(rollout, sampling, recomputed.policy)
     for count, name, words in (
         (stale, causes.STALE, causes.VERSIONS), (cut_off, causes.ENDS, causes.CUT_OFF),
     ):  # fmt: skip
         if count:
-            advice = words.format(count, len(rollout.lengths))
-            named.append(Cause(name, advice, left, left))
-    if not named and left > noise:
-        advice = _ignored_update(sample, rollout, base, policy, version, noise)
-        named += [Cause(causes.STALE, advice, left, left)] if advice else []
-    rest = "noise of the kernels" if left <= noise else _not_found(recomputed, view)
+            named.append(Cause(name, words.format(count, len(rollout.lengths)), left, left))
     return Diagnosis(
         len(gap), float(gap.mean()), float(gap.max()), own, noise,
-        noise if threshold is None else threshold, named, left, rest, stale, cut_off, packs,
+        noise if threshold is None else threshold, named, left,
+        "noise of the kernels" if left <= noise else _not_found(recomputed, view),
+        stale, cut_off, packs,
     )  # fmt: skip
 
 
@@ -139,9 +150,7 @@ def _sample(
     return rollout
 
 
-def _shares(
-    recomputed: Recomputed, base: View, found: View, sampling: Sampling
-) -> Iterator[Cause]:
+def _shares(recomputed: Recomputed, base: View, found: View, sampling: Sampling) -> Iterator[Cause]:
     """A cause for each field that differs, what helps most first."""
     view = base
     while fields := view.differences(found):
@@ -196,14 +205,9 @@ def _not_found(recomputed: Recomputed, view: View) -> str:
 
     The mean of p_trainer/p_engine over tokens that an engine draws from what it reports is 1.
     """
-    gap = (recomputed.logps(view) - recomputed.engine_logps).double()
-    ratios = gap[gap.isfinite()].exp()
-    error = float(ratios.std()) / math.sqrt(len(ratios))
-    mean = float(ratios.mean())
-    is_own = abs(mean - 1) <= ERRORS * error
-    drawn = "as if" if is_own else "not as if"
-    return (
-        f"not found: no cause explains most of it. Tokens are drawn {drawn} from what is reported "
-        f"(mean ratio {mean:.3g} ± {error:.1g}"
-        + ("): other weights, other prompts or logits that are changed" if is_own else ")")
-    )
+    ratios = (recomputed.logps(view) - recomputed.engine_logps).double().exp()
+    mean, error = float(ratios.nanmean()), float(ratios.std()) / math.sqrt(len(ratios))
+    what = "its tokens are not drawn from what it reports"
+    if abs(mean - 1) <= ERRORS * error:
+        what = "it may have other weights, read other prompts, or change its logits"
+    return f"not found: {what} (mean ratio {mean:.3g} ± {error:.1g}); previous=FOLDER tries weights"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast import linear_logps
 from grpo_fast.attention import Head, pack_groups, plan_packs
-from grpo_fast.doctor.models import PREVIOUS, Variant, variants
+from grpo_fast.doctor.models import cast, variants
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED, Ids
-from grpo_fast.doctor.rows import Drawn, Rows, rows_of
+from grpo_fast.doctor.rows import ROWS, Drawn, Rows
 from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, View
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import Kept, Rollout
@@ -19,6 +21,15 @@ from grpo_fast.train.policy import Policy
 
 BUDGET = 8192  # trunk tokens of a packed row
 PROMPTS = 16  # up to which every prompt is tried for every completion
+BAND = 0.9, 1.1  # of a ratio, about as wide as PPO's clip
+
+
+class Noise(NamedTuple):
+    """The trainer against itself: the same tokens in packs of another size and order."""
+
+    dtype: str
+    mean: float  # of the absolute difference, nats per token
+    share: float  # of the tokens whose ratio leaves BAND
 
 
 class Recomputed:
@@ -32,15 +43,11 @@ class Recomputed:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        readings: dict[str, Ids],
-        *,
+        self, policy: Policy, rollout: Rollout, readings: dict[str, Ids],
         previous: Policy | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.policy, self.rollout, self.readings = policy, rollout, readings
-        self.models: dict[str, Variant] = variants(policy, previous)
+        self.models = variants(policy, previous)
         self.engine_logps = torch.cat(list(rollout.sampling_logps)).float().cpu()  # (R,)
         pairs = list(zip(rollout.prompt_ids, rollout.lengths, strict=True))
         self.drawn = Drawn(
@@ -75,10 +82,15 @@ class Recomputed:
                 self._found[view] = self._shifted(view)
             elif view.reading == REORDERED:
                 self._found[view] = self._answers(view)
-            elif view == View(view.temperature, view.truncation) and view.truncation in (None, KEPT):
-                self._found[view] = self._trainers(view)
+            elif view == View(view.temperature, view.truncation) and view.truncation in (
+                None,
+                KEPT,
+            ):
+                support = self.drawn.kept if view.truncation == KEPT else None
+                states, head = self._hidden(view)
+                self._found[view] = self._fused(states, head, view.temperature, support)
             else:
-                batches.setdefault((*view.needs, view.head), []).append(view)
+                batches.setdefault((view.model, view.reading, view.head), []).append(view)
         for alike in batches.values():
             parts = [[rows.logps(view).cpu() for view in alike] for rows in self.rows(alike[0])]
             columns = zip(*parts, strict=True)
@@ -87,23 +99,87 @@ class Recomputed:
     def rows(self, view: View) -> Iterator[Rows]:
         """The logits of a view, some rows at a time."""
         states, head = self._hidden(view)
-        dtype = view.head if isinstance(view.head, torch.dtype) else None
-        if dtype is None and head.weight.dtype != self.policy.head.weight.dtype:
-            dtype = head.weight.dtype  # an engine in this dtype gives its logits in it
+        wide = view.head if isinstance(view.head, torch.dtype) else torch.float32
+        if head.weight.dtype != self.policy.head.weight.dtype:
+            wide = head.weight.dtype  # an engine in this dtype gives its logits in it
         if view.head == EMBEDDING:
             head = head._replace(weight=self.policy.lm.get_input_embeddings().weight)
-        return rows_of(states, head, self.drawn, dtype)
+        weight = head.weight.to(wide)
+        bias = None if head.bias is None else head.bias.to(wide)
+        for first in range(0, len(states), ROWS):
+            z = F.linear(states[first : first + ROWS].to(wide), weight, bias).float()
+            yield Rows(head.logit_scale * z, first, self.drawn, head.softcap)
 
-    def packed(self, policy: Policy, prompts: Ids, *, turned: bool = False) -> Tensor:  # (R, H)
-        """The states that predict the completions' tokens, by packed rows.
+    @torch.no_grad()
+    def noise(self, temperature: float) -> list[Noise]:
+        """The trainer's own noise: in the policy's dtype, then in the others of fp32 and bf16."""
+        own, found = self.policy.autocast or self.policy.head.weight.dtype, []
+        for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
+            policy = self.policy if dtype == own else cast(self.policy, dtype)
+            one, other = (
+                self._fused(self._packed(policy, self.readings[AS_SENT], turned=turned),
+                            policy.head, temperature)
+                for turned in (False, True)
+            )  # fmt: skip
+            ratio = (one - other).exp()
+            outside = (ratio < BAND[0]) | (ratio > BAND[1])
+            name = str(dtype).removeprefix("torch.")
+            found.append(
+                Noise(name, float((one - other).abs().mean()), float(outside.float().mean()))
+            )
+        return found
 
-        turned: the groups from the last to the first, in the smallest packs.
+    def _fused(
+        self, states: Tensor, head: Head, temperature: float, kept: Kept | None = None
+    ) -> Tensor:
+        support = None
+        if kept is not None:
+            support = Support(kept.ids.to(states.device), kept.offsets.to(states.device))
+        return linear_logps(
+            states, head.weight, self.drawn.targets, bias=head.bias, support=support,
+            temperature=temperature, **head.rule,
+        ).cpu()  # fmt: skip
+
+    def _shifted(self, view: View) -> Tensor:
+        plain = self.logps(view._replace(shift=0)).split(self.rollout.lengths)
+        gap = torch.full((1,), torch.nan)
+        pairs = [(p[1:], gap) if view.shift > 0 else (gap, p[:-1]) for p in plain]
+        return torch.cat([part for pair in pairs for part in pair])
+
+    def _answers(self, view: View) -> Tensor:
+        """Each completion behind the prompt that explains it best."""
+        ids, lengths = self.readings[AS_SENT], self.rollout.lengths
+        moves = range(len(ids)) if len(ids) <= PROMPTS else (0, 1, -1)
+        self._moved = {f"prompts moved by {n}": ids[n:] + ids[:n] for n in moves}
+        tried = torch.stack([self.logps(view._replace(reading=name)) for name in self._moved])
+        gaps = (tried - self.engine_logps).abs().split(lengths, dim=1)
+        best = [tried[gap.mean(1).argmin()].split(lengths)[i] for i, gap in enumerate(gaps)]
+        return torch.cat(best)
+
+    def _hidden(self, view: View) -> tuple[Tensor, Head]:
+        """The states (R, H) that predict the completions' tokens, and the model's head."""
+        key = view.model, view.reading
+        if key not in self._states:
+            prompts, policy = (self.readings | self._moved)[view.reading], self.policy
+            with torch.no_grad():
+                if view.model == CURRENT:
+                    states = self._packed(policy, prompts)
+                else:
+                    policy = self.models[view.model].build()
+                    states = own_states(policy, prompts, self.rollout.completion_ids)
+            self._states[key] = states, policy.head
+        return self._states[key]
+
+    def _packed(self, policy: Policy, prompts: Ids, *, turned: bool = False) -> Tensor:  # (R, H)
+        """By the trainer's packed rows. turned: from the last group to the first, each completion
+        in a pack of its own.
         """
-        size, completions = len(self.rollout.lengths) // len(prompts), self.rollout.completion_ids
-        order = range(len(prompts))[:: -1 if turned else 1]
+        completions = self.rollout.completion_ids
+        size, order = len(completions) // len(prompts), range(len(prompts))[:: -1 if turned else 1]
         groups = [(prompts[i], completions[i * size : (i + 1) * size]) for i in order]
         lengths = [(len(prompt), [len(c) for c in members]) for prompt, members in groups]
-        shared, found = policy.unshared is None, {}
+        shared = policy.unshared is None
+        found: dict[int, Tensor] = {}
         for shares in plan_packs(lengths, 1 if turned else BUDGET, shared=shared):
             parts = [share.of(groups) for share in shares]
             packed = pack_groups(parts, shared=shared, device=policy.device)
@@ -111,49 +187,6 @@ class Recomputed:
             states = policy.hidden(packed)[packed.predicting]
             found.update(zip(places, packed.split(states), strict=True))
         return torch.cat([found[i] for i in range(len(completions))])
-
-    def _trainers(self, view: View) -> Tensor:
-        states, head = self._hidden(view)
-        kept, support = self.drawn.kept, None
-        if view.truncation == KEPT and kept is not None:
-            support = Support(kept.ids.to(states.device), kept.offsets.to(states.device))
-        return linear_logps(
-            states, head.weight, self.drawn.targets, bias=head.bias, support=support,
-            temperature=view.temperature, **head.rule,
-        ).cpu()  # fmt: skip
-
-    def _shifted(self, view: View) -> Tensor:
-        plain = self.logps(view._replace(shift=0)).split(self.rollout.lengths)
-        gap = torch.full((1,), torch.nan)
-        return torch.cat([
-            torch.cat([part[1:], gap]) if view.shift > 0 else torch.cat([gap, part[:-1]])
-            for part in plain
-        ])  # fmt: skip
-
-    def _answers(self, view: View) -> Tensor:
-        """Each completion behind the prompt that explains it best."""
-        ids = self.readings[AS_SENT]
-        moves = range(len(ids)) if len(ids) <= PROMPTS else (-1, 0, 1)
-        names = [f"prompts moved by {n}" for n in moves]
-        self._moved = {x: ids[n:] + ids[:n] for x, n in zip(names, moves, strict=True)}
-        tried = torch.stack([self.logps(view._replace(reading=name)) for name in names])
-        gaps = (tried - self.engine_logps).abs().split(self.rollout.lengths, dim=1)
-        best = torch.stack([gap.mean(1).argmin() for gap in gaps])
-        return tried[best.repeat_interleave(torch.tensor(self.rollout.lengths)),
-                     torch.arange(tried.shape[1])]  # fmt: skip
-
-    @torch.no_grad()
-    def _hidden(self, view: View) -> tuple[Tensor, Head]:
-        """The states (R, H) that predict the completions' tokens, and the model's head."""
-        if view.needs not in self._states:
-            prompts, policy = (self.readings | self._moved)[view.reading], self.policy
-            if view.model == CURRENT:
-                states = self.packed(policy, prompts)
-            else:
-                policy = self.models[view.model].build()
-                states = own_states(policy, prompts, self.rollout.completion_ids)
-            self._states[view.needs] = states, policy.head
-        return self._states[view.needs]
 
 
 def own_states(policy: Policy, prompts: Ids, completions: Ids) -> Tensor:  # (R, H)

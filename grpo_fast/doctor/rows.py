@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_fast.attention import Head
 from grpo_fast.doctor.view import KEPT, Truncation, View
 from grpo_fast.rollout import Kept
 
@@ -28,66 +27,62 @@ class Drawn(NamedTuple):
     kept: Kept | None = None  # what each was drawn from; None: not known
 
 
-class Rows(NamedTuple):
-    """Some of the drawn tokens, with their logits before any softcap."""
+@dataclass
+class Rows:
+    """Rows `first` … of the drawn tokens, with their logits before any softcap."""
 
-    rows: slice
     z: Tensor  # (r, V) fp32
+    first: int
     drawn: Drawn
     softcap: float | None
+    _sorted: dict[View, Tensor] = field(default_factory=dict)
 
     @property
     def targets(self) -> Tensor:  # (r, 1)
-        return self.drawn.targets[self.rows, None]
+        return self.drawn.targets[self.first : self.first + len(self.z), None]
 
     def scaled(self, view: View) -> Tensor:  # (r, V)
         """The logits that a view draws from: softcap, edit and temperature applied."""
         kind, value = view.edit or ("", None)
         cap = value if kind == SOFTCAP else self.softcap
-        z = self.z if cap is None else cap * torch.tanh(self.z / cap)
+        z = self.z.clone() if cap is None else cap * torch.tanh(self.z / cap)
         if kind in (REPETITION, PRESENCE, FREQUENCY):
-            counts = self._counts()
+            counts, prompted = self._seen()
             seen = counts > 0
             if kind == REPETITION:
-                seen |= self._prompted()
-                z = torch.where(seen, torch.where(z > 0, z / value, z * value), z)
+                z = torch.where(seen | prompted, torch.where(z > 0, z / value, z * value), z)
             else:
-                z = z - value * (counts if kind == FREQUENCY else seen)
-        elif kind in (BIAS, NO_EOS):
-            z = z.clone()
-            if kind == BIAS:
-                z[:, value[0]] += value[1]
-            else:
-                early = (self.drawn.place[self.rows, None] < value).nonzero()[:, :1]
-                z[early, torch.tensor(self.drawn.eos_ids, device=z.device)] = -torch.inf
+                z -= value * (counts if kind == FREQUENCY else seen)
+        elif kind == BIAS:
+            z[:, value[0]] += value[1]
+        elif kind == NO_EOS:
+            early = self.drawn.place[self.first : self.first + len(z)] < value
+            z[early.nonzero(), torch.tensor(self.drawn.eos_ids, device=z.device)] = -torch.inf
         return z / view.temperature
 
-    def logps(self, view: View) -> Tensor:  # (r,)
+    def logps(self, view: View) -> Tensor:  # (r,) fp32
         """log p(targets) under the fields of a view that concern logits."""
         x, drawn = self.scaled(view), self.targets
         logps = x.log_softmax(-1).gather(-1, drawn)[:, 0]
         if isinstance(view.truncation, Truncation):
-            return logps - log_kept_mass(x, drawn, view.truncation)
+            plain = view._replace(truncation=None)
+            if plain not in self._sorted:
+                self._sorted = {plain: x.sort(-1, descending=True).values}
+            return logps - log_kept_mass(x, self._sorted[plain], drawn, view.truncation)
         if view.truncation == KEPT:
             inside = x.masked_fill(~self._mask(), -torch.inf).logsumexp(-1)
             return x.gather(-1, drawn)[:, 0] - inside
         return logps
 
-    def _counts(self) -> Tensor:
-        """(r, V): how often each token stands in the completion before a row."""
-        counts, targets = torch.zeros_like(self.z), self.drawn.targets
-        for row, place in enumerate(self.drawn.place[self.rows].tolist()):
-            end = self.rows.start + row
-            before = targets[end - place : end]
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """(r, V): how often a token stands in the completion so far; whether in the prompt."""
+        counts, prompted = torch.zeros_like(self.z), torch.zeros_like(self.z, dtype=torch.bool)
+        for row in range(len(self.z)):
+            end = self.first + row
+            before = self.drawn.targets[end - int(self.drawn.place[end]) : end]
             counts[row].index_add_(0, before, torch.ones_like(before, dtype=counts.dtype))
-        return counts
-
-    def _prompted(self) -> Tensor:
-        """(r, V) bool: whether a token stands in a row's prompt."""
-        seen = torch.zeros_like(self.z, dtype=torch.bool)
-        for row, prompt in enumerate(self.drawn.prompts[self.rows]):
-            seen[row, torch.tensor(prompt)] = True
-        return seen
+            prompted[row, torch.tensor(self.drawn.prompts[end])] = True
+        return counts, prompted
 
     def _mask(self) -> Tensor:
         """(r, V) bool: what rows were drawn from; an empty row is the whole vocabulary."""
@@ -95,34 +90,18 @@ class Rows(NamedTuple):
         assert kept is not None
         mask = torch.zeros(self.z.shape, dtype=torch.bool)
         for row in range(len(self.z)):
-            start, end = kept.offsets[self.rows.start + row :][:2].tolist()
+            start, end = kept.offsets[self.first + row :][:2].tolist()
             mask[row, kept.ids[start:end].long() if end > start else slice(None)] = True
         return mask.to(self.z.device)
 
 
-def rows_of(
-    hidden: Tensor,  # (R, H)
-    head: Head,
-    drawn: Drawn,
-    dtype: torch.dtype | None = None,  # of the product; None: fp32
-) -> Iterator[Rows]:
-    """The logits of all rows, ROWS at a time."""
-    wide = dtype or torch.float32
-    weight = head.weight.to(wide)
-    bias = None if head.bias is None else head.bias.to(wide)
-    for first in range(0, len(hidden), ROWS):
-        rows = slice(first, first + ROWS)
-        z = head.logit_scale * F.linear(hidden[rows].to(wide), weight, bias).float()
-        yield Rows(rows, z, drawn, head.softcap)
-
-
 def log_kept_mass(
     x: Tensor,  # (r, V) logits
+    ordered: Tensor,  # (r, V) the same, falling
     drawn: Tensor,  # (r, 1) int64
     truncation: Truncation,
 ) -> Tensor:  # (r,)
     """The logarithm of the probability that min-p, top-k, then top-p leave."""
-    ordered = x.sort(-1, descending=True).values
     p = ordered.softmax(-1)
     mass = p.cumsum(-1)
     most = min(truncation.top_k or x.shape[-1], x.shape[-1])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from grpo_fast.doctor import models
 from grpo_fast.doctor.causes import HEAD, name_of
-from grpo_fast.doctor.fits import biased, fitted, min_tokens, spread, truncations
+from grpo_fast.doctor.fits import fits
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED
 from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.rows import FREQUENCY, PRESENCE, REPETITION, SOFTCAP
+from grpo_fast.doctor.rows import SOFTCAP
 from grpo_fast.doctor.view import EMBEDDING, KEPT, Truncation, View
 from grpo_fast.rollout import Sampling
 
@@ -25,11 +25,6 @@ FIRSTS = 3  # causes that are tried with a second one
 ALIKE = 2.0  # times as much as the best that a known number may leave to be taken before it
 SIMILAR, APART = 0.5, 0.1  # correlation of a rounded model's difference; ahead of the next one's
 ROUNDED = (models.DTYPE, models.QUANTIZED, HEAD)
-GRIDS = {
-    REPETITION: spread(0.5, 2.0, 17), PRESENCE: spread(0.01, 4.0, 17),
-    FREQUENCY: spread(0.01, 4.0, 17), SOFTCAP: spread(0.5, 200.0, 17),
-}  # fmt: skip
-TEMPERATURES = spread(0.25, 4.0, 17)  # times the trainer's
 
 
 def noise_of(policy: Any) -> float:
@@ -42,24 +37,26 @@ class Search:
     """Looks for the view that explains an engine's log-probabilities.
 
     own: nats per token by which the trainer differs from itself; what leaves less is as good.
+    noise: nats per token that need no second cause.
     """
 
-    def __init__(self, recomputed: Recomputed, base: View, sampling: Sampling, own: float) -> None:
+    def __init__(
+        self, recomputed: Recomputed, base: View, sampling: Sampling, own: float, noise: float
+    ) -> None:
         self.recomputed, self.base, self.sampling = recomputed, base, sampling
-        self.own, self.noise = own, noise_of(recomputed.policy)
+        self.own, self.noise = own, noise
         self.left = recomputed.difference
         self._order: list[View] = []  # as they were found: known values before fitted ones
 
     @torch.no_grad()
     def explain(self) -> View:
         """The engine's view; the trainer's own where no cause explains most of the difference."""
-        singles = self.neighbours(self.base)
-        first = self.winner(singles, ONE * self.left(self.base)) or self.rounded(self.base, singles)
+        gap, singles = self.left(self.base), self.neighbours(self.base)
+        first = self.winner(singles, ONE * gap) or self.rounded(self.base, singles)
         if first is None:
             pairs = [pair for view in singles[:FIRSTS] for pair in self.neighbours(view)]
-            pairs.sort(key=self.left)
-            return self.winner(pairs, TWO * self.left(self.base)) or self.base
-        if self.left(first) <= self.noise or self.is_rounded(first):
+            return self.winner(sorted(pairs, key=self.left), TWO * gap) or self.base
+        if self.left(first) <= self.noise or self.names(first) & set(ROUNDED):
             return first
         seconds = self.neighbours(first)
         return self.winner(seconds, self.noise) or self.rounded(first, seconds) or first
@@ -102,9 +99,6 @@ class Search:
         others = [alike for alike, _, other in ranked if self.names(other) != best]
         return None if others and others[0] > ranked[0][0] - APART else ranked[0][2]
 
-    def is_rounded(self, view: View) -> bool:
-        return bool(self.names(view) & set(ROUNDED))
-
     def names(self, view: View) -> set[str]:
         """The causes that a view stands for."""
         return {name_of(self.recomputed, view, x) for x in self.base.differences(view)}
@@ -137,18 +131,8 @@ class Search:
         fixed |= {"reading", "model"} if fixed & {"reading", "model"} else set()
         for field in known.keys() - fixed:
             yield from (view._replace(**{field: x}) for x in known[field])
-        if "temperature" not in fixed:
-            grid = [x * view.temperature for x in TEMPERATURES]
-            yield fitted(recomputed, lambda t: view._replace(temperature=t), grid) or view
-        has_rows = view.shift == 0 and view.reading != REORDERED  # of logits, one for each token
-        if "edit" not in fixed:
-            for kind, grid in GRIDS.items():
-                yield fitted(recomputed, lambda x, k=kind: view._replace(edit=(k, x)), grid) or view
-            yield min_tokens(recomputed, view)
-        if "edit" not in fixed and has_rows:
-            yield biased(recomputed, view)
-        if "truncation" not in fixed and has_rows:
-            yield from truncations(recomputed, view)
+        if view.shift == 0 and view.reading != REORDERED:  # the logits of each token are known
+            yield from fits(recomputed, view, known.keys() - fixed)
 
     def _is_possible(self, view: View) -> bool:
         """Whether a view is another than the trainer's, and the model can compute it."""

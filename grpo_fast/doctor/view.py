@@ -1,7 +1,5 @@
-"""A view: one way in which a completion's log-probabilities may have come about.
-
-The trainer has one view, an engine that is set up well the same; a field that differs is a cause of
-the difference between them.
+"""A view: one way in which a completion's log-probabilities may have come about. The trainer has
+one, an engine that is set up well the same; a field that differs is a cause of the difference.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from grpo_fast.doctor.prompts import AS_SENT
 
 KEPT = "kept"  # a truncation: to the tokens that the engine says it chose from
 EMBEDDING = "embedding"  # a head: the embedding's weight
-CURRENT, OWN = "current", "own"  # models: the trainer's, packed; the same by its own attention
+CURRENT, OWN = "current", "own"  # models: the trainer's packed rows; the model's own attention
 
 
 class Truncation(NamedTuple):
@@ -23,10 +21,6 @@ class Truncation(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-
-    @property
-    def is_on(self) -> bool:
-        return self != Truncation()
 
 
 class View(NamedTuple):
@@ -40,11 +34,6 @@ class View(NamedTuple):
     reading: str = AS_SENT  # of the prompts
     model: str = CURRENT  # a name in `models.variants`
 
-    def differences(self, other: View) -> list[str]:
+    def differences(self, other: View) -> set[str]:
         """The fields in which two views differ."""
-        return [n for n, value in other._asdict().items() if value != getattr(self, n)]
-
-    @property
-    def needs(self) -> tuple[str, str]:
-        """Views with equal `needs` share their hidden states."""
-        return self.model, self.reading
+        return {x for x in self._fields if getattr(self, x) != getattr(other, x)}

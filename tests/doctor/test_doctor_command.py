@@ -106,7 +106,9 @@ def test_another_engine_than_that_of_a_run_by_servers(tmp_path, word):
     (tmp_path / "model").mkdir()
     chosen = Words([str(tmp_path), word]).config.rollout
     assert chosen.engine == word.rpartition("=")[2] and chosen.vllm.urls == []
-    assert Words([str(tmp_path), "vllm-server"]).config.rollout.vllm.urls == ["http://10.0.0.2:8000"]
+    assert Words([str(tmp_path), "vllm-server"]).config.rollout.vllm.urls == [
+        "http://10.0.0.2:8000"
+    ]
     other = Words([str(tmp_path), "http://10.0.0.3:8000"]).config.rollout.vllm
     assert other.urls == ["http://10.0.0.3:8000"] and other.address == "10.0.0.1"
     with pytest.raises(ValueError, match=r"vllm.urls: expected none for engine: vllm"):

@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,9 @@ def policy_of(family: str = "llama", **changes: Any) -> Policy:
     return Policy(model, tokenizer)
 
 
-def altered(policy: Policy, change: Callable[[torch.Tensor], torch.Tensor], only: str = "") -> Policy:
+def altered(
+    policy: Policy, change: Callable[[torch.Tensor], torch.Tensor], only: str = ""
+) -> Policy:
     """A copy with other matrices."""
     twin = policy.frozen_copy()
     for name, parameter in twin.lm.named_parameters():
@@ -85,6 +88,12 @@ class Keeps(Engine):
         self.engine.close()
 
 
+def tied(policy: Policy) -> Policy:
+    twin = policy.frozen_copy()
+    twin.lm.lm_head.weight.copy_(twin.lm.get_input_embeddings().weight)
+    return twin
+
+
 def told(**values: Any) -> Edit:
     return lambda policy: lambda body: body["sampling_params"].update(values)
 
@@ -106,6 +115,12 @@ def with_system(ids: list[int], policy: Policy) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def other_template(ids: list[int], policy: Policy) -> list[int]:
+    """One that nobody knows."""
+    text = policy.tokenizer.decode(ids).replace("user:", "Q>").replace("assistant:", "A>")
+    return policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def shifted(by: int) -> Edit:
     """Each token has the log-probability of the one before or behind it."""
 
@@ -124,17 +139,15 @@ def shifted(by: int) -> Edit:
 
 
 def by_arrival(policy: Policy) -> Callable[[dict[str, Any]], Any]:
-    """Answers change places: each is that of the question before."""
-    last: list[Any] = []
-    import threading
-
-    lock = threading.Lock()
+    """Every question gets the answer to another one: all wait for each other, then change."""
+    found: dict[int, Any] = {}
+    arrived = threading.Barrier(len(CHAT))
 
     def edit(answer: dict[str, Any]) -> None:
-        with lock:
-            last.append(copy.deepcopy(answer["choices"]))
-            if len(last) > 1:
-                answer["choices"] = last[-2]
+        own = arrived.wait(60)
+        found[own] = answer["choices"]
+        arrived.wait(60)
+        answer["choices"] = found[(own + 1) % len(CHAT)]
 
     return edit
 
@@ -142,7 +155,7 @@ def by_arrival(policy: Policy) -> Callable[[dict[str, Any]], Any]:
 # name → (what is planted, the cause that is right)
 ASKED: dict[str, tuple[Edit, str]] = {
     "temperature 0.6 for 0.8": (told(temperature=0.6), causes.TEMPERATURE),
-    "temperature 3.2, the edge": (told(temperature=3.2), causes.TEMPERATURE),
+    "temperature 2 for 0.8": (told(temperature=2.0), causes.TEMPERATURE),
     "top_p 0.9": (told(top_p=0.9), causes.TRUNCATION),
     "top_k 20": (told(top_k=20), causes.TRUNCATION),
     "min_p 0.05": (told(min_p=0.05), causes.TRUNCATION),
@@ -155,8 +168,10 @@ ASKED: dict[str, tuple[Edit, str]] = {
     "first token lost": (prompt(lambda ids, p: ids[1:]), causes.TOKENS),
     "last token lost": (prompt(lambda ids, p: ids[:-1]), causes.TOKENS),
     "system prompt": (prompt(with_system), causes.TEMPLATE),
+    "another template": (prompt(other_template), "not found"),
 }
 ANSWERED: dict[str, tuple[Edit, str]] = {
+    "answers in another order": (by_arrival, causes.ORDER),
     "logps one too early": (shifted(1), causes.SHIFTED),
     "logps one too late": (shifted(-1), causes.SHIFTED),
 }
@@ -165,6 +180,7 @@ SENT: dict[str, tuple[Callable[[Policy], Policy | None], str, bool]] = {
     "stale weights, previous not given": (lambda p: altered(p, moved), causes.STALE, False),
     "another model's weights": (lambda p: policy_of(seed=1), causes.STALE, False),
     "one update behind": (lambda p: None, causes.STALE, False),
+    "tied head": (tied, causes.TIED, False),
     "int8 weights": (lambda p: altered(p, int8, "proj"), causes.QUANTIZED, False),
 }
 # a configuration of the served copy that is not the trainer's
@@ -172,7 +188,6 @@ SERVED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "bf16 server": ("llama", {}, {"dtype": "bfloat16"}, causes.MODEL),
     "rope_theta": ("llama", {}, {"rope_theta": 1e6}, causes.ROPE),
     "rope scaling linear by 4": ("llama", {}, {"rope_type": "linear", "factor": 4.0}, causes.ROPE),
-    "tied head": ("llama", {}, {"tie_word_embeddings": True}, causes.TIED),
     "window lost": ("mistral", {"sliding_window": 6}, {"sliding_window": None}, causes.WINDOW),
     "other softcap": ("gemma2", {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 50.0},
                       {"final_logit_softcapping": 5.0}, causes.CAP),
@@ -270,7 +285,12 @@ if __name__ == "__main__":
         except Exception as error:
             print(f"{name:34} ERROR {error!r}", flush=True)
             continue
-        what = "; ".join(f"{c.name}: {c.advice} [{c.before:.2g} → {c.after:.2g}]" for c in found.causes)
+        what = "; ".join(
+            f"{c.name}: {c.advice} [{c.before:.2g} → {c.after:.2g}]" for c in found.causes
+        )
         noise = " ".join(f"{n.dtype} {n.mean:.1e} {n.share:.2%}" for n in found.own_noise)
-        print(f"{name:34} {verdict(found, right):10} mean {found.mean:.3g} own {found.own:.1e} left {found.left:.2g} "
-              f"{what or found.rest}  ({noise})", flush=True)
+        print(
+            f"{name:34} {verdict(found, right):10} mean {found.mean:.3g} own {found.own:.1e} left {found.left:.2g} "
+            f"{what or found.rest}  ({noise})",
+            flush=True,
+        )

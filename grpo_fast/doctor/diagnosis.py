@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
 from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
 from grpo_fast.doctor.causes import Cause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 
@@ -14,34 +15,36 @@ FINEST = 1e-4  # relative step of a number that is fitted
 POINTS = 17  # numbers that are tried at a time
 EDITS = {REPETITION: (0.5, 2.0), PRESENCE: (0.01, 4.0), FREQUENCY: (0.01, 4.0),
          SOFTCAP: (0.5, 200.0)}  # fmt: skip
-TRUNCATIONS = {"top_k": (1.0, 1e5), "top_p": (0.02, 1.0), "min_p": (1e-4, 0.95)}
 TEMPERATURES = 0.25, 4.0  # times the trainer's
 LENGTHS = 64  # min_tokens up to this are told apart
 
 
 def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterator[View]:
     """The views whose number, in one of these fields, fits what the engine says best."""
+    made = view._replace
     ways: list[tuple[Callable[[float], View], tuple[float, float]]] = []
     if "temperature" in fields:
         low, high = (x * view.temperature for x in TEMPERATURES)
-        ways.append((lambda x: view._replace(temperature=x), (low, high)))
+        ways.append((lambda x: made(temperature=x), (low, high)))
     if "edit" in fields:
-        ways += [(lambda x, k=k: view._replace(edit=(k, x)), ends) for k, ends in EDITS.items()]
+        ways += [(partial(_edited, view, kind), ends) for kind, ends in EDITS.items()]
         longest = min(max(recomputed.rollout.lengths), LENGTHS)
-        banned = [view._replace(edit=(NO_EOS, n)) for n in range(1, longest + 1)]
+        banned = [_edited(view, NO_EOS, n) for n in range(1, longest + 1)]
         recomputed.compute(banned)
         yield min(banned, key=recomputed.difference)
         yield biased(recomputed, view)
     if "truncation" in fields:
-        for name, ends in TRUNCATIONS.items():
-            kind = int if name == "top_k" else float
-            ways.append((
-                lambda x, n=name, k=kind: view._replace(truncation=Truncation(**{n: k(x)})), ends,
-            ))  # fmt: skip
+        ways.append((lambda x: made(truncation=Truncation(top_k=int(x))), (1.0, 1e5)))
+        ways.append((lambda x: made(truncation=Truncation(top_p=x)), (0.02, 1.0)))
+        ways.append((lambda x: made(truncation=Truncation(min_p=x)), (1e-4, 0.95)))
     for view_of, ends in ways:
         found = fitted(recomputed, view_of, *ends)
         if found is not None:
             yield found
+
+
+def _edited(view: View, kind: str, value: float) -> View:
+    return view._replace(edit=(kind, value))
 
 
 def fitted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from grpo_fast.data import Prompt
@@ -36,10 +37,11 @@ def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> d
     }
     for name in ("bos", "eos", "pad"):
         token = getattr(tokenizer, f"{name}_token_id", None)
-        ways[f"{name} in front"] = lambda _, t, token=token: [token, *t]
-        ways[f"{name} at its end"] = lambda _, t, token=token: [*t, token]
+        ways[f"{name} in front"] = partial(_joined, front=[token])
+        ways[f"{name} at its end"] = partial(_joined, behind=[token])
     for text in BEHIND:
-        ways[f"{text!r} at its end"] = lambda _, t, text=text: t + _behind(tokenizer, text)
+        more = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ways[f"{text!r} at its end"] = partial(_joined, behind=more)
     longest = max(map(len, ids))
     ways[LEFT] = lambda _, t: [pad] * (longest - len(t)) + t
     ways[RIGHT] = lambda _, t: t + [pad] * (longest - len(t))
@@ -67,9 +69,8 @@ def _plain(tokenizer: Any, messages: Any) -> list[int]:
     return ids
 
 
-def _behind(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+def _joined(_: Prompt, tokens: list[int], *, front: Any = (), behind: Any = ()) -> list[int]:
+    return [*front, *tokens, *behind]
 
 
 def _chat(tokenizer: Any, messages: Any, *, opens: bool = True) -> list[int]:

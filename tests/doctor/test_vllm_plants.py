@@ -290,7 +290,8 @@ if __name__ == "__main__":
         )
         noise = " ".join(f"{n.dtype} {n.mean:.1e} {n.share:.2%}" for n in found.own_noise)
         print(
-            f"{name:34} {verdict(found, right):10} mean {found.mean:.3g} own {found.own:.1e} left {found.left:.2g} "
+            f"{name:34} {verdict(found, right):10} mean {found.mean:.3g} own {found.own:.1e} "
+            f"left {found.left:.2g} "
             f"{what or found.rest}  ({noise})",
             flush=True,
         )

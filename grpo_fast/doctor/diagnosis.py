@@ -7,9 +7,8 @@ most of the difference and no other cause does; else the numbers stand without o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 from grpo_fast.data import Prompt
@@ -80,9 +79,15 @@ def diagnose(
     """
     if sampling.temperature == 0:
         raise ValueError("temperature: expected a number above 0, came 0 (greedy)")
-    sample = partial(
-        _sample, engine, prompts=prompts, sampling=sampling, group_size=group_size, seed=seed
-    )
+
+    def sample(policy: Policy, version: int) -> Rollout:
+        with awake(engine, policy, version):
+            rollout = generate(
+                policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine
+            )
+        check(rollout)
+        return rollout
+
     rollout = sample(policy, version)
     sent = rollout.prompt_ids[::group_size]
     known = readings(policy.tokenizer, prompts, sent, policy.pad_id)
@@ -136,18 +141,6 @@ def check(rollout: Rollout) -> None:
             raise RuntimeError(f"engine: {expected}, got {came}")
 
 
-def _sample(
-    engine: Engine, policy: Policy, version: int, *, prompts: Sequence[Prompt],
-    sampling: Sampling, group_size: int, seed: Seed,
-) -> Rollout:  # fmt: skip
-    with awake(engine, policy, version):
-        rollout = generate(
-            policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine
-        )
-    check(rollout)
-    return rollout
-
-
 def _shares(recomputed: Recomputed, base: View, found: View, sampling: Sampling) -> Iterator[Cause]:
     """A cause for each field that differs, what helps most first."""
     view = base
@@ -168,7 +161,12 @@ def _cut_off(rollout: Rollout, sampling: Sampling, policy: Policy) -> int:
 
 
 def _ignored_update(
-    sample: partial[Rollout], first: Rollout, base: View, policy: Policy, version: int, noise: float
+    sample: Callable[[Policy, int], Rollout],
+    first: Rollout,
+    base: View,
+    policy: Policy,
+    version: int,
+    noise: float,
 ) -> str | None:
     """Send other weights, and say whether the engine's answers show that they did not arrive."""
     try:

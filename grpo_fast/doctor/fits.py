@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
@@ -12,6 +13,7 @@ from grpo_fast.doctor.rows import BIAS, FREQUENCY, NO_EOS, PRESENCE, REPETITION,
 from grpo_fast.doctor.view import Truncation, View
 
 FINEST = 1e-4  # relative step of a number that is fitted
+WORTH = 0.5  # of the difference at most, after two looks, for a number to be fitted further
 POINTS = 17  # numbers that are tried at a time
 EDITS = {REPETITION: (0.5, 2.0), PRESENCE: (0.01, 4.0), FREQUENCY: (0.01, 4.0),
          SOFTCAP: (0.5, 200.0)}  # fmt: skip
@@ -37,8 +39,9 @@ def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterato
         ways.append((lambda x: made(truncation=Truncation(top_k=int(x))), (1.0, 1e5)))
         ways.append((lambda x: made(truncation=Truncation(top_p=x)), (0.02, 1.0)))
         ways.append((lambda x: made(truncation=Truncation(min_p=x)), (1e-4, 0.95)))
+    most = WORTH * recomputed.difference(view)
     for view_of, ends in ways:
-        found = fitted(recomputed, view_of, *ends)
+        found = fitted(recomputed, view_of, *ends, most)
         if found is not None:
             yield found
 
@@ -48,15 +51,24 @@ def _edited(view: View, kind: str, value: float) -> View:
 
 
 def fitted(
-    recomputed: Recomputed, view_of: Callable[[float], View], low: float, high: float
+    recomputed: Recomputed,
+    view_of: Callable[[float], View],
+    low: float,
+    high: float,
+    most: float = math.inf,
 ) -> View | None:
-    """The view with the number that fits best; None at an end of the range, which is no finding."""
-    ends = low, high
+    """The view with the number that fits best; None at an end of the range, which is no finding,
+    and where it leaves more than `most` after the second look.
+    """
+    ends, looks = (low, high), 0
     while high / low > 1 + FINEST:
         values = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)]
         views = [view_of(x) for x in values]
         recomputed.compute(views)
         best = min(range(POINTS), key=lambda i: recomputed.difference(views[i]))
+        looks += 1
+        if looks == 2 and recomputed.difference(views[best]) > most:
+            return None
         low, high = values[max(best - 1, 0)], values[min(best + 1, POINTS - 1)]
     # People write 0.9, not 0.90004.
     near = [values[best], *(float(f"{values[best]:.{n}g}") for n in (1, 2, 3))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class Rows:
         cap = value if kind == SOFTCAP else self.softcap
         z = self.z.clone() if cap is None else cap * torch.tanh(self.z / cap)
         if kind in (REPETITION, PRESENCE, FREQUENCY):
-            counts, prompted = self._seen()
+            counts, prompted = self._seen
             seen = counts > 0
             if kind == REPETITION:
                 z = torch.where(seen | prompted, torch.where(z > 0, z / value, z * value), z)
@@ -74,6 +75,7 @@ class Rows:
             return x.gather(-1, drawn)[:, 0] - inside
         return logps
 
+    @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
         """(r, V): how often a token stands in the completion so far; whether in the prompt."""
         counts, prompted = torch.zeros_like(self.z), torch.zeros_like(self.z, dtype=torch.bool)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -248,16 +248,19 @@ def cases(names: str = "") -> Iterator[tuple[str, str, Callable[[], Diagnosis]]]
     def matches(name: str) -> bool:
         return not names or any(part in name for part in names.split(","))
 
-    with serving(policy, {}) as url:
-        if matches(NOTHING):
-            yield NOTHING, NOTHING, lambda: asked_at(url, None, "asked", CHAT)
-        for edits, plants in (("asked", ASKED), ("answered", ANSWERED)):
-            for name, (edit, right) in plants.items():
-                if matches(name):
-                    yield name, right, lambda e=edit, w=edits: asked_at(url, e, w, CHAT)
-        for name, (other, right, given) in SENT.items():
-            if matches(name):
-                yield name, right, lambda o=other, g=given: kept_at(url, o(policy), g)
+    plants: dict[str, tuple[str, Callable[[str], Diagnosis]]] = {
+        NOTHING: (NOTHING, lambda url: asked_at(url, None, "asked", CHAT))
+    }
+    for edits, listed in (("asked", ASKED), ("answered", ANSWERED)):
+        for name, (edit, right) in listed.items():
+            plants[name] = right, lambda url, e=edit, w=edits: asked_at(url, e, w, CHAT)
+    for name, (other, right, given) in SENT.items():
+        plants[name] = right, lambda url, o=other, g=given: kept_at(url, o(policy), g)
+    chosen = [name for name in plants if matches(name)]
+    with serving(policy, {}) if chosen else nullcontext("") as url:
+        for name in chosen:
+            right, run = plants[name]
+            yield name, right, lambda r=run, u=url: r(u)
     for name, (family, fields, changes, right) in SERVED.items():
         if matches(name):
             trainer = policy_of(family, **fields)

@@ -93,8 +93,10 @@ def told(
         return _about_temperature(recomputed, base, view, sampling)
     if name == TRUNCATION:
         return name, _about_truncation(recomputed, view, sampling)
-    if name in (PENALTY, CAP):
-        what = value[0] if value[1] is None else f"{value[0]}={value[1]:.4g}"
+    if name == PENALTY:
+        what = f"{value[0]}={value[1]:.4g}"
+    elif name == CAP:
+        what = "None" if value[1] is None else f"{value[1]:.4g}"
     elif name == LOGIT_BIAS:
         what = f"(id {value[1][0]}) {value[1][1]:.4g}"
     elif name == ENDS:

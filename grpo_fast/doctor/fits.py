@@ -40,8 +40,9 @@ def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterato
         ways.append((lambda x: made(truncation=Truncation(top_p=x)), (0.02, 1.0)))
         ways.append((lambda x: made(truncation=Truncation(min_p=x)), (1e-4, 0.95)))
     most = WORTH * recomputed.difference(view)
-    for view_of, ends in ways:
-        found = fitted(recomputed, view_of, *ends, most)
+    for view_of, ends in ways:  # the trainer's temperature lies inside: 0.701 begins as no gain
+        is_temperature = view_of(ends[0]).temperature != view.temperature
+        found = fitted(recomputed, view_of, *ends, math.inf if is_temperature else most)
         if found is not None:
             yield found
 
@@ -70,9 +71,10 @@ def fitted(
         if looks == 2 and recomputed.difference(views[best]) > most:
             return None
         low, high = values[max(best - 1, 0)], values[min(best + 1, POINTS - 1)]
-    # People write 0.9, not 0.90004.
-    near = [values[best], *(float(f"{values[best]:.{n}g}") for n in (1, 2, 3))]
-    value = min(near, key=lambda x: recomputed.difference(view_of(x)))
+    # People write 0.9, not 0.90004: the roundest number that fits as well.
+    near = [*(float(f"{values[best]:.{n}g}") for n in (1, 2, 3)), values[best]]
+    left = [recomputed.difference(view_of(x)) for x in near]
+    value = next(x for x, gap in zip(near, left, strict=True) if gap <= 2 * min(left))
     return view_of(value) if ends[0] * (1 + FINEST) < value < ends[1] / (1 + FINEST) else None
 
 

@@ -25,6 +25,7 @@ from grpo_fast.train.policy import Policy
 LEAST = 1e-6  # nats per token; below it two passes agree
 MARGIN = 1.5  # times the trainer's distance from the model's own forward pass that is noise
 OTHER = 1.5  # factor of the head's weight in an update that an engine has to notice
+FAR = 1.0  # nats per token
 ERRORS = 4.0  # standard errors within which a mean ratio is taken for 1
 
 
@@ -199,11 +200,13 @@ def _scaled_head(policy: Policy) -> Iterator[None]:
 def _not_found(recomputed: Recomputed, view: View) -> str:
     """What is known of a difference without a cause.
 
-    The mean of p_trainer/p_engine over tokens that an engine draws from what it reports is 1.
+    The mean of p_trainer/p_engine over tokens that an engine draws from what it reports is 1. Of
+    distributions that have little in common (FAR) no sample shows that.
     """
-    ratios = (recomputed.logps(view) - recomputed.engine_logps).double().exp()
+    gap = (recomputed.logps(view) - recomputed.engine_logps).double()
+    ratios = gap.exp()
     mean, error = float(ratios.nanmean()), float(ratios.std()) / math.sqrt(len(ratios))
     what = "its tokens are not drawn from what it reports"
-    if abs(mean - 1) <= ERRORS * error:
+    if float(gap.nanmean()) < -FAR or abs(mean - 1) <= ERRORS * error:
         what = "it may have other weights, read other prompts, or change its logits"
     return f"not found: {what} (mean ratio {mean:.3g} ± {error:.1g}); previous=FOLDER tries weights"

@@ -36,8 +36,8 @@ def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterato
         yield min(banned, key=recomputed.difference)
         yield biased(recomputed, view)
     if "truncation" in fields:
-        ways.append((lambda x: made(truncation=Truncation(top_k=int(x))), (1.0, 1e5)))
-        ways.append((lambda x: made(truncation=Truncation(top_p=x)), (0.02, 1.0)))
+        ways.append((lambda x: made(truncation=Truncation(top_k=int(x))), (0.9, 1e5)))
+        ways.append((lambda x: made(truncation=Truncation(top_p=1 - x)), (1e-4, 0.98)))
         ways.append((lambda x: made(truncation=Truncation(min_p=x)), (1e-4, 0.95)))
     most = WORTH * recomputed.difference(view)
     for view_of, ends in ways:  # the trainer's temperature lies inside: 0.701 begins as no gain

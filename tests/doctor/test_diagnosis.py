@@ -71,6 +71,9 @@ CAUSES = {  # what is planted, what is found, and words of the advice
     "kept, named": (FaultyEngine(top_k=7, names_kept=True), causes.TRUNCATION, "not asked to"),
     "top_k": (FaultyEngine(top_k=7), causes.TRUNCATION, "top_k=7"),
     "top_p": (FaultyEngine(top_p=0.8), causes.TRUNCATION, "top_p=0.8"),
+    "greedy": (FaultyEngine(top_k=1), causes.TRUNCATION, "top_k=1"),
+    "top_p of nearly all": (FaultyEngine(top_p=0.99), causes.TRUNCATION, "top_p=0.99"),
+    "a little warmer": (FaultyEngine(temperature=0.701), causes.TEMPERATURE, "temperature 0.701"),
     "min_p": (FaultyEngine(min_p=0.05), causes.TRUNCATION, "min_p=0.05"),
     "head in bf16": (FaultyEngine(head=BF16), causes.HEAD, "bfloat16"),
     "head in fp16": (FaultyEngine(head=FP16), causes.HEAD, "float16"),
@@ -130,7 +133,7 @@ def test_a_loss_over_the_kept_tokens_agrees_with_a_sampler_that_names_them(polic
     engine = FaultyEngine(names_kept=True, raw=True)
     found, names = found_by(policy, engine, CUT, uses_kept=True)
     assert set(names) == {causes.RAW} and found.left < 2e-5
-    assert any("over the whole vocabulary" in cause.advice for cause in found.causes)
+    assert any("processed_logprobs" in cause.advice for cause in found.causes)
     found, names = found_by(policy, FaultyEngine(), CUT, uses_kept=True)
     assert names == [causes.TRUNCATION] and "hand it the kept tokens (" in found.causes[0].advice
 
@@ -232,7 +235,7 @@ def test_a_policy_in_bf16_has_more_noise():
     policy = policy_with_bos()
     policy.lm.to(BF16)
     found, names = found_by(policy, FaultyEngine())
-    assert found.ok and names == [] and found.noise == 0.02
+    assert found.ok and names == [] and 0.02 <= found.noise <= 0.04
     found, names = found_by(policy, FaultyEngine(raw=True), SAMPLING.model_copy(update=LONGER))
     assert names == [causes.RAW]
 

@@ -92,6 +92,8 @@ MUTANTS = [
     Mutant("doctor-update-ignored-by-all", DIAGNOSIS,
            "if 2 * sum(map(bool, gaps)) > len(same):", "if True:",
            "whatever has no cause has stale weights", "doctor_plants"),
+    Mutant("doctor-far-weights", DIAGNOSIS, "float(gap.nanmean()) < -FAR or abs(", "abs(",
+           "weights that are far away are told to draw from something else", "doctor"),
     Mutant("doctor-late-update", DIAGNOSIS, "return causes.BEHIND if", "return None if",
            "an engine that is one update late is not told", "doctor"),
     Mutant("doctor-stops-anywhere", DIAGNOSIS,

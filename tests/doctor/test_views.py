@@ -12,7 +12,7 @@ from grpo_fast.doctor import prompts
 from grpo_fast.doctor.fits import fitted
 from grpo_fast.doctor.recompute import joined
 from grpo_fast.doctor.rows import ROWS, Drawn, Rows
-from grpo_fast.doctor.search import Search
+from grpo_fast.doctor.search import ONE, Search
 from grpo_fast.doctor.view import KEPT, Truncation, View
 from grpo_fast.rollout import Kept, Sampling
 from grpo_fast.rollout.sampler import Sampler
@@ -147,3 +147,22 @@ def test_a_number_is_fitted_and_the_end_of_a_range_is_no_finding():
         0.8537, 1e-4
     )
     assert [found(x) for x in (0.1, 0.25, 4.0, 7.0)] == [None] * 4
+
+
+def test_a_cause_is_named_where_it_explains_most_and_no_other_does():
+    base, warm, late = View(1.0), View(0.5), View(1.0, shift=1)
+
+    def named(left):
+        """What wins by what each view leaves of a difference of 1."""
+        made = SimpleNamespace(
+            difference=lambda view: {base: 1.0, **left}[view],
+            logps=lambda view: torch.tensor([view.temperature, view.shift]),
+        )
+        search = Search(made, base, Sampling(), 1e-6, 1e-4)
+        search._order = list(left)
+        return search.winner(sorted(left, key=left.get), ONE)
+
+    assert named({warm: 0.05, late: 0.9}) == warm
+    assert named({warm: 0.15, late: 0.9}) is None  # it leaves too much
+    assert named({warm: 0.05, late: 0.1}) is None  # another leaves about as little
+    assert named({View(0.51): 0.06, warm: 0.05, late: 0.9}) == View(0.51)  # the known value

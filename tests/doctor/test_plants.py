@@ -17,6 +17,7 @@ from tests.tiny import tiny_model
 PROMPTS = ["What is 12 + 30?", "4 more", "The answer is what she buys, 7"]
 CHAT = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.7)
+LONGER = Sampling(max_new_tokens=30, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +150,16 @@ def test_rounded_weights(policy):
             weight.copy_((weight / scale).round() * scale)
     found, names = found_by(policy, FaultyEngine(keeps=server))
     assert names == [causes.QUANTIZED] and "int8" in found.causes[0].advice
+
+
+def test_a_model_in_bf16_by_other_kernels_is_told_by_its_correlation(policy):
+    class Eager(FaultyEngine):
+        def update(self, policy, version):
+            super().update(policy, version)
+            self.policy.generation_attn = "eager"
+
+    found, names = found_by(policy, Eager(model_dtype=torch.bfloat16), sampling=LONGER)
+    assert names == [causes.MODEL] and found.left > 0.1 * found.mean
 
 
 def test_an_adapter_that_is_not_loaded():

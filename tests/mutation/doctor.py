@@ -73,7 +73,7 @@ MUTANTS = [
            "if not is_same and self.names(other) != self.names(best):", "if False:",
            "of two causes that explain as much the first is named", "doctor_views"),
     Mutant("doctor-rounded-by-size", SEARCH, "SIMILAR, APART = 0.5, 0.1", "SIMILAR, APART = 1.5, 0.1",
-           "a model in bf16 is not told by the correlation of its differences", "doctor"),
+           "a model in bf16 is not told by the correlation of its differences", "doctor_plants"),
     Mutant("doctor-no-room", SEARCH,
            "if view.reading != AS_SENT and longest + max(recomputed.rollout.lengths) - 1 > room:",
            "if False:", "a reading that the model has no positions for is computed", "doctor_views"),

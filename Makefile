@@ -201,7 +201,7 @@ $(VLLM_ENV): pyproject.toml setup.py
 test-vllm: $(VLLM_ENV)
 	@$(STEP) 'the engines vllm and vllm-server, against vLLM itself'
 	@GRPO_FAST_VLLM=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING \
-	  HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 $(VLLM_ENV)/bin/python -m pytest tests/rollout/test_vllm_real.py $(PYTEST_ARGS)
+	  HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 $(VLLM_ENV)/bin/python -m pytest tests/rollout/test_vllm_real.py tests/doctor/test_vllm_plants.py $(PYTEST_ARGS)
 
 # Tiny models of all families, against transformers' own attention; ARGS=--write renews the table in the README.
 sweep: $(SETUP) csrc

@@ -1,24 +1,32 @@
 """Where the difference between an engine's log-probabilities and the trainer's comes from.
 
-The engine's are recomputed under views other than the trainer's until one brings the difference
-down to the noise of the kernels: what is different in that view is what the engine does.
+The engine's are recomputed under views other than the trainer's. A cause is named where it explains
+most of the difference and no other cause does; else the numbers stand without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
-from grpo_fast.doctor.causes import Cause, Found
-from grpo_fast.doctor.prompts import readings
-from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.search import explain, limit, noise_of, options, shares
+from grpo_fast.doctor.causes import Cause
+from grpo_fast.doctor.prompts import AS_SENT, readings
+from grpo_fast.doctor.recompute import Noise, Recomputed
+from grpo_fast.doctor.search import Search, noise_of
 from grpo_fast.doctor.view import KEPT, OWN, View
 from grpo_fast.rollout import Engine, Rollout, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
+
+LEAST = 1e-6  # nats per token; below it two passes agree
+MARGIN = 1.5  # times the trainer's distance from the model's own forward pass that is noise
+OTHER = 1.5  # factor of the head's weight in an update that an engine has to notice
+FAR = 1.0  # nats per token
+ERRORS = 4.0  # standard errors within which a mean ratio is taken for 1
 
 
 class Diagnosis(NamedTuple):
@@ -34,10 +42,12 @@ class Diagnosis(NamedTuple):
     left: float  # the mean without the causes
     rest: str  # what that is
     stale: int  # completions with another version of the weights than the engine was given
+    cut_off: int  # completions that end without an EOS before their time, or go on behind one
+    own_noise: list[Noise]  # of the trainer alone
 
     @property
     def ok(self) -> bool:
-        return self.mean <= self.threshold and not self.stale
+        return self.mean <= self.threshold and not self.stale and not self.cut_off
 
 
 def diagnose(
@@ -70,22 +80,57 @@ def diagnose(
     """
     if sampling.temperature == 0:
         raise ValueError("temperature: expected a number above 0, came 0 (greedy)")
-    with awake(engine, policy, version):
-        rollout = generate(
-            policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine
-        )
-    check(rollout)
+
+    def sample(policy: Policy, version: int) -> Rollout:
+        with awake(engine, policy, version):
+            rollout = generate(
+                policy, prompts, sampling, group_size=group_size, seed=seed, engine=engine
+            )
+        check(rollout)
+        return rollout
+
+    rollout = sample(policy, version)
     sent = rollout.prompt_ids[::group_size]
-    known = readings(policy.tokenizer, prompts, sent)
+    known = readings(policy.tokenizer, prompts, sent, policy.pad_id)
     recomputed = Recomputed(policy, rollout, known, previous=previous)
     base = View(
         sampling.temperature if temperature is None else temperature,
-        KEPT if uses_kept and recomputed.kept is not None else None,
+        KEPT if uses_kept and recomputed.drawn.kept is not None else None,
     )
-    noise, view = noise_of(policy), base
+    found = _told(recomputed, base, sampling, version, threshold)
+    if found.causes or found.left <= found.noise:
+        return found
+    words = _ignored_update(sample, rollout, base, policy, version, found.noise)
+    return found._replace(
+        causes=[Cause(causes.STALE, words, found.left, found.left)] if words else []
+    )
+
+
+def _told(
+    recomputed: Recomputed, base: View, sampling: Sampling, version: int, threshold: float | None
+) -> Diagnosis:
+    rollout, trainers = recomputed.rollout, recomputed.logps(base)
+    gap = (recomputed.engine_logps - trainers).abs()
+    own = float((recomputed.logps(base._replace(model=OWN)) - trainers).abs().mean())
+    noise = noise_of(recomputed.policy)  # a model with large logits has more; a wrong one far more
+    noise = min(max(noise, MARGIN * own), 2 * noise)
+    packs, view = recomputed.noise(base.temperature), base
     if recomputed.difference(base) > noise:
-        view = explain(recomputed, base, options(recomputed, base, sampling), noise)
-    return _told(Found(recomputed, base, view, sampling), noise, threshold, version)
+        view = Search(recomputed, base, sampling, max(packs[0].mean, LEAST), noise).explain()
+    left, named = recomputed.difference(view), list(_shares(recomputed, base, view, sampling))
+    stale = sum(v != version for v in rollout.weight_versions)
+    cut_off = _cut_off(rollout, sampling, recomputed.policy)
+    for count, name, words in (
+        (stale, causes.STALE, causes.VERSIONS), (cut_off, causes.ENDS, causes.CUT_OFF),
+    ):  # fmt: skip
+        if count:
+            named.append(Cause(name, words.format(count, len(rollout.lengths)), left, left))
+    return Diagnosis(
+        len(gap), float(gap.mean()), float(gap.max()), own, noise,
+        noise if threshold is None else threshold, named, left,
+        "noise of the kernels" if left <= noise else _not_found(recomputed, view),
+        stale, cut_off, packs,
+    )  # fmt: skip
 
 
 def check(rollout: Rollout) -> None:
@@ -97,27 +142,71 @@ def check(rollout: Rollout) -> None:
             raise RuntimeError(f"engine: {expected}, got {came}")
 
 
-def _told(found: Found, noise: float, threshold: float | None, version: int) -> Diagnosis:
-    recomputed, base = found.recomputed, found.base
-    trainers = recomputed.logps(base)
-    gap = (recomputed.engine_logps - trainers).abs()
-    own = (recomputed.logps(base._replace(forward=OWN)) - trainers).abs()
-    named = [
-        Cause(causes.name_of(found, field), causes.advice(found, field), before, after)
-        for field, before, after in shares(recomputed, base, found.view)
-    ]
-    left = recomputed.difference(found.view)
-    is_noise = left <= limit(found.view, noise)
-    versions = recomputed.rollout.weight_versions
-    stale = sum(v != version for v in versions)
-    if stale:
-        named.append(Cause(causes.STALE, causes.about_versions(stale, len(versions)), left, left))
-    elif not is_noise and found.only_raises(noise):
-        named.append(Cause(causes.TRUNCATION, causes.UNNAMED_ADVICE, left, left))
-    elif not is_noise and found.is_own_distribution():
-        named.append(Cause(causes.OTHER, causes.OTHER_ADVICE, left, left))
-    return Diagnosis(
-        len(gap), float(gap.mean()), float(gap.max()), float(own.mean()), noise,
-        noise if threshold is None else threshold, named, left,
-        causes.rest_of(found, is_noise=is_noise), stale,
-    )  # fmt: skip
+def _shares(recomputed: Recomputed, base: View, found: View, sampling: Sampling) -> Iterator[Cause]:
+    """A cause for each field that differs, what helps most first."""
+    view = base
+    while fields := view.differences(found):
+        steps = {x: view._replace(**{x: getattr(found, x)}) for x in fields}
+        field = min(steps, key=lambda x: recomputed.difference(steps[x]))  # noqa: B023
+        name, advice = causes.told(recomputed, base, found, field, sampling)
+        before = recomputed.difference(view)
+        view = steps[field]
+        yield Cause(name, advice, before, recomputed.difference(view))
+
+
+def _cut_off(rollout: Rollout, sampling: Sampling, policy: Policy) -> int:
+    """Completions whose end is not the trainer's: too early, or not at the first EOS."""
+    ends = [[t in policy.eos_ids for t in ids] for ids in rollout.completion_ids]
+    longest = sampling.max_new_tokens
+    return sum(any(x[:-1]) or not (x[-1] or len(x) == longest) for x in ends)
+
+
+def _ignored_update(
+    sample: Callable[[Policy, int], Rollout],
+    first: Rollout,
+    base: View,
+    policy: Policy,
+    version: int,
+    noise: float,
+) -> str | None:
+    """Send other weights, and say whether the engine's answers show that they did not arrive."""
+    try:
+        with _scaled_head(policy):
+            second = sample(policy, version + 1)
+    finally:
+        sample(policy, version + 2)  # the engine is left with the policy's weights
+    pairs = zip(first.sampling_logps, second.sampling_logps, strict=True)
+    same = [a == b for a, b in zip(first.completion_ids, second.completion_ids, strict=True)]
+    gaps = [(a - b).abs().max() <= noise for (a, b), x in zip(pairs, same, strict=True) if x]
+    if 2 * sum(map(bool, gaps)) > len(same):
+        return causes.IGNORES
+    sent = second.prompt_ids[:: len(same) // len(set(map(tuple, second.prompt_ids)))]
+    again = Recomputed(policy, second, {AS_SENT: sent})
+    return causes.BEHIND if again.difference(base._replace(truncation=None)) <= noise else None
+
+
+@contextmanager
+def _scaled_head(policy: Policy) -> Iterator[None]:
+    """The policy with another head, and afterwards its own again, bit for bit."""
+    weight = policy.lm.get_output_embeddings().weight.data
+    saved = weight.clone()
+    weight.mul_(OTHER)
+    try:
+        yield
+    finally:
+        weight.copy_(saved)
+
+
+def _not_found(recomputed: Recomputed, view: View) -> str:
+    """What is known of a difference without a cause.
+
+    The mean of p_trainer/p_engine over tokens that an engine draws from what it reports is 1. Of
+    distributions that have little in common (FAR) no sample shows that.
+    """
+    gap = (recomputed.logps(view) - recomputed.engine_logps).double()
+    ratios = gap.exp()
+    mean, error = float(ratios.nanmean()), float(ratios.std()) / math.sqrt(len(ratios))
+    what = "its tokens are not drawn from what it reports"
+    if float(gap.nanmean()) < -FAR or abs(mean - 1) <= ERRORS * error:
+        what = "it may have other weights, read other prompts, or change its logits"
+    return f"not found: {what} (mean ratio {mean:.3g} ± {error:.1g}); previous=FOLDER tries weights"

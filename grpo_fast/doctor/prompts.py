@@ -1,81 +1,79 @@
-"""What an engine may have made of a prompt before it sampled behind it.
-
-A reading is token ids in place of those that were sent. Padding that is not masked is one, too.
-"""
+"""Token ids that an engine may have read in place of a prompt's: a reading of the prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from grpo_fast.data import Prompt
 
-AS_SENT, UNPADDED = "as sent", "none"
+AS_SENT, REORDERED = "as sent", "another prompt's answers"
 BOS_TWICE, NO_BOS, AGAIN = "BOS twice", "no BOS", "tokenized again"
 TEMPLATED, UNTEMPLATED = "chat template on top", "no chat template"
-UNPROMPTED = "no generation prompt"
-LEFT, RIGHT = "left", "right"
+UNPROMPTED, SYSTEM = "no generation prompt", "a system prompt of its own"
+TEMPLATES = (TEMPLATED, UNTEMPLATED, UNPROMPTED, SYSTEM)
+LEFT, RIGHT = "padding on the left", "padding on the right"
+SYSTEM_PROMPT = "You are a helpful assistant."  # of many templates and serving examples
+BEHIND = ("\n", " ", "\n\n")  # what a text ends with before it is tokenized
 
 Ids = list[list[int]]
 
 
-def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids) -> dict[str, Ids]:
-    """Name → every prompt's token ids so read: what was sent first, and no two alike."""
+def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> dict[str, Ids]:
+    """Name → every prompt's token ids so read: those sent first, and no two alike."""
     found = {AS_SENT: [list(tokens) for tokens in ids]}
     bos = getattr(tokenizer, "bos_token_id", None)
     ways: dict[str, Callable[[Prompt, list[int]], list[int]]] = {
-        BOS_TWICE: lambda _, tokens: tokens if bos is None else [bos, *tokens],
-        NO_BOS: lambda _, tokens: tokens[1:] if tokens[0] == bos else tokens,
-        AGAIN: lambda _, tokens: tokenizer(tokenizer.decode(tokens))["input_ids"],
-        TEMPLATED: lambda prompt, tokens: _templated(tokenizer, prompt, tokens),
-        UNTEMPLATED: lambda prompt, tokens: _plain(tokenizer, prompt, tokens),
-        UNPROMPTED: lambda prompt, tokens: _unprompted(tokenizer, prompt, tokens),
+        BOS_TWICE: lambda _, t: t if bos is None else [bos, *t],
+        NO_BOS: lambda _, t: t[1:] if t[0] == bos else t,
+        AGAIN: lambda _, t: tokenizer(tokenizer.decode(t))["input_ids"],
+        TEMPLATED: lambda p, t: _chat(tokenizer, _asked(p)) if isinstance(p, str) else t,
+        SYSTEM: lambda p, _: _chat(tokenizer, [_system(), *_asked(p)]),
+        UNTEMPLATED: lambda p, t: t if isinstance(p, str) else _plain(tokenizer, p),
+        UNPROMPTED: lambda p, t: t if isinstance(p, str) else _chat(tokenizer, p, opens=False),
+        "without its first token": lambda _, t: t[1:],
+        "without its last token": lambda _, t: t[:-1],
     }
+    for name in ("bos", "eos", "pad"):
+        token = getattr(tokenizer, f"{name}_token_id", None)
+        ways[f"{name} in front"] = partial(_joined, front=[token])
+        ways[f"{name} at its end"] = partial(_joined, behind=[token])
+    for text in BEHIND:
+        more = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ways[f"{text!r} at its end"] = partial(_joined, behind=more)
+    longest = max(map(len, ids))
+    ways[LEFT] = lambda _, t: [pad] * (longest - len(t)) + t
+    ways[RIGHT] = lambda _, t: t + [pad] * (longest - len(t))
     for name, read in ways.items():
         try:
-            other = [read(prompt, t) for prompt, t in zip(prompts, ids, strict=True)]
+            other = [read(prompt, list(t)) for prompt, t in zip(prompts, ids, strict=True)]
         except Exception:  # a template is a program, and tokenizers raise plain Exception
             continue  # then no engine can have read the prompts so
-        if all(other) and other not in found.values():
+        is_whole = all(tokens and None not in tokens for tokens in other)
+        if is_whole and other not in found.values():
             found[name] = other
     return found
 
 
-def padded(ids: Ids, side: str, pad: int) -> Ids:
-    """All as long as the longest, with padding that is read like any other token.
-
-    side: LEFT, RIGHT, or UNPADDED for the ids as they are.
-    """
-    if side == UNPADDED:
-        return ids
-    longest = max(map(len, ids))
-    gaps = [[pad] * (longest - len(tokens)) for tokens in ids]
-    pairs = zip(ids, gaps, strict=True)
-    return [gap + tokens if side == LEFT else tokens + gap for tokens, gap in pairs]
+def _asked(prompt: Prompt) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def _templated(tokenizer: Any, prompt: Prompt, tokens: list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return tokens
-    return _tokens(tokenizer, [{"role": "user", "content": prompt}])
+def _system() -> dict[str, str]:
+    return {"role": "system", "content": SYSTEM_PROMPT}
 
 
-def _unprompted(tokenizer: Any, prompt: Prompt, tokens: list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        return tokens
-    return _tokens(tokenizer, prompt, add_generation_prompt=False)
-
-
-def _plain(tokenizer: Any, prompt: Prompt, tokens: list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        return tokens
-    ids: list[int] = tokenizer("\n".join(part["content"] for part in prompt))["input_ids"]
+def _plain(tokenizer: Any, messages: Any) -> list[int]:
+    ids: list[int] = tokenizer("\n".join(part["content"] for part in messages))["input_ids"]
     return ids
 
 
-def _tokens(tokenizer: Any, messages: Any, add_generation_prompt: bool = True) -> list[int]:
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+def _joined(_: Prompt, tokens: list[int], *, front: Any = (), behind: Any = ()) -> list[int]:
+    return [*front, *tokens, *behind]
+
+
+def _chat(tokenizer: Any, messages: Any, *, opens: bool = True) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast import linear_logps
-from grpo_fast.attention import pack_groups, plan_packs
-from grpo_fast.doctor.prompts import AS_SENT, Ids, padded
-from grpo_fast.doctor.rows import Truncation, row_logps
-from grpo_fast.doctor.view import BF16, CURRENT, FITTED, KEPT, OWN, PREVIOUS, View
+from grpo_fast.attention import Head, pack_groups, plan_packs
+from grpo_fast.doctor.models import cast, variants
+from grpo_fast.doctor.prompts import AS_SENT, REORDERED, Ids
+from grpo_fast.doctor.rows import ROWS, Drawn, Rows
+from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, View
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import Kept, Rollout
 from grpo_fast.train.models.policy import Policy
 
 BUDGET = 8192  # trunk tokens of a packed row
-GRID, WIDEST, FINEST = 17, 4.0, 2e-5  # temperatures at a time; how far off; relative steps at last
+PROMPTS = 16  # up to which every prompt is tried for every completion
+BAND = 0.9, 1.1  # of a ratio, about as wide as PPO's clip
+
+
+class Noise(NamedTuple):
+    """The trainer against itself: the same tokens in packs of another size and order."""
+
+    dtype: str
+    mean: float  # of the absolute difference, nats per token
+    share: float  # of the tokens whose ratio leaves BAND
 
 
 class Recomputed:
-    """Recomputes; what several views share is computed once.
+    """Recomputes; hidden states that several views share are computed once.
 
     Args:
         policy: the trainer's.
@@ -31,109 +43,153 @@ class Recomputed:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        rollout: Rollout,
-        readings: dict[str, Ids],
-        *,
+        self, policy: Policy, rollout: Rollout, readings: dict[str, Ids],
         previous: Policy | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.policy, self.rollout, self.readings = policy, rollout, readings
-        self.policies = {CURRENT: policy} | ({PREVIOUS: previous} if previous else {})
-        self.group_size = len(rollout.completion_ids) // len(readings[AS_SENT])
+        self.models = variants(policy, previous)
         self.engine_logps = torch.cat(list(rollout.sampling_logps)).float().cpu()  # (R,)
-        ids = [token for one in rollout.completion_ids for token in one]
-        self.targets = torch.tensor(ids, device=policy.device)  # (R,)
-        self.kept = joined(rollout.kept)
-        self.support = None
-        if self.kept is not None:
-            device = policy.device
-            self.support = Support(self.kept.ids.to(device), self.kept.offsets.to(device))
-        self._states: dict[tuple[str, str, str, str], Tensor] = {}
-        self._found: dict[View, float] = {}
+        pairs = list(zip(rollout.prompt_ids, rollout.lengths, strict=True))
+        self.drawn = Drawn(
+            torch.tensor([t for ids in rollout.completion_ids for t in ids], device=policy.device),
+            torch.cat([torch.arange(n) for _, n in pairs]).to(policy.device),
+            [prompt for prompt, n in pairs for _ in range(n)],
+            sorted(policy.eos_ids), joined(rollout.kept),
+        )  # fmt: skip
+        self._moved: dict[str, Ids] = {}  # each prompt in the place of another
+        self._states: dict[tuple[str, str], tuple[Tensor, Head]] = {}
+        self._found: dict[View, Tensor] = {}
 
     def difference(self, view: View) -> float:
-        """Mean of |engine − trainer| in nats per token."""
-        if view not in self._found:
-            self._found[view] = float((self.engine_logps - self.logps(view)).abs().mean())
+        """Mean of |engine − view| in nats per token, of the tokens that the view predicts."""
+        gap = (self.engine_logps - self.logps(view)).abs()
+        known = gap[gap.isfinite()]
+        return float(known.mean()) if 2 * len(known) >= len(gap) else float("inf")
+
+    def logps(self, view: View) -> Tensor:  # (R,) fp32 on the CPU; NaN where it predicts nothing
+        """Under a view; the trainer's own by the trainer's own code."""
+        self.compute([view])
         return self._found[view]
 
-    def fitted(self, view: View) -> View:
-        """The view with the temperature that fits best, where none is given."""
-        if view.temperature is not FITTED:
-            return view
-        low, high = 1 / WIDEST, WIDEST
-        while True:
-            ratio = (high / low) ** (1 / (GRID - 1))
-            grid = [low * ratio**i for i in range(GRID)]
-            errors = (self._at(view, grid) - self.engine_logps).abs().mean(-1)
-            best = int(errors.argmin())
-            if ratio < 1 + FINEST:
-                return view._replace(temperature=grid[best])
-            low, high = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
+    @torch.no_grad()
+    def compute(self, views: Sequence[View]) -> None:
+        """Prepare `logps` of several views; those with the same logits share their product."""
+        batches: dict[tuple[object, ...], list[View]] = {}
+        for view in dict.fromkeys(views):
+            if view in self._found:
+                continue
+            if view.shift:
+                self._found[view] = self._shifted(view)
+            elif view.reading == REORDERED:
+                self._found[view] = self._answers(view)
+            elif view == View(view.temperature, view.truncation) and view.truncation in (
+                None,
+                KEPT,
+            ):
+                support = self.drawn.kept if view.truncation == KEPT else None
+                states, head = self._hidden(view)
+                self._found[view] = self._fused(states, head, view.temperature, support)
+            else:
+                batches.setdefault((view.model, view.reading, view.head), []).append(view)
+        for alike in batches.values():
+            parts = [[rows.logps(view).cpu() for view in alike] for rows in self.rows(alike[0])]
+            columns = zip(*parts, strict=True)
+            self._found |= {v: torch.cat(c) for v, c in zip(alike, columns, strict=True)}
+
+    def rows(self, view: View) -> Iterator[Rows]:
+        """The logits of a view, some rows at a time."""
+        states, head = self._hidden(view)
+        wide = view.head if isinstance(view.head, torch.dtype) else torch.float32
+        if head.weight.dtype != self.policy.head.weight.dtype:
+            wide = head.weight.dtype  # an engine in this dtype gives its logits in it
+        if view.head == EMBEDDING:
+            head = head._replace(weight=self.policy.lm.get_input_embeddings().weight)
+        weight = head.weight.to(wide)
+        bias = None if head.bias is None else head.bias.to(wide)
+        for first in range(0, len(states), ROWS):
+            z = F.linear(states[first : first + ROWS].to(wide), weight, bias).float()
+            yield Rows(head.logit_scale * z, first, self.drawn, head.softcap)
 
     @torch.no_grad()
-    def logps(self, view: View) -> Tensor:  # (R,) fp32 on the CPU
-        """Under a view; the trainer's own by what the trainer runs."""
-        view = self.fitted(view)
-        temperature = float(view.temperature)
-        if not view.is_trainers():
-            return self._at(view, [temperature])[0]
-        head, states = self._policy(view.model).head, self._hidden(view)
-        support = self.support if view.truncation == KEPT else None
-        logps = linear_logps(
-            states, head.weight, self.targets, bias=head.bias, temperature=temperature,
-            support=support, **head.rule,
-        )  # fmt: skip
-        return logps.cpu()
+    def noise(self, temperature: float) -> list[Noise]:
+        """The trainer's own noise: in the policy's dtype, then in the others of fp32 and bf16."""
+        own, found = self.policy.autocast or self.policy.head.weight.dtype, []
+        for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
+            policy = self.policy if dtype == own else cast(self.policy, dtype)
+            one, other = (
+                self._fused(self._packed(policy, self.readings[AS_SENT], turned=turned),
+                            policy.head, temperature)
+                for turned in (False, True)
+            )  # fmt: skip
+            ratio = (one - other).exp()
+            outside = (ratio < BAND[0]) | (ratio > BAND[1])
+            name = str(dtype).removeprefix("torch.")
+            found.append(
+                Noise(name, float((one - other).abs().mean()), float(outside.float().mean()))
+            )
+        return found
 
-    def _at(self, view: View, temperatures: Sequence[float]) -> Tensor:
-        truncation = view.truncation if isinstance(view.truncation, Truncation) else None
-        return row_logps(
-            self._hidden(view), self._policy(view.model).head, self.targets, temperatures,
-            truncation=truncation, kept=self.kept if view.truncation == KEPT else None,
-            dtype=torch.bfloat16 if view.model == BF16 else view.head,
-        )  # fmt: skip
+    def _fused(
+        self, states: Tensor, head: Head, temperature: float, kept: Kept | None = None
+    ) -> Tensor:
+        support = None
+        if kept is not None:
+            support = Support(kept.ids.to(states.device), kept.offsets.to(states.device))
+        return linear_logps(
+            states, head.weight, self.drawn.targets, bias=head.bias, support=support,
+            temperature=temperature, **head.rule,
+        ).cpu()  # fmt: skip
 
-    def _hidden(self, view: View) -> Tensor:  # (R, H)
-        """The states that predict the completions' tokens."""
-        key = (view.model, view.forward, view.reading, view.padding)
+    def _shifted(self, view: View) -> Tensor:
+        plain = self.logps(view._replace(shift=0)).split(self.rollout.lengths)
+        gap = torch.full((1,), torch.nan)
+        pairs = [(p[1:], gap) if view.shift > 0 else (gap, p[:-1]) for p in plain]
+        return torch.cat([part for pair in pairs for part in pair])
+
+    def _answers(self, view: View) -> Tensor:
+        """Each completion behind the prompt that explains it best."""
+        ids, lengths = self.readings[AS_SENT], self.rollout.lengths
+        moves = range(len(ids)) if len(ids) <= PROMPTS else (0, 1, -1)
+        self._moved = {f"prompts moved by {n}": ids[n:] + ids[:n] for n in moves}
+        tried = torch.stack([self.logps(view._replace(reading=name)) for name in self._moved])
+        gaps = (tried - self.engine_logps).abs().split(lengths, dim=1)
+        best = [tried[gap.mean(1).argmin()].split(lengths)[i] for i, gap in enumerate(gaps)]
+        return torch.cat(best)
+
+    def _hidden(self, view: View) -> tuple[Tensor, Head]:
+        """The states (R, H) that predict the completions' tokens, and the model's head."""
+        key = view.model, view.reading
         if key not in self._states:
-            policy = self._policy(view.model)
-            prompts = padded(self.readings[view.reading], view.padding, policy.pad_id)
-            states: Callable[[Policy, Ids, Ids], list[Tensor]]
-            is_own = view.forward == OWN or view.model == BF16  # as an engine computes it
-            states = own_states if is_own else self._packed_states
+            prompts, policy = (self.readings | self._moved)[view.reading], self.policy
             with torch.no_grad():
-                found = states(policy, prompts, self.rollout.completion_ids)
-            self._states[key] = torch.cat(found)
+                if view.model == CURRENT:
+                    states = self._packed(policy, prompts)
+                else:
+                    policy = self.models[view.model].build()
+                    states = own_states(policy, prompts, self.rollout.completion_ids)
+            self._states[key] = states, policy.head
         return self._states[key]
 
-    def _packed_states(self, policy: Policy, prompts: Ids, completions: Ids) -> list[Tensor]:
-        size = self.group_size
-        groups = [
-            (prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)
-        ]
+    def _packed(self, policy: Policy, prompts: Ids, *, turned: bool = False) -> Tensor:  # (R, H)
+        """By the trainer's packed rows. turned: from the last group to the first, each completion
+        in a pack of its own.
+        """
+        completions = self.rollout.completion_ids
+        size, order = len(completions) // len(prompts), range(len(prompts))[:: -1 if turned else 1]
+        groups = [(prompts[i], completions[i * size : (i + 1) * size]) for i in order]
         lengths = [(len(prompt), [len(c) for c in members]) for prompt, members in groups]
         shared = policy.unshared is None
         found: dict[int, Tensor] = {}
-        for shares in plan_packs(lengths, BUDGET, shared=shared):
+        for shares in plan_packs(lengths, 1 if turned else BUDGET, shared=shared):
             parts = [share.of(groups) for share in shares]
             packed = pack_groups(parts, shared=shared, device=policy.device)
-            places = [share.group * size + i for share in shares for i in share.completions]
-            views = packed.split(policy.hidden(packed)[packed.predicting])
-            found.update(zip(places, views, strict=True))
-        return [found[i] for i in range(len(completions))]
-
-    def _policy(self, name: str) -> Policy:
-        if name == BF16 and name not in self.policies:
-            twin = self.policy.frozen_copy()
-            twin.lm.to(torch.bfloat16)
-            self.policies[name] = twin
-        return self.policies[name]
+            places = [order[x.group] * size + i for x in shares for i in x.completions]
+            states = policy.hidden(packed)[packed.predicting]
+            found.update(zip(places, packed.split(states), strict=True))
+        return torch.cat([found[i] for i in range(len(completions))])
 
 
-def own_states(policy: Policy, prompts: Ids, completions: Ids) -> list[Tensor]:
+def own_states(policy: Policy, prompts: Ids, completions: Ids) -> Tensor:  # (R, H)
     """Each completion by itself behind its prompt, through the attention that generates."""
     size, found = len(completions) // len(prompts), []
     with policy.generation():
@@ -141,7 +197,7 @@ def own_states(policy: Policy, prompts: Ids, completions: Ids) -> list[Tensor]:
             ids = torch.tensor([prompts[i // size] + tokens[:-1]], device=policy.device)
             states = policy.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
             found.append(states[-len(tokens) :].to(policy.head.weight.dtype))
-    return found
+    return torch.cat(found)
 
 
 def joined(parts: Sequence[Kept | None]) -> Kept | None:

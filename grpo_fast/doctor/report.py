@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from grpo_fast.data import escape_control
 from grpo_fast.doctor.diagnosis import Diagnosis
+from grpo_fast.doctor.recompute import BAND
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.train.files import plain_json
 
@@ -29,8 +30,9 @@ class Report(NamedTuple):
         checks = [{**check._asdict(), "ok": check.ok} for check in self.checks]
         found = None
         if self.diagnosis is not None:
-            causes = [cause._asdict() for cause in self.diagnosis.causes]
-            found = {**self.diagnosis._asdict(), "causes": causes, "ok": self.diagnosis.ok}
+            found = {**self.diagnosis._asdict(), "ok": self.diagnosis.ok}
+            for name in ("causes", "own_noise"):
+                found[name] = [row._asdict() for row in found[name]]
         told = {"ok": self.ok, "checks": checks, "title": self.title, "diagnosis": found}
         return plain_json(told)
 
@@ -60,6 +62,10 @@ def _summary(title: str, found: Diagnosis) -> Any:
     table.add_row(f"mean difference of {found.tokens} tokens", f"{found.mean:.2e}", allowed)
     table.add_row("largest", f"{found.largest:.2e}", "")
     table.add_row("the trainer's forward pass from the model's own", f"{found.own:.2e}", "")
+    for noise in found.own_noise:
+        what = f"the trainer's own noise in {noise.dtype}: the same tokens in other packs"
+        outside = f"{noise.share:.2%} of ratios leave [{BAND[0]}, {BAND[1]}]"
+        table.add_row(what, f"{noise.mean:.2e}", outside)
     return table
 
 

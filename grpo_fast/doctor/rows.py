@@ -1,94 +1,116 @@
-"""Log-probabilities of drawn tokens by the definition: explicit logits, temperature, truncation."""
+"""Log-probabilities of drawn tokens by the definition: explicit logits, edited, scaled, cut."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_fast.attention import Head
+from grpo_fast.doctor.view import KEPT, Truncation, View
 from grpo_fast.rollout import Kept
 
 ROWS = 64  # logits that are there at a time
+REPETITION, PRESENCE, FREQUENCY = "repetition_penalty", "presence_penalty", "frequency_penalty"
+BIAS, NO_EOS, SOFTCAP = "logit_bias", "min_tokens", "softcap"
 
 
-class Truncation(NamedTuple):
-    """Which tokens a sampler chose from: top-k (0: off), then top-p (1: off) over those."""
+class Drawn(NamedTuple):
+    """R drawn tokens, those of one completion side by side, and what they were drawn behind."""
 
-    top_k: int
-    top_p: float
+    targets: Tensor  # (R,) int64
+    place: Tensor  # (R,) int64: of the token in its completion, from 0
+    prompts: Sequence[Sequence[int]]  # of each row
+    eos_ids: Sequence[int]
+    kept: Kept | None = None  # what each was drawn from; None: not known
+
+
+@dataclass
+class Rows:
+    """Rows `first` … of the drawn tokens, with their logits before any softcap."""
+
+    z: Tensor  # (r, V) fp32
+    first: int
+    drawn: Drawn
+    softcap: float | None
+    _sorted: dict[View, Tensor] = field(default_factory=dict)
 
     @property
-    def is_on(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1
+    def targets(self) -> Tensor:  # (r, 1)
+        return self.drawn.targets[self.first : self.first + len(self.z), None]
 
+    def scaled(self, view: View) -> Tensor:  # (r, V)
+        """The logits that a view draws from: softcap, edit and temperature applied."""
+        kind, value = view.edit or ("", None)
+        cap = value if kind == SOFTCAP else self.softcap
+        z = self.z.clone() if cap is None else cap * torch.tanh(self.z / cap)
+        if kind in (REPETITION, PRESENCE, FREQUENCY):
+            counts, prompted = self._seen
+            seen = counts > 0
+            if kind == REPETITION:
+                z = torch.where(seen | prompted, torch.where(z > 0, z / value, z * value), z)
+            else:
+                z -= value * (counts if kind == FREQUENCY else seen)
+        elif kind == BIAS:
+            z[:, value[0]] += value[1]
+        elif kind == NO_EOS:
+            early = self.drawn.place[self.first : self.first + len(z)] < value
+            z[early.nonzero(), torch.tensor(self.drawn.eos_ids, device=z.device)] = -torch.inf
+        return z / view.temperature
 
-@torch.no_grad()
-def row_logps(
-    hidden: Tensor,  # (R, H)
-    head: Head,
-    targets: Tensor,  # (R,)
-    temperatures: Sequence[float],
-    *,
-    truncation: Truncation | None = None,
-    kept: Kept | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:  # (len(temperatures), R) fp32 on the CPU
-    """log p(targets) at each temperature.
+    def logps(self, view: View) -> Tensor:  # (r,) fp32
+        """log p(targets) under the fields of a view that concern logits."""
+        x, drawn = self.scaled(view), self.targets
+        logps = x.log_softmax(-1).gather(-1, drawn)[:, 0]
+        if isinstance(view.truncation, Truncation):
+            plain = view._replace(truncation=None)
+            if plain not in self._sorted:
+                self._sorted = {plain: x.sort(-1, descending=True).values}
+            return logps - log_kept_mass(x, self._sorted[plain], drawn, view.truncation)
+        if view.truncation == KEPT:
+            inside = x.masked_fill(~self._mask(), -torch.inf).logsumexp(-1)
+            return x.gather(-1, drawn)[:, 0] - inside
+        return logps
 
-    Args:
-        truncation: renormalised over what it leaves; the target, which was drawn, is among that.
-        kept: renormalised over these tokens instead, row by row.
-        dtype: the product's; None: fp32 of whatever is given.
-    """
-    wide = dtype or torch.float32
-    weight = head.weight.to(wide)
-    bias = None if head.bias is None else head.bias.to(wide)
-    found = torch.zeros(len(temperatures), len(targets))
-    for first in range(0, len(targets), ROWS):
-        rows = slice(first, first + ROWS)
-        z = head.logit_scale * F.linear(hidden[rows].to(wide), weight, bias).float()
-        if head.softcap is not None:
-            z = head.softcap * torch.tanh(z / head.softcap)
-        drawn = targets[rows, None]
-        mask = None if kept is None else _mask(kept, first, z)
-        for i, temperature in enumerate(temperatures):
-            x = z / temperature
-            logps = x.log_softmax(-1).gather(-1, drawn)[:, 0]
-            if truncation is not None:
-                logps = logps - log_kept_mass(x, drawn, truncation)
-            elif mask is not None:
-                inside = x.masked_fill(~mask, -torch.inf).logsumexp(-1)
-                logps = x.gather(-1, drawn)[:, 0] - inside
-            found[i, rows] = logps.cpu()
-    return found
+    @cached_property
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """(r, V): how often a token stands in the completion so far; whether in the prompt."""
+        counts, prompted = torch.zeros_like(self.z), torch.zeros_like(self.z, dtype=torch.bool)
+        for row in range(len(self.z)):
+            end = self.first + row
+            before = self.drawn.targets[end - int(self.drawn.place[end]) : end]
+            counts[row].index_add_(0, before, torch.ones_like(before, dtype=counts.dtype))
+            prompted[row, torch.tensor(self.drawn.prompts[end])] = True
+        return counts, prompted
+
+    def _mask(self) -> Tensor:
+        """(r, V) bool: what rows were drawn from; an empty row is the whole vocabulary."""
+        kept = self.drawn.kept
+        assert kept is not None
+        mask = torch.zeros(self.z.shape, dtype=torch.bool)
+        for row in range(len(self.z)):
+            start, end = kept.offsets[self.first + row :][:2].tolist()
+            mask[row, kept.ids[start:end].long() if end > start else slice(None)] = True
+        return mask.to(self.z.device)
 
 
 def log_kept_mass(
     x: Tensor,  # (r, V) logits
+    ordered: Tensor,  # (r, V) the same, falling
     drawn: Tensor,  # (r, 1) int64
     truncation: Truncation,
 ) -> Tensor:  # (r,)
-    """The logarithm of the probability that top-k, then top-p leave."""
-    ordered = x.sort(-1, descending=True).values
+    """The logarithm of the probability that min-p, top-k, then top-p leave."""
     p = ordered.softmax(-1)
     mass = p.cumsum(-1)
     most = min(truncation.top_k or x.shape[-1], x.shape[-1])
     # A token stays while the mass before it, of what top-k has left, is below top_p.
     stays = (mass - p)[:, :most] < truncation.top_p * mass[:, most - 1 : most]
+    stays &= p[:, :most] >= truncation.min_p * p[:, :1]
     last = stays.sum(-1, keepdim=True).clamp(min=1) - 1
     least = x.gather(-1, drawn) < ordered.gather(-1, last)  # drawn all the same
     own = x.softmax(-1).gather(-1, drawn)
     return (mass.gather(-1, last) + torch.where(least, own, 0.0)).log()[:, 0]
-
-
-def _mask(kept: Kept, first: int, z: Tensor) -> Tensor:
-    """(r, V) bool: what rows `first` … were drawn from; an empty row is the whole vocabulary."""
-    mask = torch.zeros(z.shape, dtype=torch.bool)
-    for row in range(len(z)):
-        start, end = kept.offsets[first + row : first + row + 2].tolist()
-        mask[row, kept.ids[start:end].long() if end > start else slice(None)] = True
-    return mask.to(z.device)

@@ -1,4 +1,4 @@
-"""Which view an engine has: those with one field changed, then with two, from the best few on."""
+"""Which view an engine has: the trainer's with one field changed, at most with two."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_fast.doctor.prompts import AS_SENT, LEFT, RIGHT, UNPADDED, padded
+from grpo_fast.doctor import models
+from grpo_fast.doctor.causes import HEAD, name_of
+from grpo_fast.doctor.fits import fits
+from grpo_fast.doctor.prompts import AS_SENT, REORDERED
 from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.rows import Truncation
-from grpo_fast.doctor.view import BF16, FITTED, KEPT, OWN, PREVIOUS, View
+from grpo_fast.doctor.rows import SOFTCAP
+from grpo_fast.doctor.view import EMBEDDING, KEPT, Truncation, View
 from grpo_fast.rollout import Sampling
 
 # Nats per token on average within which two good forward passes lie, by the dtype they run in.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-MOST, WIDTH = 3, 6  # causes at once; views that are followed further
-REAL = 0.5  # what is named leaves at most this share of the difference
-ALIKE = 2.0  # of views as good as the best up to this factor the first is taken
-
-Option = tuple[str, Any]  # a field of a view, and what it may be
+ONE, TWO = 0.1, 0.05  # of the difference that a cause, or two, may leave unexplained
+RIVAL = 3.0  # times as much as the best has to be left by the best of another name
+FIRSTS = 3  # causes that are tried with a second one
+ALIKE = 2.0  # times as much as the best that a known number may leave to be taken before it
+SIMILAR, APART = 0.5, 0.1  # correlation of a rounded model's difference; ahead of the next one's
+ROUNDED = (models.DTYPE, models.QUANTIZED, HEAD)
 
 
 def noise_of(policy: Any) -> float:
@@ -28,80 +33,125 @@ def noise_of(policy: Any) -> float:
     return NOISE.get(dtype, NOISE[torch.bfloat16])
 
 
-def options(recomputed: Recomputed, base: View, sampling: Sampling) -> list[Option]:
-    """What may be different, the likeliest first; nothing that changes no number."""
-    policy = recomputed.policy
-    shipped = policy.lm.generation_config
-    temperatures = [1.0, sampling.temperature, getattr(shipped, "temperature", None) or 1.0]
-    truncations = [
-        Truncation(sampling.top_k, sampling.top_p),
-        Truncation(getattr(shipped, "top_k", None) or 0, getattr(shipped, "top_p", None) or 1.0),
-    ]
-    found: list[Option] = [("temperature", t) for t in (*dict.fromkeys(temperatures), FITTED)]
-    found += [("truncation", None)]
-    found += [("truncation", KEPT)] if recomputed.kept is not None else []
-    found += [("truncation", t) for t in dict.fromkeys(truncations) if t.is_on]
-    found += [("reading", name) for name in recomputed.readings]
-    found += [("padding", side) for side in (LEFT, RIGHT)]
-    found += [("model", PREVIOUS)] if PREVIOUS in recomputed.policies else []
-    found += [("head", dtype) for dtype in (torch.bfloat16, torch.float16)]
-    found += [("model", BF16)] if noise_of(policy) < NOISE[torch.float16] else []
-    found += [("forward", OWN)]
-    return [(field, value) for field, value in found if value != getattr(base, field)]
+class Search:
+    """Looks for the view that explains an engine's log-probabilities.
 
-
-def explain(recomputed: Recomputed, base: View, choices: Sequence[Option], noise: float) -> View:
-    """The view with the fewest changes that leaves no more than noise.
-
-    Where there is none, the one in which every change takes away its share (REAL); else `base`.
+    own: nats per token by which the trainer differs from itself; what leaves less is as good.
+    noise: nats per token that need no second cause.
     """
-    beam, best, most = [base], base, recomputed.difference(base)
-    for _ in range(MOST):
-        grown = dict.fromkeys(x for view in beam for x in _extended(view, base, choices))
-        ranked = sorted((v for v in grown if fits(recomputed, v)), key=recomputed.difference)
-        good = [v for v in ranked if recomputed.difference(v) <= min(limit(v, noise), REAL * most)]
-        if good:
-            enough = max(ALIKE * recomputed.difference(good[0]), noise / 10)
-            alike = [v for v in good if recomputed.difference(v) <= enough]
-            return recomputed.fitted(min(alike, key=lambda v: _order(v, choices)))
-        if ranked and recomputed.difference(ranked[0]) <= REAL * recomputed.difference(best):
-            best = ranked[0]
-        beam = ranked[:WIDTH]
-    return recomputed.fitted(best)
+
+    def __init__(
+        self, recomputed: Recomputed, base: View, sampling: Sampling, own: float, noise: float
+    ) -> None:
+        self.recomputed, self.base, self.sampling = recomputed, base, sampling
+        self.own, self.noise = own, noise
+        self.left = recomputed.difference
+        self._order: list[View] = []  # as they were found: known values before fitted ones
+
+    @torch.no_grad()
+    def explain(self) -> View:
+        """The engine's view; the trainer's own where no cause explains most of the difference."""
+        gap, singles = self.left(self.base), self.neighbours(self.base)
+        first = self.winner(singles, ONE * gap) or self.rounded(self.base, singles)
+        if first is None:
+            pairs = [pair for view in singles[:FIRSTS] for pair in self.neighbours(view)]
+            return self.winner(sorted(pairs, key=self.left), TWO * gap) or self.base
+        if self.left(first) <= self.noise or self.names(first) & set(ROUNDED):
+            return first
+        seconds = self.neighbours(first)
+        return self.winner(seconds, self.noise) or self.rounded(first, seconds) or first
+
+    def winner(self, views: Sequence[View], limit: float) -> View | None:
+        """The first of these sorted views, where it leaves no more than that and no other does."""
+        gap = self.left(self.base)
+        if not views or self.left(views[0]) > min(max(limit, 1.5 * self.own), gap / 2):
+            return None
+        best, logps = views[0], self.recomputed.logps(views[0])
+        alike = max(ALIKE * self.left(best), self.own)
+        enough = min(RIVAL * max(self.left(best), self.own), gap / 2)
+        for other in views[1:]:
+            if self.left(other) > enough:
+                break
+            is_same = (self.recomputed.logps(other) - logps).abs().nanmean() <= 1e-5
+            if not is_same and self.names(other) != self.names(best):
+                return None
+        known = [x for x in views if self.left(x) <= alike and self.names(x) == self.names(best)]
+        return min(known, key=self._order.index)  # a number that is known before one that is fitted
+
+    def rounded(self, view: View, views: Sequence[View]) -> View | None:
+        """The model in another precision whose differences are those of the engine.
+
+        Two kernels round otherwise, so it leaves about as much as it explains: it is told by
+        the correlation, and where the engine's differences have its size.
+        """
+        plain = self.recomputed.logps(view)
+        gap = self.recomputed.engine_logps - plain
+        ranked = []
+        for other in views:
+            names = self.names(other) - self.names(view)
+            if names and names <= set(ROUNDED):
+                change = self.recomputed.logps(other) - plain
+                ranked.append((correlation(gap, change), float(change.norm() / gap.norm()), other))
+        ranked.sort(key=lambda x: -x[0])
+        if not ranked or ranked[0][0] < SIMILAR or not 0.5 <= ranked[0][1] <= 2:
+            return None
+        best = self.names(ranked[0][2])
+        others = [alike for alike, _, other in ranked if self.names(other) != best]
+        return None if others and others[0] > ranked[0][0] - APART else ranked[0][2]
+
+    def names(self, view: View) -> set[str]:
+        """The causes that a view stands for."""
+        return {name_of(self.recomputed, view, x) for x in self.base.differences(view)}
+
+    def neighbours(self, view: View) -> list[View]:
+        """The views with one more field changed, what leaves least first."""
+        found = [
+            x for x in dict.fromkeys(self._changed(view)) if x != view and self._is_possible(x)
+        ]
+        self._order += found
+        return sorted(found, key=self.left)
+
+    def _changed(self, view: View) -> Iterator[View]:
+        """Views that may be the engine's: what is known to happen, and numbers that fit."""
+        recomputed, asked = self.recomputed, self.sampling
+        shipped = recomputed.policy.lm.generation_config
+        off = Truncation()._asdict()
+        cut = Truncation(*(getattr(shipped, name, None) or off[name] for name in off))
+        known: dict[str, list[Any]] = {
+            "temperature": [1.0, asked.temperature, getattr(shipped, "temperature", None) or 1.0],
+            "truncation": [None, KEPT, Truncation(asked.top_k, asked.top_p), cut],
+            "edit": [(SOFTCAP, None)],
+            "shift": [1, -1],
+            "head": [torch.bfloat16, torch.float16, EMBEDDING],
+            "reading": [*recomputed.readings, REORDERED],
+            "model": list(recomputed.models),
+        }
+        fixed = set(self.base.differences(view))
+        # Two changes of the hidden states would cost a forward pass for every pair.
+        fixed |= {"reading", "model"} if fixed & {"reading", "model"} else set()
+        for field in known.keys() - fixed:
+            yield from (view._replace(**{field: x}) for x in known[field])
+        if view.shift == 0 and view.reading != REORDERED:  # the logits of each token are known
+            yield from fits(recomputed, view, known.keys() - fixed)
+
+    def _is_possible(self, view: View) -> bool:
+        """Whether a view is another than the trainer's, and the model can compute it."""
+        recomputed = self.recomputed
+        if view == self.base or view.truncation == Truncation():
+            return False
+        if view.truncation == KEPT and recomputed.drawn.kept is None:
+            return False
+        longest = max(map(len, recomputed.readings.get(view.reading, [[]])))
+        room = recomputed.policy.positions
+        if view.reading != AS_SENT and longest + max(recomputed.rollout.lengths) - 1 > room:
+            return False
+        try:
+            recomputed.logps(view)
+        except Exception:  # transformers raises anything for a configuration that it does not know
+            return False
+        return True
 
 
-def limit(view: View, noise: float) -> float:
-    """Nats per token that are noise under a view."""
-    return max(noise, NOISE[torch.bfloat16]) if view.model == BF16 else noise
-
-
-def fits(recomputed: Recomputed, view: View) -> bool:
-    """Whether a view's prompts leave the model room for the completions, and padding pads."""
-    plain = recomputed.readings[view.reading]
-    ids = padded(plain, view.padding, 0)
-    if view.padding != UNPADDED and ids == plain:
-        return False
-    longest = max(map(len, recomputed.rollout.completion_ids))
-    is_longer = view.reading != AS_SENT or view.padding != UNPADDED
-    return not is_longer or max(map(len, ids)) + longest - 1 <= recomputed.policy.positions
-
-
-def shares(recomputed: Recomputed, base: View, found: View) -> Iterator[tuple[str, float, float]]:
-    """(field, difference before, difference after) of each change, what helps most first."""
-    view = base
-    while changes := view.differences(found):
-        before = recomputed.difference(view)
-        field = min(changes, key=lambda name: recomputed.difference(changes[name]))  # noqa: B023
-        view = changes[field]
-        yield field, before, recomputed.difference(view)
-
-
-def _extended(view: View, base: View, choices: Sequence[Option]) -> Iterator[View]:
-    for field, value in choices:
-        if getattr(view, field) == getattr(base, field):
-            yield view._replace(**{field: value})
-
-
-def _order(view: View, choices: Sequence[Option]) -> int:
-    """How far down in `choices` the changes of a view stand."""
-    return sum(i for i, (field, value) in enumerate(choices) if getattr(view, field) == value)
+def correlation(a: Tensor, b: Tensor) -> float:
+    """The cosine of the angle between two differences; 0 where one of them is unknown or 0."""
+    return float(torch.nan_to_num(a @ b / (a.norm() * b.norm())))

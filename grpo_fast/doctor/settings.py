@@ -7,18 +7,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.train.config import ModelConfig, RunConfig, Section, UserPath
-from grpo_fast.train.config.recipes import (
-    apply_override,
-    nearest,
-    parse_config,
-    quoted,
-    read_recipe,
-    read_yaml,
-)
+from grpo_fast.train.config.recipes import read_recipe
+from grpo_fast.train.config.words import nearest, own_words, read_words
 from grpo_fast.train.evaluation.settings import Source
 
 BUILT_IN: dict[str, Any] = {  # where no recipe says what is asked: temperature shows if it is lost
@@ -62,14 +56,13 @@ class Words:
             if len(kinds[kind]) > most:
                 listed = ", ".join(kinds[kind])
                 raise ValueError(f"{kind}: expected one at most, came {listed}")
-        own = [w for w in kinds["setting"] if w.partition("=")[0] in DoctorSettings.model_fields]
-        self.own = _settings(own)
+        self.own, rest_words = own_words(DoctorSettings, kinds["setting"])
         self.model = next(iter(kinds["model"]), None)
         rest = [f"rollout.engine={name}" for name in kinds["engine"]]
         for url in kinds["url"]:
-            server = {"urls": [url], "patience": PATIENCE}
-            rest += ["rollout.engine=vllm-server", f"rollout.vllm={json.dumps(server)}"]
-        rest += [word for word in kinds["setting"] if word not in own]
+            rest += ["rollout.engine=vllm-server", f"rollout.vllm.urls={json.dumps([url])}",
+                     f"rollout.vllm.patience={PATIENCE}"]  # fmt: skip
+        rest += rest_words
         self.config = _config(self.model, self.own, rest)
 
     @property
@@ -96,20 +89,6 @@ def kind_of(word: str) -> str:
     return "setting" if "=" in word else "model"
 
 
-def _settings(words: Sequence[str]) -> DoctorSettings:
-    given = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        given[key] = read_yaml(value, key)
-    try:
-        return DoctorSettings.model_validate(given)
-    except ValidationError as error:
-        raise ValueError("; ".join(
-            f"{e['loc'][0]}: {e['msg'].removeprefix('Value error, ')}, came {quoted(e['input'])}"
-            for e in error.errors()
-        )) from None  # fmt: skip
-
-
 def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfig | None:
     """The recipe's or the run's configuration, with the model and the settings put in."""
     source = None if model is None else Source.of(model)
@@ -131,6 +110,7 @@ def _config(model: str | None, own: DoctorSettings, rest: list[str]) -> RunConfi
         run = {} if source.run is None else source.run.model.model_dump()
         kept = {name: run[name] for name in OF_A_RUN if name in run}
         fields = {**fields, "model": {"path": source.path, **kept}}
-    for word in rest:
-        apply_override(fields, word)
-    return parse_config(fields)
+    servers = (fields.get("rollout") or {}).get("vllm") or {}
+    if any(w.startswith("rollout.engine=") and w != "rollout.engine=vllm-server" for w in rest):
+        servers.pop("urls", None)  # the run's, for which another engine has no use
+    return read_words(RunConfig, rest, fields, DoctorSettings.model_fields)

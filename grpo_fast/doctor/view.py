@@ -1,44 +1,39 @@
-"""A view: one way in which a completion's log-probabilities may have come about.
-
-The trainer has one view, an engine that is set up well the same; each field that differs is a cause
-of the difference between them.
+"""A view: one way in which a completion's log-probabilities may have come about. The trainer has
+one, an engine that is set up well the same; a field that differs is a cause of the difference.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.doctor.prompts import AS_SENT, UNPADDED
-from grpo_fast.doctor.rows import Truncation
+from grpo_fast.doctor.prompts import AS_SENT
 
-FITTED = None  # a temperature: the one at which the difference is smallest
 KEPT = "kept"  # a truncation: to the tokens that the engine says it chose from
-CURRENT, PREVIOUS, BF16 = "current", "previous", "bfloat16"
-PACKED, OWN = "packed", "own"
+EMBEDDING = "embedding"  # a head: the embedding's weight
+CURRENT, OWN = "current", "own"  # models: the trainer's packed rows; the model's own attention
+
+
+class Truncation(NamedTuple):
+    """Which tokens a sampler chose from: min-p, top-k (0: off), then top-p over those."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class View(NamedTuple):
     """How log-probabilities are computed."""
 
-    temperature: float | None
+    temperature: float
     truncation: Truncation | str | None = None  # None: over the whole vocabulary
-    head: torch.dtype | None = None  # of the product that gives the logits; None: fp32
-    reading: str = AS_SENT  # of the prompt
-    padding: str = UNPADDED  # of the prompts, without a mask
-    model: str = CURRENT
-    forward: str = PACKED  # the trainer's forward pass, or the model's own
+    edit: tuple[str, Any] | None = None  # of the logits, before the temperature: (kind, value)
+    shift: int = 0  # the log-probability told for place t is that of place t + shift
+    head: torch.dtype | str | None = None  # None: the trainer's in fp32; a dtype, or EMBEDDING
+    reading: str = AS_SENT  # of the prompts
+    model: str = CURRENT  # a name in `models.variants`
 
-    def differences(self, other: View) -> dict[str, View]:
-        """Field → this view with that field alone changed to what `other` has."""
-        return {
-            name: self._replace(**{name: value})
-            for name, value in other._asdict().items()
-            if value != getattr(self, name)
-        }
-
-    def is_trainers(self) -> bool:
-        """Whether the trainer's own code computes it: packed rows, the fused head."""
-        plain = View(self.temperature, self.truncation, model=self.model)
-        return self == plain and self.model != BF16 and self.truncation in (None, KEPT)
+    def differences(self, other: View) -> set[str]:
+        """The fields in which two views differ."""
+        return {x for x in self._fields if getattr(self, x) != getattr(other, x)}

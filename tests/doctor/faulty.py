@@ -39,9 +39,15 @@ class FaultyEngine(Engine):
     keeps: Policy | None = None  # weights that no update changes
     answers: int | None = None  # the version it says, in place of the one given
     shift: float = 0.0  # nats that its log-probabilities are too low
+    min_p: float = 0.0
+    edit: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] | None = None  # of logits
+    report_as: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a completion's logps
+    deal: Callable[[list[Completion]], list[Completion]] | None = None  # in which order
+    late: bool = False  # it samples with the weights before the last update
 
     def update(self, policy: Policy, version: int) -> None:
-        self.policy = self.keeps or policy
+        before, self.last = getattr(self, "last", None), policy.frozen_copy()
+        self.policy = self.keeps or (self.late and before) or policy
         if self.model_dtype is not None:
             self.policy = self.policy.frozen_copy()
             self.policy.lm.to(self.model_dtype)
@@ -57,11 +63,12 @@ class FaultyEngine(Engine):
             read = [p + gap for gap, p in zip(pads, read, strict=True)]
         generator = torch.Generator().manual_seed(7)
         with self.policy.generation():
-            return [
+            found = [
                 self.complete(prompt, sampling, generator)
                 for prompt in read
                 for _ in range(group_size)
             ]
+        return self.deal(found) if self.deal else found
 
     def complete(self, prompt: list[int], sampling: Any, generator: Any) -> Completion:
         ids: list[int] = []
@@ -69,6 +76,7 @@ class FaultyEngine(Engine):
         kept: list[list[int]] = []
         while len(ids) < sampling.max_new_tokens and not (ids and ids[-1] in self.policy.eos_ids):
             z = self.logits(prompt + ids)
+            z = self.edit(z, prompt, ids) if self.edit else z
             p = self.distribution(z, sampling)
             token = int(torch.multinomial(p, 1, generator=generator))
             told = p.log()
@@ -81,6 +89,7 @@ class FaultyEngine(Engine):
             kept.append(p.nonzero()[:, 0].tolist())
         told = torch.tensor(logps)
         told = told - self.shift
+        told = self.report_as(told) if self.report_as else told
         names = None
         if self.names_kept:
             sizes = torch.tensor([0, *map(len, kept)]).cumsum(0)
@@ -100,6 +109,7 @@ class FaultyEngine(Engine):
         top_k = sampling.top_k if self.top_k is None else self.top_k
         top_p = sampling.top_p if self.top_p is None else self.top_p
         p = (z / temperature).softmax(-1)
+        p = torch.where(p >= self.min_p * p.max(), p, 0.0)
         if top_k:
             p = torch.where(p >= p.topk(top_k).values[-1], p, 0.0)
             p = p / p.sum()

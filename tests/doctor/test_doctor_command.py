@@ -10,6 +10,7 @@ from grpo_fast.doctor import causes, command, settings
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.doctor.settings import Words
 from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.config.words import apply_word
 from grpo_fast.train.models.loading import load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.rollout.vllm_stand_in import StandIn
@@ -83,7 +84,13 @@ def test_earlier_weights(model, tmp_path):
 
 def test_engines_and_servers_by_their_words(model, monkeypatch):
     seen = []
-    monkeypatch.setattr(settings, "parse_config", seen.append)
+
+    def read(_, words, fields, also):
+        for word in words:
+            apply_word(fields, word)
+        seen.append(fields)
+
+    monkeypatch.setattr(settings, "read_words", read)
     Words([model, "http://127.0.0.1:8000"])
     Words([model, "vllm"])
     Words([model])
@@ -93,6 +100,26 @@ def test_engines_and_servers_by_their_words(model, monkeypatch):
     }  # fmt: skip
     assert seen[1]["rollout"] == {"temperature": 0.8, "engine": "vllm"}
     assert seen[2]["rollout"] == {"temperature": 0.8}
+
+
+@pytest.mark.parametrize("word", ["vllm", "transformers", "rollout.engine=continuous"])
+def test_another_engine_than_that_of_a_run_by_servers(tmp_path, word):
+    """The servers that a run was made with are nothing to another engine, nor their options."""
+    (tmp_path / "config.yaml").write_text(
+        "output_dir: OUT\nmodel: {path: gone}\ndata: {task: lecture}\n"
+        "rewards: [{name: exact_match}]\nrollout: {engine: vllm-server, vllm: "
+        "{urls: ['http://10.0.0.2:8000'], address: 10.0.0.1}}\n"
+    )
+    (tmp_path / "model").mkdir()
+    chosen = Words([str(tmp_path), word]).config.rollout
+    assert chosen.engine == word.rpartition("=")[2] and chosen.vllm.urls == []
+    assert Words([str(tmp_path), "vllm-server"]).config.rollout.vllm.urls == [
+        "http://10.0.0.2:8000"
+    ]
+    other = Words([str(tmp_path), "http://10.0.0.3:8000"]).config.rollout.vllm
+    assert other.urls == ["http://10.0.0.3:8000"] and other.address == "10.0.0.1"
+    with pytest.raises(ValueError, match=r"vllm.urls: expected none for engine: vllm"):
+        Words([str(tmp_path), "vllm", "rollout.vllm.urls=['http://10.0.0.2:8000']"])
 
 
 def test_a_server_is_sent_the_weights_and_asked(model, tmp_path):

@@ -9,10 +9,11 @@ import torch
 
 from grpo_fast.attention import Head
 from grpo_fast.doctor import prompts
+from grpo_fast.doctor.fits import fitted
 from grpo_fast.doctor.recompute import joined
-from grpo_fast.doctor.rows import ROWS, Truncation, row_logps
-from grpo_fast.doctor.search import fits
-from grpo_fast.doctor.view import View
+from grpo_fast.doctor.rows import ROWS, Drawn, Rows
+from grpo_fast.doctor.search import ONE, Search
+from grpo_fast.doctor.view import KEPT, Truncation, View
 from grpo_fast.rollout import Kept, Sampling
 from grpo_fast.rollout.sampler import Sampler
 from tests.doctor.faulty import BOS, tokenizer_with_bos
@@ -30,19 +31,28 @@ def logits_of(hidden, head):
     return head.softcap * torch.tanh(z / head.softcap)
 
 
+def rows_of(hidden, head, drawn, view):
+    """The log-probabilities of a view, ROWS at a time, as `Recomputed` has them."""
+    z = head.logit_scale * (hidden @ head.weight.T + head.bias)
+    return torch.cat([
+        Rows(z[first : first + ROWS], first, drawn, head.softcap).logps(view)
+        for first in range(0, len(z), ROWS)
+    ])  # fmt: skip
+
+
+def drawn_of(targets, kept=None):
+    return Drawn(targets, torch.zeros_like(targets), [[0]] * len(targets), [1], kept)
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.7}])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_rows_are_what_the_sampler_reports(head, options, temperature):
     hidden = torch.randn(R, H)
     sampler = Sampler(torch.rand(R, 1), Sampling(temperature=temperature, **options))
     drawn = sampler(torch.zeros(R, 1), logits_of(hidden, head)).argmax(-1)
-    cut = Truncation(options.get("top_k", 0), options.get("top_p", 1.0))
-    assert cut.is_on == bool(options)
-    temperatures = [3.0, temperature]
-    given = {"truncation": cut} if cut.is_on else {}
-    found = row_logps(hidden, head, drawn, temperatures, **given)
-    assert found.shape == (2, R)
-    torch.testing.assert_close(found[1], sampler.logps[:, 0], rtol=0, atol=2e-6)
+    view = View(temperature, Truncation(**options) if options else None)
+    found = rows_of(hidden, head, drawn_of(drawn), view)
+    torch.testing.assert_close(found, sampler.logps[:, 0], rtol=0, atol=2e-6)
 
 
 def test_rows_over_what_an_engine_kept(head):
@@ -51,7 +61,7 @@ def test_rows_over_what_an_engine_kept(head):
     rows = [[] if i % 3 == 0 else sorted({int(t), i % V, 7}) for i, t in enumerate(targets)]
     sizes = torch.tensor([0, *map(len, rows)]).cumsum(0)
     ids = torch.tensor([t for row in rows for t in row], dtype=torch.int32)
-    found = row_logps(hidden, head, targets, [1.0], kept=Kept(ids, sizes))[0]
+    found = rows_of(hidden, head, drawn_of(targets, Kept(ids, sizes)), View(1.0, KEPT))
     z = logits_of(hidden, head)
     for i, row in enumerate(rows):
         kept = z[i, row] if row else z[i]
@@ -71,55 +81,88 @@ def test_readings_of_texts_and_of_messages():
     tokenizer = tokenizer_with_bos()
     bos = tokenizer.bos_token_id
     ids = [tokenizer("4 more")["input_ids"], tokenizer("7")["input_ids"]]
-    found = prompts.readings(tokenizer, ["4 more", "7"], ids)
+    found = prompts.readings(tokenizer, ["4 more", "7"], ids, 0)
     assert found[prompts.AS_SENT] == ids and ids[0][0] == bos
     assert found[prompts.BOS_TWICE] == [[bos, *tokens] for tokens in ids]
     assert found[prompts.NO_BOS] == [tokens[1:] for tokens in ids]
     shown = tokenizer.decode(found[prompts.TEMPLATED][1])
     assert shown == f"{BOS}user: 7\nassistant:"
     # Tokenized again it has its BOS twice, which is there already; a text has no template to lose.
-    assert set(found) == {
-        prompts.AS_SENT, prompts.BOS_TWICE, prompts.NO_BOS, prompts.TEMPLATED,
-    }  # fmt: skip
+    assert not {prompts.AGAIN, prompts.UNTEMPLATED, "without its first token"} & set(found)
+    assert found["without its last token"] == [tokens[:-1] for tokens in ids]
+    assert found["bos at its end"] == [[*tokens, bos] for tokens in ids]
     chat = [[{"role": "user", "content": "7"}]]
     sent = [tokenizer(shown, add_special_tokens=False)["input_ids"]]
-    found = prompts.readings(tokenizer, chat, sent)
+    found = prompts.readings(tokenizer, chat, sent, 0)
     assert found[prompts.UNTEMPLATED] == [ids[1]] and prompts.TEMPLATED not in found
     assert tokenizer.decode(found[prompts.UNPROMPTED][0]) == f"{BOS}user: 7\n"
 
 
-def test_a_tokenizer_without_template_or_bos_has_other_readings_left():
+def test_padding_is_read_on_its_side():
     class Bare:
         bos_token_id = None
 
         def decode(self, ids):
-            return ids
+            raise TypeError
 
-        def __call__(self, ids):
-            return {"input_ids": [5, *ids]}
+        def __call__(self, text, **_):
+            return {"input_ids": [8]}
 
-    found = prompts.readings(Bare(), ["a"], [[3]])
-    assert found == {prompts.AS_SENT: [[3]], prompts.AGAIN: [[5, 3]]}
-
-
-def test_padding_is_read_on_its_side():
-    ids = [[3, 4], [5]]
-    assert prompts.padded(ids, prompts.LEFT, 0) == [[3, 4], [0, 5]]
-    assert prompts.padded(ids, prompts.RIGHT, 0) == [[3, 4], [5, 0]]
-    assert prompts.padded(ids, prompts.UNPADDED, 0) == ids
+    found = prompts.readings(Bare(), ["a", "b"], [[3, 4], [5]], 0)
+    assert found[prompts.LEFT] == [[3, 4], [0, 5]] and found[prompts.RIGHT] == [[3, 4], [5, 0]]
+    assert prompts.AGAIN not in found and prompts.BOS_TWICE not in found
 
 
-def test_views_that_cannot_be():
+def test_a_reading_that_has_no_room_is_left_out():
     known = {prompts.AS_SENT: [[3, 4], [5]], prompts.BOS_TWICE: [[9, 3, 4], [9, 5]]}
 
-    def can(view, room, readings=known):
-        rollout = SimpleNamespace(completion_ids=[[1] * 10, [1]])
-        policy = SimpleNamespace(positions=room)
-        made = SimpleNamespace(readings=readings, rollout=rollout, policy=policy)
-        return fits(made, view)
+    def can(view, room):
+        made = SimpleNamespace(
+            readings=known, rollout=SimpleNamespace(lengths=[10, 1]), logps=lambda view: None,
+            policy=SimpleNamespace(positions=room), drawn=SimpleNamespace(kept=None),
+            difference=None,
+        )  # fmt: skip
+        return Search(made, View(1.0), Sampling(), 0.0, 0.0)._is_possible(view)
 
     twice = View(1.0, reading=prompts.BOS_TWICE)
-    assert can(twice, 12) and not can(twice, 11) and can(View(1.0), 2)
-    left = View(1.0, padding=prompts.LEFT)
-    assert can(left, 11) and not can(left, 10)
-    assert not can(left, 99, {prompts.AS_SENT: [[3], [5]]})  # there is nothing to pad
+    assert can(twice, 12) and not can(twice, 11) and can(View(0.5), 2)
+    assert not can(View(1.0), 99) and not can(View(0.5, KEPT), 99)
+
+
+def test_a_number_is_fitted_and_the_end_of_a_range_is_no_finding():
+    class Toy:
+        def __init__(self, best):
+            self.best = best
+
+        def compute(self, views):
+            """Nothing."""
+
+        def difference(self, view):
+            return abs(view.temperature - self.best)
+
+    def found(best):
+        return fitted(Toy(best), View, 0.25, 4.0)
+
+    assert found(0.9).temperature == 0.9 and found(0.8537).temperature == pytest.approx(
+        0.8537, 1e-4
+    )
+    assert [found(x) for x in (0.1, 0.25, 4.0, 7.0)] == [None] * 4
+
+
+def test_a_cause_is_named_where_it_explains_most_and_no_other_does():
+    base, warm, late = View(1.0), View(0.5), View(1.0, shift=1)
+
+    def named(left):
+        """What wins by what each view leaves of a difference of 1."""
+        made = SimpleNamespace(
+            difference=lambda view: {base: 1.0, **left}[view],
+            logps=lambda view: torch.tensor([view.temperature, view.shift]),
+        )
+        search = Search(made, base, Sampling(), 1e-6, 1e-4)
+        search._order = list(left)
+        return search.winner(sorted(left, key=left.get), ONE)
+
+    assert named({warm: 0.05, late: 0.9}) == warm
+    assert named({warm: 0.15, late: 0.9}) is None  # it leaves too much
+    assert named({warm: 0.05, late: 0.1}) is None  # another leaves about as little
+    assert named({View(0.51): 0.06, warm: 0.05, late: 0.9}) == View(0.51)  # the known value

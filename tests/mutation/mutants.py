@@ -224,6 +224,7 @@ SUITES: dict[str, list[str]] = {
         "128x192 and (300x392x700 or any_number)",
     ],
     "doctor": ["tests/doctor/test_diagnosis.py"],
+    "doctor_plants": ["tests/doctor/test_plants.py"],
     "doctor_views": ["tests/doctor/test_views.py"],
     "doctor_selftest": ["tests/doctor/test_selftest.py"],
     "doctor_command": ["tests/doctor/test_doctor_command.py"],

@@ -69,16 +69,16 @@ def readme_words() -> list[str]:
 class Process:
     """A vLLM server of this machine in a process group of its own, as the README starts it."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, dtype: str = "float32") -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
-        self.model, self.url = model, f"http://127.0.0.1:{self.port}"
+        self.model, self.url, self.dtype = model, f"http://127.0.0.1:{self.port}", dtype
         self.start()
 
     def start(self) -> None:
         words = [
             *readme_words(), "--model", str(self.model), "--port", str(self.port),
-            "--enforce-eager", "--max-num-seqs", "32",
+            "--dtype", self.dtype, "--enforce-eager", "--max-num-seqs", "32",
         ]  # fmt: skip
         with (self.model.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(

@@ -13,8 +13,6 @@ from pydantic import BaseModel
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, close_to, quoted, read_words, validated
-from grpo_fast.train.config.words import apply_word as apply_override  # noqa: F401  the doctor's
-from grpo_fast.train.config.words import nearest as nearest  # the doctor's
 
 REWARD_MODELS = "reward-model-"  # how the names of their recipes begin
 

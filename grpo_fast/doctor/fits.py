@@ -1,0 +1,98 @@
+"""Numbers that an engine was told, from the log-probabilities that it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+import torch
+
+from grpo_fast.doctor.recompute import Recomputed
+from grpo_fast.doctor.rows import BIAS, FREQUENCY, NO_EOS, PRESENCE, REPETITION, SOFTCAP
+from grpo_fast.doctor.view import Truncation, View
+
+FINEST = 1e-4  # relative step of a number that is fitted
+WORTH = 0.5  # of the difference at most, after two looks, for a number to be fitted further
+POINTS = 17  # numbers that are tried at a time
+EDITS = {REPETITION: (0.5, 2.0), PRESENCE: (0.01, 4.0), FREQUENCY: (0.01, 4.0),
+         SOFTCAP: (0.5, 200.0)}  # fmt: skip
+TEMPERATURES = 0.25, 4.0  # times the trainer's
+LENGTHS = 64  # min_tokens up to this are told apart
+
+
+def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterator[View]:
+    """The views whose number, in one of these fields, fits what the engine says best."""
+    made = view._replace
+    ways: list[tuple[Callable[[float], View], tuple[float, float]]] = []
+    if "temperature" in fields:
+        low, high = (x * view.temperature for x in TEMPERATURES)
+        ways.append((lambda x: made(temperature=x), (low, high)))
+    if "edit" in fields:
+        ways += [(partial(_edited, view, kind), ends) for kind, ends in EDITS.items()]
+        longest = min(max(recomputed.rollout.lengths), LENGTHS)
+        banned = [_edited(view, NO_EOS, n) for n in range(1, longest + 1)]
+        recomputed.compute(banned)
+        yield min(banned, key=recomputed.difference)
+        yield biased(recomputed, view)
+    if "truncation" in fields:
+        ways.append((lambda x: made(truncation=Truncation(top_k=int(x))), (0.9, 1e5)))
+        ways.append((lambda x: made(truncation=Truncation(top_p=1 - x)), (1e-4, 0.98)))
+        ways.append((lambda x: made(truncation=Truncation(min_p=x)), (1e-4, 0.95)))
+    most = WORTH * recomputed.difference(view)
+    for view_of, ends in ways:  # the trainer's temperature lies inside: 0.701 begins as no gain
+        is_temperature = view_of(ends[0]).temperature != view.temperature
+        found = fitted(recomputed, view_of, *ends, math.inf if is_temperature else most)
+        if found is not None:
+            yield found
+
+
+def _edited(view: View, kind: str, value: float) -> View:
+    return view._replace(edit=(kind, value))
+
+
+def fitted(
+    recomputed: Recomputed,
+    view_of: Callable[[float], View],
+    low: float,
+    high: float,
+    most: float = math.inf,
+) -> View | None:
+    """The view with the number that fits best; None at an end of the range, which is no finding,
+    and where it leaves more than `most` after the second look.
+    """
+    ends, looks = (low, high), 0
+    while high / low > 1 + FINEST:
+        values = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)]
+        views = [view_of(x) for x in values]
+        recomputed.compute(views)
+        best = min(range(POINTS), key=lambda i: recomputed.difference(views[i]))
+        looks += 1
+        if looks == 2 and recomputed.difference(views[best]) > most:
+            return None
+        low, high = values[max(best - 1, 0)], values[min(best + 1, POINTS - 1)]
+    # People write 0.9, not 0.90004: the roundest number that fits as well.
+    near = [*(float(f"{values[best]:.{n}g}") for n in (1, 2, 3)), values[best]]
+    left = [recomputed.difference(view_of(x)) for x in near]
+    value = next(x for x, gap in zip(near, left, strict=True) if gap <= 2 * min(left))
+    return view_of(value) if ends[0] * (1 + FINEST) < value < ends[1] / (1 + FINEST) else None
+
+
+def biased(recomputed: Recomputed, view: View) -> View:
+    """The view with one token's logit raised or lowered, by the mass that it takes from others.
+
+    Where a token of probability p has its odds multiplied by 1 + c, others lose log(1 + c·p).
+    """
+    grown = (recomputed.logps(view) - recomputed.engine_logps).double().expm1()  # c·p
+    product = square = total = torch.zeros(1, dtype=torch.float64)
+    for rows in recomputed.rows(view):
+        targets = rows.targets.cpu()
+        p = rows.scaled(view).double().softmax(-1).cpu().scatter_(-1, targets, 0)
+        y = grown[rows.first : rows.first + len(p), None].expand(p.shape).clone()
+        y.scatter_(-1, targets, 0)  # the biased token's own rows say something else
+        product, square = product + (p * y).sum(0), square + p.square().sum(0)
+        total = total + y.square().sum(0)
+    c = product / square.clamp(min=1e-30)
+    token = int(((total - c * product) / total.clamp(min=1e-30)).argmin())
+    value = view.temperature * float(c[token].clamp(min=-1 + 1e-9).log1p())
+    return view._replace(edit=(BIAS, (token, round(value, 4))))

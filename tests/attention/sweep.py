@@ -26,6 +26,7 @@ from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling, hf
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import causal_lms, family_model
 
 TOLERANCE = 2e-3  # nats in fp32; a wrong mask shows by tenths
@@ -88,7 +89,7 @@ def judge(family: str, **changes: Any) -> Verdict:
     try:
         policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
         policy.eos_ids = frozenset()  # every completion outgrows the window
-        policy.self_check()
+        self_check(policy)
     except Exception as error:
         return Verdict(family, REFUSED, _line(error))
     found = [f"{name} by {gap:.2g}" for name, gap in gaps(policy, groups, truth).items()

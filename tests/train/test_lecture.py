@@ -16,6 +16,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.self_check import self_check
 
 QUICK = ["log.progress=false", "log.save_model=false", "log.completions_every=0",
          "log.every_update=false", "eval.every=0"]  # fmt: skip
@@ -61,7 +62,7 @@ def test_the_models_logps_are_those_of_the_lectures_formulas(shared):
     "sizes", [{}, {"prompt_length": 1, "response_length": 5}, {"prompt_length": 6}]
 )
 def test_packed_rows_agree_with_the_plain_forward_pass(sizes):
-    assert make_policy(**sizes).self_check() < 1e-4
+    assert self_check(make_policy(**sizes)) < 1e-4
 
 
 def test_what_was_said_does_not_change_what_comes_next():

@@ -18,6 +18,7 @@ from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.self_check import self_check
 from tests.tiny import tiny_folder
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -41,7 +42,7 @@ def run(folder, models, *overrides):
 def test_learned_absolute_positions_are_packed_rightly(models):
     """A completion goes on where its prompt ends, in a shared row as in a row of its own."""
     policy = load_policy(ModelConfig(path=models[0]))
-    assert policy.self_check() < 1e-4 and policy.positions == 512
+    assert self_check(policy) < 1e-4 and policy.positions == 512
     groups = [([5, 6, 7], [[8, 9], [10, 11, 12]]), ([20, 21], [[22, 23, 24], [25]])]
     one = policy.logps(pack_groups(groups, shared=True))
     torch.testing.assert_close(one, policy.logps(pack_groups(groups, shared=False)))

@@ -22,6 +22,7 @@ from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
 from grpo_fast.train.config.reward_model import RewardModelConfig, ScorerConfig
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, without_bars
+from grpo_fast.train.models.self_check import self_check
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
     _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)
     if empty:
         return policy
-    log.info("self-check: packed logps within %.2g nats of the model's own", policy.self_check())
+    log.info("self-check: packed logps within %.2g nats of the model's own", self_check(policy))
     return policy
 
 

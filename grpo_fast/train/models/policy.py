@@ -21,13 +21,10 @@ from grpo_fast.attention import (
     Head,
     PackedGroups,
     check_supported,
-    check_tolerance,
     disable_dropout,
     head_of,
-    pack_groups,
     register,
     shared_prompt_supported,
-    small_windows,
 )
 from grpo_fast.data import reason
 from grpo_fast.train.models.model_words import generation_attention, positions, special_ids
@@ -227,51 +224,6 @@ class Policy:
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
-
-    @torch.no_grad()
-    def self_check(self) -> float:
-        """Compare packed logps with the model's own logits on a prompt with two completions.
-
-        Finds what no table can know: a head with an unknown rule, attention that ignores the
-        layout, positions that are not RoPE's, experts drawn at random in training. Returns the
-        largest difference in nats; raises ValueError beyond the dtype's tolerance.
-        """
-        if self.positions < 9:  # 4 tokens of prompt, 5 of a completion
-            raise ValueError(f"max_position_embeddings: expected at least 9, got {self.positions}")
-        rows = self.head.weight.shape[0]
-        prompt, *completions = (
-            [(7 * i + 11 * j + 3) % rows for i in range(n)] for j, n in enumerate((4, 5, 3))
-        )
-        groups, is_shared = [(prompt, completions)], self.unshared is None
-        kind, dtype = self.lm.config.model_type, self.autocast or self.head.weight.dtype
-        training = self.lm.training
-        with small_windows(self.lm):
-            self.lm.train()  # experts that are drawn at random in training would show
-            try:
-                ours = self.logps(pack_groups(groups, shared=is_shared, device=self.device))
-            except (AttributeError, TypeError) as error:  # the model computes with its mask
-                raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
-            finally:
-                self.lm.train(training)
-            with self.generation():
-                own = [self._own_logps(prompt + c)[len(prompt) - 1 :] for c in completions]
-        theirs = torch.cat(own)
-        if theirs.isnan().any():
-            raise ValueError(f"model_type {kind}: expected weights with finite logits, got NaN")
-        difference = float((ours - theirs).abs().max())
-        if not difference <= check_tolerance(dtype):
-            raise ValueError(
-                f"model_type {kind}: packed attention with the fused head "
-                f"differs from its own logits by {difference:.3g} nats (expected ≤ "
-                f"{check_tolerance(dtype)} in {dtype}); its head, attention or training mode "
-                "has a rule this trainer does not know"
-            )
-        return difference
-
-    def _own_logps(self, sequence: list[int]) -> Tensor:
-        ids = torch.tensor([sequence], device=self.device)
-        logits = self.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
     def save(self, directory: str | Path) -> None:
         """Write model and tokenizer in transformers format (with LoRA: the merged model)."""

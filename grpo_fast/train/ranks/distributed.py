@@ -284,9 +284,8 @@ def align(modules: Iterable[nn.Module]) -> None:
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Add the ranks' gradients up; those of sharded parameters are sums already.
 
-    Losses are divided by the whole step's counts, so that gradients are added and never averaged.
-    Once for an optimizer step, behind its last micro-batch: what a hook in every backward pass
-    would overlap is less than what it would cost with many micro-batches in a step.
+    Losses are divided by the whole step's counts, so gradients are added and never averaged.
+    Called once for an optimizer step: hooks in every backward pass would cost more than they hide.
     """
     if size() == 1:
         return

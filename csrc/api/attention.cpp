@@ -8,6 +8,7 @@
 
 #include "api/tensors.h"
 #include "attention/products.h"
+#include "gemm/gather.h"
 #include "rows/chunk.h"
 
 namespace grpo_fast {
@@ -25,8 +26,8 @@ struct Packed {
   explicit Packed(const Tensor& x)
       : data(grpo_fast::data<float>(x)), row(x.stride(0)), head(x.stride(1)) {}
   float* at(int64_t token, int64_t of) const { return data + token * row + of * head; }
-  Rows<float> of(int64_t first, int64_t head_) const { return {at(first, head_), row}; }
-  Rows<const float> read(int64_t first, int64_t head_) const { return {at(first, head_), row}; }
+  Matrix<float> of(int64_t first, int64_t head_) const { return {at(first, head_), row}; }
+  Matrix<const float> read(int64_t first, int64_t head_) const { return {at(first, head_), row}; }
 };
 
 struct Problem {
@@ -95,7 +96,7 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
   const int64_t width = whole_tiles(seen), rows = end - begin;
   float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
   float* queries = tiles + width * p.depth;
-  const Rows<float> scores{queries + rows * p.depth, width}, sums{scores[4], p.depth};
+  const Matrix<float> scores{queries + rows * p.depth, width}, sums{scores.row(4), p.depth};
   write_tiles(k.read(span.first_k, span.head), seen, p.depth, tiles);
   span.gather(q, begin, end, p.depth, p.scale, queries);
   by_rows(begin, end, [&](int64_t row, auto count) {
@@ -104,15 +105,15 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
                            scores);
     SoftmaxSums found[4];
     for (int i = 0; i < count; ++i) {
-      std::fill(scores[i] + span.seen(row + i), scores[i] + whole_tiles(last), kUnseen);
-      found[i] = exponentials(scores[i], whole_tiles(last));
-      std::memset(sums[i], 0, p.depth * sizeof(float));
+      std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + whole_tiles(last), kUnseen);
+      found[i] = exponentials(scores.row(i), whole_tiles(last));
+      std::memset(sums.row(i), 0, p.depth * sizeof(float));
     }
     add_tokens<count>({scores.data, 1, width}, v.read(span.first_k, span.head), last, p.depth,
                       sums);
     span.each(row, row + count, [&](int64_t at, int64_t token, int64_t of) {
       const SoftmaxSums& s = found[at - row];
-      write_scaled(sums[at - row], 1 / s.sum, p.depth, out.at(token, of));
+      write_scaled(sums.row(at - row), 1 / s.sum, p.depth, out.at(token, of));
       lse.at(token, of) = s.largest + std::log(s.sum);
     });
   });
@@ -143,15 +144,7 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   span.each(to.begin, end, [&](int64_t row, int64_t token, int64_t of) {
     const int64_t i = row - to.begin;
     const float* out = from.out.at(token, of);
-    Floats sum = {};
-    double rest = 0;
-    by_vectors(p.depth, [&](int64_t d, int64_t count) {
-      const Floats x = load_up_to(out + d, count) * load_up_to(to.grads + i * p.depth + d, count);
-      if (count >= kLanes) sum += x;
-      else
-        for (int64_t lane = 0; lane < count; ++lane) rest += x[lane];
-    });
-    to.delta[i] = static_cast<float>(sum_lanes(widen(sum)) + rest);
+    to.delta[i] = dot_product(to.grads + i * p.depth, out, p.depth, out + from.out.row);
     to.lse[i] = from.lse.at(token, of);
   });
 }
@@ -190,8 +183,8 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   const auto dk = to.dk.of(span.first_k, span.head), dv = to.dv.of(span.first_k, span.head);
   write_tiles(k, span.keys, depth, k_tiles), write_tiles(v, span.keys, depth, v_tiles);
   for (int64_t key = 0; key < span.keys; ++key) {
-    std::memset(dk[key], 0, depth * sizeof(float));
-    std::memset(dv[key], 0, depth * sizeof(float));
+    std::memset(dk.row(key), 0, depth * sizeof(float));
+    std::memset(dv.row(key), 0, depth * sizeof(float));
   }
   Block block{0, 0, free, free + in_rows, free + 2 * in_rows, nullptr, nullptr, nullptr, nullptr};
   block.weights = block.sums + in_rows, block.slopes = block.weights + scores;
@@ -205,17 +198,19 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
       weigh(p, span, block, k_tiles, v_tiles, key, end);
       by_rows(0, block.rows, [&](int64_t i, auto rows) {
         const int64_t seen = std::min(end, span.seen(block.begin + i + rows - 1)) - key;
-        add_tokens<rows>({block.slopes + i * kBackwardKeys, 1, kBackwardKeys}, k.from(key), seen,
-                         depth, {block.sums + i * depth, depth});
+        add_tokens<rows>({block.slopes + i * kBackwardKeys, 1, kBackwardKeys},
+                         {k.row(key), k.stride}, seen, depth, {block.sums + i * depth, depth});
       });
       by_rows(key, end, [&](int64_t at, auto keys) {
         const int64_t first = std::max<int64_t>(0, span.first_row(at) - block.begin);
         const int64_t count = block.rows - first, place = first * kBackwardKeys + at - key;
         if (count <= 0) return;
         add_tokens<keys>({block.weights + place, kBackwardKeys, 1},
-                         {block.grads + first * depth, depth}, count, depth, dv.from(at));
+                         {block.grads + first * depth, depth}, count, depth,
+                         {dv.row(at), dv.stride});
         add_tokens<keys>({block.slopes + place, kBackwardKeys, 1},
-                         {block.queries + first * depth, depth}, count, depth, dk.from(at));
+                         {block.queries + first * depth, depth}, count, depth,
+                         {dk.row(at), dk.stride});
       });
     }
     const int64_t end = block.begin + block.rows;

@@ -70,12 +70,12 @@ void attend(const Problem& p, const Share& share, int64_t head) {
   // body(what some queries see, the first, how many, their scores of it)
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
-      body(prompt_of(p, share, head), i, count, Rows<float>{buffer.data() + i * width, width});
+      body(prompt_of(p, share, head), i, count, Matrix<float>{buffer.data() + i * width, width});
     });
     for (int64_t r = 0; r < share.rows; ++r)
       by_rows(r * p.repeats, (r + 1) * p.repeats, [&](int64_t i, auto count) {
         body(own_of(p, share.first + r, head), i, count,
-             Rows<float>{buffer.data() + i * width + split, width});
+             Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
@@ -86,16 +86,16 @@ void attend(const Problem& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
-  each([&](const Tokens& on, int64_t i, auto count, const Rows<float>& scores) {
+  each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
-    for (int row = 0; row < count; ++row) hide_tokens(scores[row], on.first, on.end);
+    for (int row = 0; row < count; ++row) hide_tokens(scores.row(row), on.first, on.end);
   });
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
-  each([&](const Tokens& on, int64_t i, auto count, const Rows<float>& scores) {
-    const Rows<const float> values{on.values + on.first * p.depth, p.depth};
+  each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
+    const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
                       {sums.data() + i * p.depth, p.depth});
   });

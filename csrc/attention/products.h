@@ -18,21 +18,11 @@ inline int64_t whole_tiles(int64_t tokens) {
   return (tokens + kTile - 1) / kTile * kTile;
 }
 
-// A matrix whose rows are neighbours in memory.
-template <class T>
-struct Rows {
-  T* data;
-  int64_t stride;
-
-  T* operator[](int64_t row) const { return data + row * stride; }
-  Rows from(int64_t row) const { return {data + row * stride, stride}; }
-};
-
 // The tokens of x, (count, D), as tiles; zeros behind the last one.
-inline void write_tiles(const Rows<const float>& x, int64_t count, int64_t depth, float* tiles) {
+inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t depth, float* tiles) {
   for (int64_t token = 0; token < whole_tiles(count); ++token) {
     float* to = tiles + token / kTile * kTile * depth + token % kTile;
-    for (int64_t d = 0; d < depth; ++d) to[d * kTile] = token < count ? x[token][d] : 0.0f;
+    for (int64_t d = 0; d < depth; ++d) to[d * kTile] = token < count ? x.row(token)[d] : 0.0f;
   }
 }
 
@@ -46,8 +36,8 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
 
 // to[i][token] = x[i] . tokens, for kParts registers of tokens from `first` on.
 template <int kRows, int kParts>
-GRPO_FAST_INLINE void multiply_tokens(const Rows<const float>& x, const float* tiles, int64_t depth,
-                                      int64_t first, const Rows<float>& to) {
+GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
+                                      int64_t depth, int64_t first, const Matrix<float>& to) {
   Floats totals[kRows][kParts] = {};
   const float* from[kParts];
   for (int part = 0; part < kParts; ++part) {
@@ -61,7 +51,8 @@ GRPO_FAST_INLINE void multiply_tokens(const Rows<const float>& x, const float* t
       for (int part = 0; part < kParts; ++part) {
         const Floats tokens = load(from[part] + d * kTile);
 #pragma GCC unroll 4
-        for (int i = 0; i < kRows; ++i) sums[i][part] = fma(tokens, splat(x[i][d]), sums[i][part]);
+        for (int i = 0; i < kRows; ++i)
+          sums[i][part] = fma(tokens, splat(x.row(i)[d]), sums[i][part]);
       }
     }
 #pragma GCC unroll 4
@@ -72,13 +63,14 @@ GRPO_FAST_INLINE void multiply_tokens(const Rows<const float>& x, const float* t
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int part = 0; part < kParts; ++part) store(to[i] + first + part * kLanes, totals[i][part]);
+    for (int part = 0; part < kParts; ++part)
+      store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
 // to[i][token] = x[i] . tokens, for the tiles that hold the tokens from `first` to `end`.
 template <int kRows>
-void multiply_tokens(const Rows<const float>& x, const float* tiles, int64_t depth, int64_t first,
-                     int64_t end, const Rows<float>& to) {
+void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
+                     int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   for (; token + 2 * kLanes <= whole_tiles(end); token += 2 * kLanes)
     multiply_tokens<kRows, 2>(x, tiles, depth, token, to);
@@ -93,14 +85,14 @@ struct Weights {
 
 // kParts registers of out[i] += the sum of weight * x[t] over `count` tokens, from dimension d on.
 template <int kRows, int kParts>
-GRPO_FAST_INLINE void add_tokens(const Weights& w, const Rows<const float>& x, int64_t count,
-                                 int64_t depth, int64_t d, const Rows<float>& out) {
+GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count,
+                                 int64_t depth, int64_t d, const Matrix<float>& out) {
   Floats sums[kRows][kParts] = {};
   const float* weights = w.data;
   for (int64_t t = 0; t < count; ++t, weights += w.along) {
 #pragma GCC unroll 4
     for (int part = 0; part < kParts; ++part) {
-      const float* from = x[t] + d + part * kLanes;
+      const float* from = x.row(t) + d + part * kLanes;
       const Floats numbers = kParts > 1 ? load(from) : load_up_to(from, depth - d);
 #pragma GCC unroll 4
       for (int i = 0; i < kRows; ++i)
@@ -111,15 +103,15 @@ GRPO_FAST_INLINE void add_tokens(const Weights& w, const Rows<const float>& x, i
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
     for (int part = 0; part < kParts; ++part) {
-      float* to = out[i] + d + part * kLanes;
+      float* to = out.row(i) + d + part * kLanes;
       const int64_t left = depth - d - part * kLanes;
       store_up_to(to, load_up_to(to, left) + sums[i][part], left);
     }
 }
 
 template <int kRows>
-void add_tokens(const Weights& w, const Rows<const float>& x, int64_t count, int64_t depth,
-                const Rows<float>& out) {
+void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, int64_t depth,
+                const Matrix<float>& out) {
   int64_t d = 0;
   for (; d + 2 * kLanes <= depth; d += 2 * kLanes)
     add_tokens<kRows, 2>(w, x, count, depth, d, out);

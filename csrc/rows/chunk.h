@@ -9,15 +9,6 @@
 
 namespace grpo_fast {
 
-// A matrix as it lies in memory, neighbours in a row.
-template <class T>
-struct Matrix {
-  T* data;
-  int64_t stride;
-
-  T* row(int64_t index) const { return data + index * stride; }
-};
-
 // C rows of V columns; or of unequal length, one after another in a vector of V numbers.
 struct Chunk {
   int64_t rows, columns;

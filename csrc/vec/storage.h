@@ -116,6 +116,15 @@ GRPO_FAST_INLINE void prefetch(const T* x) {
 
 // ---- rows of numbers ----
 
+// A matrix as it lies in memory, neighbours in a row.
+template <class T>
+struct Matrix {
+  T* data;
+  int64_t stride;
+
+  T* row(int64_t index) const { return data + index * stride; }
+};
+
 // The first `count` of at most kLanes; the lanes past them repeat the first.
 template <class T>
 GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {

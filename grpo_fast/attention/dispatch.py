@@ -29,11 +29,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import flex, kernels_cpu, kernels_csrc, kernels_explicit, reference
-from grpo_fast.attention import kernels_cuda as cuda
-from grpo_fast.attention.kernel import Kernel
+from grpo_fast.attention.kernels import csrc, cuda, explicit, flex, reference, torch_cpu
+from grpo_fast.attention.kernels.kernel import Kernel
+from grpo_fast.attention.kernels.shared_prefix import attend
 from grpo_fast.attention.layout import PackedLayout
-from grpo_fast.attention.shared_prefix import attend
 from grpo_fast.attention.spans import Rule
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.self_test import apart
@@ -271,7 +270,7 @@ PROVIDERS = (
     _partial("fa2", _no_fa2, cuda.fa2_forward, cuda.fa2_backward),
     _partial("flash_aten", _no_flash_aten, cuda.aten_forward, cuda.aten_backward),
     Provider("flex", lambda kind: None if kind.device == "cuda" else "needs CUDA", flex.attend),
-    _partial("csrc", _no_csrc, kernels_csrc.forward, kernels_csrc.backward),
-    _partial("flash_cpu", _no_flash_cpu, kernels_cpu.forward, kernels_cpu.backward),
-    _partial("explicit", lambda kind: None, kernels_explicit.forward, kernels_explicit.backward),
+    _partial("csrc", _no_csrc, csrc.forward, csrc.backward),
+    _partial("flash_cpu", _no_flash_cpu, torch_cpu.forward, torch_cpu.backward),
+    _partial("explicit", lambda kind: None, explicit.forward, explicit.backward),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.prompts import Prompt, encode_for
 from grpo_fast.rollout.sampler import Sampling
 

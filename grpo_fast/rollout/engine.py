@@ -27,8 +27,8 @@ EOS, LENGTH = "eos", "length"  # how a completion ends; engines may have further
 EngineName = Literal["transformers", "continuous", "vllm", "vllm-server"]
 # name -> module:callable(policy, options) -> Engine; `options` has what `rollout:` is configured to
 BUILDERS: dict[str, str] = {
-    "transformers": "grpo_fast.rollout.hf:TransformersEngine",
-    "continuous": "grpo_fast.rollout.continuous:ContinuousEngine",
+    "transformers": "grpo_fast.rollout.own.engine:TransformersEngine",
+    "continuous": "grpo_fast.rollout.own.continuous:ContinuousEngine",
     "vllm": "grpo_fast.rollout.vllm.local:build",
     "vllm-server": "grpo_fast.rollout.vllm.servers:build",
 }

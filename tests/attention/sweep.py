@@ -24,7 +24,8 @@ from torch import Tensor
 
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout import Sampling, hf
+from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import causal_lms, family_model

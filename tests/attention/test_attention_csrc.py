@@ -10,19 +10,20 @@ from functools import partial
 import pytest
 import torch
 
-from grpo_fast.attention import PackedLayout, dispatch, kernels_cpu, kernels_csrc, kernels_explicit
+from grpo_fast.attention import PackedLayout, dispatch
 from grpo_fast.attention.dispatch import Kind
-from grpo_fast.attention.kernel import Kernel
-from grpo_fast.attention.shared_prefix import attend
+from grpo_fast.attention.kernels import csrc, explicit, torch_cpu
+from grpo_fast.attention.kernels.kernel import Kernel
+from grpo_fast.attention.kernels.shared_prefix import attend
 from grpo_fast.attention.spans import Rule, Spans
 from grpo_fast.kernels.cpu import loader
 
 REASON = loader.load("attention")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
 
-CSRC = Kernel("csrc", kernels_csrc.forward, kernels_csrc.backward)
-FLASH = Kernel("flash_cpu", kernels_cpu.forward, kernels_cpu.backward)
-EXPLICIT = Kernel("explicit", kernels_explicit.forward, kernels_explicit.backward)
+CSRC = Kernel("csrc", csrc.forward, csrc.backward)
+FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward)
+EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
 LAYOUTS = {  # lengths of segments; of the first ones, how many completions look on each
     "single tokens": ([1, 1, 1], [1]),
     "around a tile": ([15, 16, 17, 31, 32, 33], [3]),
@@ -123,9 +124,9 @@ def test_large_scores_leave_one_key():
 def test_refusals_name_the_argument(name, change):
     q, k, v, _ = inputs(PackedLayout.of([6]))
     given = {"q": q, "k": k, "v": v, "spans": Spans.of([4, 2], [4, 2], causal=True), "rule": RULE}
-    kernels_csrc.forward(**given)
+    csrc.forward(**given)
     with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
-        kernels_csrc.forward(**change(given))
+        csrc.forward(**change(given))
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch, caplog):

@@ -9,22 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_fast.attention import (
-    PackedLayout,
-    dispatch,
-    flex,
-    kernels_cpu,
-    kernels_explicit,
-    pack_groups,
-    shared_prefix,
-)
-from grpo_fast.attention.kernel import Kernel
-from grpo_fast.attention.reference import visible
-from grpo_fast.attention.shared_prefix import attend
+from grpo_fast.attention import PackedLayout, dispatch, pack_groups
+from grpo_fast.attention.kernels import explicit, flex, shared_prefix, torch_cpu
+from grpo_fast.attention.kernels.kernel import Kernel
+from grpo_fast.attention.kernels.reference import visible
+from grpo_fast.attention.kernels.shared_prefix import attend
 from grpo_fast.attention.spans import Rule
 
-FLASH = Kernel("flash_cpu", kernels_cpu.forward, kernels_cpu.backward)
-EXPLICIT = Kernel("explicit", kernels_explicit.forward, kernels_explicit.backward)
+FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward)
+EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
 LAYOUTS = {
     "one segment": ([7], []),
     "packed: equal, similar and single-token segments": ([9, 13, 9, 2, 1, 17], []),
@@ -210,14 +203,12 @@ def test_explicit_chunks_change_nothing(monkeypatch):
     qkv, grad = inputs_of(layout)
     for rule in RULES:
         whole = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, rule)
-        monkeypatch.setattr(kernels_explicit, "CHUNK_SCORES", 40_000)
+        monkeypatch.setattr(explicit, "CHUNK_SCORES", 40_000)
         cut = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, rule)
         monkeypatch.undo()
         for x, y in zip(whole, cut, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
-    chunks = list(
-        kernels_explicit._chunks(layout.on_itself.blocks[0], True, 20, 4, torch.device("cpu"))
-    )
+    chunks = list(explicit._chunks(layout.on_itself.blocks[0], True, 20, 4, torch.device("cpu")))
     assert len(chunks) == 8 and chunks[3].keys == slice(41, 80)
 
 

@@ -16,7 +16,7 @@ from transformers import masking_utils
 from grpo_fast.attention import small_windows, window_as_mask, window_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.kernels.cpu import decode as cpp
-from grpo_fast.rollout import hf
+from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.self_check import self_check
 from tests.attention import sweep
@@ -71,7 +71,7 @@ def test_the_kernels_in_torch_and_the_gathered_prompts_of_a_plain_mask(monkeypat
 
 
 def test_a_window_that_is_in_the_mask_of_all_layers_alone(monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.models.loading.self_check", lambda policy: 0.0)
+    monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
     assert sweep.judge("phimoe").kind == sweep.RIGHT
 
 
@@ -81,7 +81,7 @@ def test_a_lost_window_is_found_by_the_self_checks(monkeypatch, window):
         family_model("qwen2_moe", sliding_window=window), build_symbol_tokenizer(["0", "1"])
     )
     monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
-    monkeypatch.setattr("grpo_fast.rollout.cache.window_of", lambda mask, keyword: keyword)
+    monkeypatch.setattr("grpo_fast.rollout.own.cache.window_of", lambda mask, keyword: keyword)
     with pytest.raises(ValueError, match="differs from its own logits"):
         self_check(policy)
     with policy.generation():
@@ -175,7 +175,7 @@ def test_sizes_that_are_no_window_stay():
 # the sweep itself
 def test_the_sweep_sees_a_wrong_window(monkeypatch):
     """Its lengths reach beyond the window, and its weights make a wrong mask show."""
-    monkeypatch.setattr("grpo_fast.train.models.loading.self_check", lambda policy: 0.0)
+    monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
     monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
     assert sweep.judge("phimoe").kind == sweep.WRONG
 

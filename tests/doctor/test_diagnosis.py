@@ -7,7 +7,7 @@ import torch
 
 from grpo_fast.doctor import causes, diagnose
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from tests.doctor.faulty import FaultyEngine, policy_with_bos
 
 PROMPTS = ["What is 12 + 30?", "4 more", "The answer is what she buys, 7"]

@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.doctor import causes, diagnose
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train.models.policy import Policy
 from tests.doctor.faulty import FaultyEngine, policy_with_bos, tokenizer_with_bos
 from tests.tiny import tiny_model

@@ -11,14 +11,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from grpo_fast.attention import dispatch, kernels_explicit, pack_groups, register
+from grpo_fast.attention import dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Kind
-from grpo_fast.attention.kernel import Kernel
-from grpo_fast.attention.shared_prefix import attend
+from grpo_fast.attention.kernels import explicit
+from grpo_fast.attention.kernels.kernel import Kernel
+from grpo_fast.attention.kernels.shared_prefix import attend
 from grpo_fast.attention.spans import Rule, Spans
 from tests.tiny import tiny_model
 
-EXPLICIT = Kernel("explicit", kernels_explicit.forward, kernels_explicit.backward)
+EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
 PROVIDERS = {provider.name: provider for provider in dispatch.PROVIDERS}
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.attention import PackedLayout, flex, reference
+from grpo_fast.attention import PackedLayout
 from grpo_fast.attention.dispatch import Kind, self_test
+from grpo_fast.attention.kernels import flex, reference
 from grpo_fast.attention.spans import Rule
 
 pytestmark = [

@@ -11,8 +11,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.attention import PackedLayout, dispatch, pack_groups, plan_packs, reference, register
+from grpo_fast.attention import PackedLayout, dispatch, pack_groups, plan_packs, register
 from grpo_fast.attention.dispatch import Kind
+from grpo_fast.attention.kernels import reference
 from grpo_fast.attention.spans import Rule
 from tests.tiny import tiny_model
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fast.attention import PackedLayout, Share, pack_groups, plan_packs, trunk_tokens
-from grpo_fast.attention.reference import visible
+from grpo_fast.attention.kernels.reference import visible
 
 sizes = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=5)),

@@ -6,7 +6,15 @@ from tests.mutation.mutants import Mutant
 
 SAMPLER, HF, DECODE, CACHE, KEPT, ENGINE, CONTINUOUS = (
     f"grpo_fast/rollout/{x}.py"
-    for x in ("sampler", "hf", "decode", "cache", "kept", "engine", "continuous")
+    for x in (
+        "sampler",
+        "own/engine",
+        "own/decode",
+        "own/cache",
+        "own/kept",
+        "engine",
+        "own/continuous",
+    )
 )
 CPP, TILES = "csrc/api/decode.cpp", "grpo_fast/kernels/cpu/decode.py"
 PRODUCTS = "csrc/attention/products.h"

@@ -29,7 +29,7 @@ AHEAD, TRAINER, RUN_STATE, RUN, PLOT = (
         "train/experiments/compare_plot",
     )
 )
-SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/kept.py"
+SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/own/kept.py"
 
 MUTANTS = [
     Mutant("replay-loss-over-all", ACCUMULATE,

@@ -16,7 +16,7 @@ BATCH, ACCUMULATE, EVALUATE, RUN_STATE, LOOP = (
         "train/loop",
     )
 )
-DECODE, HF = "grpo_fast/rollout/decode.py", "grpo_fast/rollout/hf.py"
+DECODE, HF = "grpo_fast/rollout/own/decode.py", "grpo_fast/rollout/own/engine.py"
 
 MUTANTS = [
     Mutant("totals-masked-count", BATCH,

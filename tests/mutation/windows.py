@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 WINDOWS, MODEL = "grpo_fast/attention/windows.py", "grpo_fast/attention/model.py"
-CACHE, HF = "grpo_fast/rollout/cache.py", "grpo_fast/rollout/hf.py"
+CACHE, HF = "grpo_fast/rollout/own/cache.py", "grpo_fast/rollout/own/engine.py"
 POLICY, PACKED = "grpo_fast/train/models/policy.py", "grpo_fast/integrations/packed.py"
 
 MUTANTS = [

@@ -10,8 +10,8 @@ import torch
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import NonFiniteLogits, Sampling
-from grpo_fast.rollout.continuous import ContinuousEngine, ContinuousOptions
 from grpo_fast.rollout.engine import say_that_kept_is_unknown
+from grpo_fast.rollout.own.continuous import ContinuousEngine, ContinuousOptions
 from grpo_fast.train import loop
 from grpo_fast.train.config.data import HeldOut
 from grpo_fast.train.models.policy import Policy

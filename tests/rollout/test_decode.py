@@ -13,7 +13,9 @@ import torch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.rollout import NonFiniteLogits, Sampling, decode, hf
+from grpo_fast.rollout import NonFiniteLogits, Sampling
+from grpo_fast.rollout.own import decode
+from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import FAMILIES, tiny_model
 
@@ -113,7 +115,7 @@ def test_ended_completions_leave_and_the_others_do_not_notice(family, monkeypatc
 
 
 def test_room_grows_with_the_completions(policy, monkeypatch):
-    monkeypatch.setattr("grpo_fast.rollout.cache.GROWTH", 3)
+    monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     assert_same(*both(policy, monkeypatch, max_new_tokens=20))
 
 
@@ -205,7 +207,7 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
     original = decode.logits_of
     monkeypatch.setattr(decode, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
     sampling = Sampling(max_new_tokens=4)
-    with caplog.at_level(logging.WARNING, logger="grpo_fast.rollout.hf"):
+    with caplog.at_level(logging.WARNING, logger="grpo_fast.rollout.own.engine"):
         first = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
         again = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
     assert [one.ids for one in first] == [one.ids for one in again]
@@ -240,7 +242,7 @@ def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
     def refuses(*_, **__):
         raise ValueError("s_aux: not supported by packed attention")
 
-    monkeypatch.setattr("grpo_fast.rollout.cache.packed_attention", refuses)
+    monkeypatch.setattr("grpo_fast.rollout.own.cache.packed_attention", refuses)
     found = hf.TransformersEngine(policy).generate(
         PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0
     )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_fast import rollout as rollouts
-from grpo_fast.rollout import NonFiniteLogits, Sampling, hf
+from grpo_fast.rollout import NonFiniteLogits, Sampling
+from grpo_fast.rollout.own import engine as hf
 from grpo_fast.rollout.sampler import Sampler, pick, seed_of
 from grpo_fast.train.update.batch import MicroBatch
 from tests.tiny import SYMBOLS, tiny_policy

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling, awake
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.answers import StaleWeights
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 Change = Callable[[dict[str, Any]], Any]  # of an answer, in place

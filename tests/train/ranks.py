@@ -25,8 +25,9 @@ from safetensors.torch import load_file
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.errors import Stopped
-from grpo_fast.rollout import engine, hf
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout import engine
+from grpo_fast.rollout.own import engine as hf
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast.rollout import Completion, Sampling
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.metrics.agreement import SamplerWatch
 from tests.train.resuming import config_of

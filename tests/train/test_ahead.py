@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from grpo_fast.errors import Stopped
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.collect import collector
 from grpo_fast.train.collect.ahead import Ahead

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fast.errors import SAVED, CheckpointError, NonFiniteGradient, Stopped
-from grpo_fast.rollout import hf
+from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError

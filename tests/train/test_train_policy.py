@@ -11,7 +11,7 @@ from torch import nn
 from grpo_fast.attention import head_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Rollout
-from grpo_fast.rollout.hf import compare
+from grpo_fast.rollout.own.engine import compare
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_fast.rollout import EngineName, Sampling
-from grpo_fast.rollout.continuous import ContinuousOptions
+from grpo_fast.rollout.own.continuous import ContinuousOptions
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
 

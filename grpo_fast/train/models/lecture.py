@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from grpo_fast.attention import PackedLayout
-from grpo_fast.attention.reference import visible
+from grpo_fast.attention.kernels.reference import visible
 
 MODEL_TYPE = "lecture"
 NEVER = -100.0  # the logit bias of padding and end: a response ends by its length alone

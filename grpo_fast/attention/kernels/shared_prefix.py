@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernel import Kernel
+from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.layout import PackedLayout
 from grpo_fast.attention.spans import Rule
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from grpo_fast.attention import check_tolerance, small_windows
 from grpo_fast.errors import NonFiniteLogits
-from grpo_fast.rollout.decode import Decoded, decode
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
-from grpo_fast.rollout.kept import KeptIds
+from grpo_fast.rollout.own.decode import Decoded, decode
+from grpo_fast.rollout.own.kept import KeptIds
 from grpo_fast.rollout.sampler import Sampler, Sampling
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.attention import Head, PackedLayout
-from grpo_fast.rollout.cache import RolloutCache, register
-from grpo_fast.rollout.kept import KeptIds
+from grpo_fast.rollout.own.cache import RolloutCache, register
+from grpo_fast.rollout.own.kept import KeptIds
 from grpo_fast.rollout.sampler import Sampling, sample
 
 PREFILL_TOKENS = 1 << 14  # of prompts in one forward pass; a longer one passes alone

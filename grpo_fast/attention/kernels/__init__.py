@@ -1,0 +1,1 @@
+"""Who computes packed attention: a provider a file."""

@@ -1,0 +1,1 @@
+"""Rollouts in this process: our own loop with its cache, and continuous batching."""

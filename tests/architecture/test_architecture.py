@@ -28,6 +28,17 @@ FLOORS = (
     ("told",),
     ("cli", "__main__"),
 )
+# The same for the rooms of train/, which are folders or single files.
+TRAIN_FLOORS = (
+    ("config", "files", "ranks"),
+    ("models", "planning", "metrics"),
+    ("collect", "evaluation"),
+    ("update", "report"),
+    ("runs",),
+    ("build", "experiments"),
+    ("loop",),
+)
+MOST_ARROWS = 55  # from room to room of train/
 MAX_LINES = 300
 LONG = ("kernels", "recipes")  # folders whose files may be longer
 
@@ -108,6 +119,28 @@ def test_imports_flow_one_way(path):
         if imported == "grpo_fast":
             assert own > FLOORS.index(("",)), f"{where}: the public names stand above it"
         assert other <= own, f"{where}: from floor {own} up to floor {other}"
+
+
+def train_arrows() -> set[tuple[str, str]]:
+    """(room, room that it imports) for the rooms of train/, files and types alike."""
+    start, arrows = "grpo_fast.train.", set()
+    for path in SOURCES:
+        module = module_of(path)
+        if module.startswith(start):
+            others = (m for m, _ in imports_of(path) if m.startswith(start))
+            arrows |= {(module.split(".")[2], other.split(".")[2]) for other in others}
+    return {(room, other) for room, other in arrows if room != other}
+
+
+def test_the_rooms_of_the_trainer_have_floors():
+    floors = {room: n for n, rooms in enumerate(TRAIN_FLOORS) for room in rooms}
+    folder = PACKAGE / "train"
+    rooms = {x.stem for x in folder.iterdir() if x.suffix == ".py" or (x / "__init__.py").exists()}
+    assert rooms - {"__init__"} == set(floors)
+    arrows = train_arrows()
+    assert not [f"{a} → {b}" for a, b in arrows if floors[b] > floors[a]], "an arrow goes up"
+    assert not [f"{a} ↔ {b}" for a, b in arrows if (b, a) in arrows], "a circle"
+    assert len(arrows) <= MOST_ARROWS
 
 
 def test_imports_make_no_cycle():

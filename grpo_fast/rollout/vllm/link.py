@@ -20,7 +20,6 @@ from grpo_fast.rollout.vllm.http import CHECK_S, LOGPROBS, Server, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import (
     GlooGroup,
-    Group,
     Named,
     NCCLGroup,
     check_shapes,
@@ -32,17 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """A server, and the group that weights reach it by.
-
-    `label` names the weights that it is known to have; None: nobody knows.
-    """
+    """A server, and the group that weights reach it by."""
 
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
         self.server, self.options, self.device = Server(url), options, device
         by_nccl = options.transfer == "nccl" or (options.transfer, device.type) == ("auto", "cuda")
         self.backend = "nccl" if by_nccl else "gloo"
-        self.group: Group | None = None
-        self.label: str | None = None
+        self.group: GlooGroup | NCCLGroup | None = None
+        self.label: str | None = None  # of the weights that it is known to have
         self.error: Exception | None = None  # why it was left out
         self.deadline = 0.0  # of the transfer that is under way
 
@@ -121,16 +117,14 @@ class Link:
     def _post(self, path: str, body: Any = None) -> None:
         self.server.call("POST", path, remaining(self.deadline), Reply, body)
 
-    def _meet(self) -> Group:
+    def _meet(self) -> GlooGroup | NCCLGroup:
         address, seconds = self.options.address, self.options.timeout
         size = self.server.call("GET", "/get_world_size", CHECK_S, WorldSize).world_size + 1
         try:
             listener = socket.create_server((address, 0))
         except OSError as error:
-            expected = "expected an address of this machine"
-            raise ValueError(
-                f"rollout.vllm.address: {expected}, came {address}: {reason(error)}"
-            ) from error
+            expected = f"expected an address of this machine, came {address}"
+            raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
         port = listener.getsockname()[1]
         where: dict[str, Any] = {
             "master_address": address, "master_port": port, "world_size": size, "rank_offset": 1,
@@ -156,7 +150,5 @@ def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
             return False
         return True
 
-    if not links:
-        return []
-    with ThreadPoolExecutor(len(links)) as pool:
+    with ThreadPoolExecutor(len(links) or 1) as pool:
         return [x for x, good in zip(links, pool.map(succeeds, links), strict=True) if good]

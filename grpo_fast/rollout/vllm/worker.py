@@ -32,7 +32,7 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Announced(WeightTransferUpdateInfo):
-    """What comes next, in this order."""
+    """The tensors that come next, in this order."""
 
     names: list[str]
     dtype_names: list[str]

@@ -135,12 +135,10 @@ class Asked(NamedTuple):
         """
         sampling = self.sampling
         same = {
-            "n": 1 if sampling.temperature == 0 else group_size,
+            "n": 1 if sampling.temperature == 0 else group_size, "logprobs": 0, "detokenize": False,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "max_tokens": sampling.max_new_tokens,
-            "stop_token_ids": sorted(self.policy.eos_ids),
+            "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(self.policy.eos_ids),
             "ignore_eos": True,  # the model's own would come on top of these
-            "logprobs": 0, "detokenize": False,
         }  # fmt: skip
         where = range(count) if places is None else places
         return [same | {"seed": seed_for("vllm", seed, place) >> 8} for place in where]

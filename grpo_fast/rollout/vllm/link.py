@@ -35,8 +35,8 @@ class Link:
 
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
         self.server, self.options, self.device = Server(url), options, device
-        by_nccl = options.transfer == "nccl" or (options.transfer, device.type) == ("auto", "cuda")
-        self.backend = "nccl" if by_nccl else "gloo"
+        wanted = options.transfer
+        self.by_nccl = wanted == "nccl" or (wanted, device.type) == ("auto", "cuda")
         self.group: GlooGroup | NCCLGroup | None = None
         self.label: str | None = None  # of the weights that it is known to have
         self.error: Exception | None = None  # why it was left out
@@ -56,10 +56,9 @@ class Link:
         check_shapes(policy.lm, served, url)
         ours, theirs = dtype_of(policy), escape_control(info.dtype[:40]).removeprefix("torch.")
         if ours != theirs:
-            log.warning(
-                "%s samples in %s, the trainer computes in %s: start it with --dtype %s, or their "
-                "log-probabilities differ", url, theirs, ours, ours,
-            )  # fmt: skip
+            advice = f"start it with --dtype {ours}, or their log-probabilities differ"
+            said = "%s samples in %s, the trainer computes in %s: %s"
+            log.warning(said, url, theirs, ours, advice)
 
     # ------------------------------------------------------------------------------- weights
     def begin(self) -> None:
@@ -118,7 +117,7 @@ class Link:
         self.server.call("POST", path, remaining(self.deadline), Reply, body)
 
     def _meet(self) -> GlooGroup | NCCLGroup:
-        address, seconds = self.options.address, self.options.timeout
+        address = self.options.address
         size = self.server.call("GET", "/get_world_size", CHECK_S, WorldSize).world_size + 1
         try:
             listener = socket.create_server((address, 0))
@@ -129,11 +128,11 @@ class Link:
         where: dict[str, Any] = {
             "master_address": address, "master_port": port, "world_size": size, "rank_offset": 1,
         }  # fmt: skip
-        if self.backend == "nccl":
+        if self.by_nccl:
             listener.close()  # vLLM opens its own
             meeting: Any = started(partial(NCCLGroup, address, port, size, self.device))
         else:
-            where["seconds"] = seconds
+            seconds = where["seconds"] = self.options.timeout
             meeting = started(lambda: GlooGroup(address, port, 0, size, seconds, listener))
         self._post("/init_weight_transfer_engine", {"init_info": where})
         return meeting.result(remaining(self.deadline))

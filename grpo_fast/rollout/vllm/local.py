@@ -1,8 +1,7 @@
 """The engine `vllm`: vLLM inside of the trainer's process, asleep while it trains.
 
 Weights are handed over in memory. On a GPU it sleeps at level 2: the memory of its weights and its
-cache is the trainer's (level 1 would keep a copy of the weights on the host, for nothing). On a CPU
-there is level 0 alone: it pauses, and keeps its memory.
+cache is the trainer's. On a CPU there is level 0 alone: it pauses, and keeps its memory.
 """
 
 from __future__ import annotations

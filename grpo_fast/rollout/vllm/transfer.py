@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -82,12 +83,11 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
             below = (n.removeprefix(f"{parent}.") for n in ours if n.startswith(f"{parent}."))
             own = {n.partition(".")[0] for n in below}
             found[parent] = count, len(own)
-        size = {"output_features": 0}
-        size |= {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+        size = Counter({key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)})
         divided = "in_features" if text.startswith("RowParallel") else "output_features"
-        size[divided] = size.get(divided, 0) * size.get("tp_size", 1)
-        rows = size.get("org_vocab_size") or size.get("num_embeddings") or size["output_features"]
-        theirs = sorted((rows, size.get("embedding_dim") or size.get("in_features", 0)))
+        size[divided] *= size.get("tp_size", 1)
+        rows = size["org_vocab_size"] or size["num_embeddings"] or size["output_features"]
+        theirs = sorted((rows, size["embedding_dim"] or size["in_features"]))
         here = ours.get(".".join((*path, "weight")), ())
         # Of few key heads each part of a QKVParallelLinear has a copy.
         if theirs[0] and len(here) == 2 and not text.startswith("QKV"):
@@ -118,7 +118,7 @@ class GlooGroup:
         )  # fmt: skip
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
             probe.connect((address, 9))
-            own_address = str(probe.getsockname()[0])  # as rank 0 sees it
+            own_address = str(probe.getsockname()[0])  # of this machine, seen from there
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = limit

@@ -94,7 +94,7 @@ MUTANTS = [
            "        if ours != theirs:\n", "        if False:\n",
            "a server samples in another dtype without a word", "vllm_checks"),
     Mutant("vllm-shape-of-a-part", WEIGHTS,
-           '* size.get("tp_size", 1)', "* 1",
+           '*= size.get("tp_size", 1)', "*= 1",
            "a server with tensor parallelism counts as another model", "vllm_checks"),
     Mutant("vllm-layers-uncounted", WEIGHTS,
            "found[parent] = count, len(own)", "found[parent] = len(own), len(own)",

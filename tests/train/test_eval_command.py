@@ -8,14 +8,7 @@ import pytest
 
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.evaluation.command import compare_models, run_eval
-from grpo_fast.train.evaluation.settings import (
-    Source,
-    complete,
-    data_of,
-    is_model,
-    is_sampled,
-    parse_settings,
-)
+from grpo_fast.train.evaluation.settings import Source, complete, data_of, is_model, parse_settings
 from tests.command_line import invoke, refused, write_recipe
 from tests.tiny import tiny_folder
 
@@ -108,11 +101,11 @@ def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
 def test_settings_are_completed():
     plain = complete(parse_settings([]), None)
     assert (plain.samples, plain.max_new_tokens, plain.temperature) == (1, 256, 0.7)
-    assert not is_sampled(plain) and is_sampled(parse_settings(["temperature=1"]))
+    assert not plain.is_sampled and parse_settings(["temperature=1"]).is_sampled
     sort = complete(parse_settings([]), load_recipe("sort"))
-    assert not is_sampled(sort) and sort.max_new_tokens == 4 and sort.n is None
+    assert not sort.is_sampled and sort.max_new_tokens == 4 and sort.n is None
     tiny = complete(parse_settings(["n=7"]), load_recipe("gsm8k-tiny"))
-    assert is_sampled(tiny) and (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
+    assert tiny.is_sampled and (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
     smol = complete(parse_settings(["recipe=x", "k=2"]), load_recipe("gsm8k-smollm2-1.7b"))
     assert smol.samples == 8 and smol.k == [2]
     with pytest.raises(ValueError, match="k: expected values from 1 to samples=8, came"):

@@ -40,7 +40,7 @@ class StaleWeights(ServerError):
 FAST = Field(fail_fast=True)  # one error of a list is enough
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], FAST]
-CONFIG, CONTENT = ("vllm_config", "model_config"), ("logprobs", "content")
+CONFIG, CONTENT = ("vllm_config", "model_config"), AliasPath("logprobs", "content")
 
 
 class Reply(BaseModel):
@@ -62,14 +62,10 @@ class WorldSize(Reply):
 
 
 class Results(Reply):
-    """Of a method that each worker of a server has run."""
-
-    results: list[str] = Field(min_length=1, fail_fast=True)
+    results: list[str] = Field(min_length=1, fail_fast=True)  # of each worker
 
 
 class ModelInfo(Reply):
-    """The part `vllm_config.model_config` of /server_info."""
-
     logprobs_mode: str = Field(validation_alias=AliasPath(*CONFIG, "logprobs_mode"))
     dtype: str = Field(validation_alias=AliasPath(*CONFIG, "dtype"))
 
@@ -80,9 +76,7 @@ class Token(Reply):
 
 
 class Span(Reply):
-    """Which weights sampled the tokens from `start` to `end`."""
-
-    version: str
+    version: str  # of the weights that sampled the tokens from start to end
     start: int
     end: int
 
@@ -93,7 +87,7 @@ class Choice(Reply):
     index: int
     finish_reason: str
     token_ids: Ids
-    content: Annotated[list[Token], FAST] = Field([], validation_alias=AliasPath(*CONTENT))
+    content: Annotated[list[Token], FAST] = Field([], validation_alias=CONTENT)
     weight_versions: Annotated[list[Span], FAST] | None
     sampling_mask: Annotated[list[Ids], FAST] | None = None  # what each token was drawn from
 
@@ -125,7 +119,7 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
 
 # ------------------------------------------------------------------------------- completions
 class Asked(NamedTuple):
-    """What completions were asked for, and of which weights."""
+    """A request for completions by certain weights."""
 
     policy: Any
     sampling: Sampling
@@ -141,12 +135,10 @@ class Asked(NamedTuple):
         """
         sampling = self.sampling
         same = {
-            "n": 1 if sampling.temperature == 0 else group_size,
+            "n": 1 if sampling.temperature == 0 else group_size, "logprobs": 0, "detokenize": False,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "max_tokens": sampling.max_new_tokens,
-            "stop_token_ids": sorted(self.policy.eos_ids),
+            "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(self.policy.eos_ids),
             "ignore_eos": True,  # the model's own would come on top of these
-            "logprobs": 0, "detokenize": False,
         }  # fmt: skip
         where = range(count) if places is None else places
         return [same | {"seed": seed_for("vllm", seed, place) >> 8} for place in where]
@@ -176,11 +168,13 @@ class Asked(NamedTuple):
         ids, limit = choice.token_ids, self.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
         if not ids or len(ids) > limit or ends[:1] not in ([], [len(ids) - 1]):
-            expected = f"expected 1 to {limit} tokens up to the first EOS"
-            raise BadAnswer(f"{where}: {expected}, got {len(ids)} with {len(ends)} EOS")
+            came = f"{len(ids)} with {len(ends)} EOS"
+            raise BadAnswer(
+                f"{where}: expected 1 to {limit} tokens up to the first EOS, got {came}"
+            )
         if max(ids) >= self.vocab_size:
-            expected = f"expected token ids below {self.vocab_size}"
-            raise BadAnswer(f"{where}: {expected}, the rows of the embedding, got {max(ids)}")
+            expected = f"token ids below the embedding's {self.vocab_size} rows"
+            raise BadAnswer(f"{where}: expected {expected}, got {max(ids)}")
         self._check_weights(choice, where)
         if choice.finish_reason != ("stop" if ends else "length"):
             ending = repr(choice.finish_reason[:40])
@@ -199,8 +193,8 @@ class Asked(NamedTuple):
             raise BadAnswer(f"{where}: expected to be told the weights of every token")
         others = [repr(span.version[:40]) for span in spans if span.version != self.label]
         if others:
-            expected = f"expected completions by the weights {self.label}"
-            raise StaleWeights(f"{where}: {expected}, got some by {others[0]}")
+            came = f"got some by {others[0]}"
+            raise StaleWeights(f"{where}: expected completions by the weights {self.label}, {came}")
 
     def _logps(self, choice: Choice, where: str) -> torch.Tensor:  # (n,) fp32
         ids = [token.token_id for token in choice.content]

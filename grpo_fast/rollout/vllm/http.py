@@ -27,7 +27,7 @@ CHECK_S = 10.0  # a question that a living server answers at once
 WAIT_S = 1.0, 30.0  # before a busy server is asked again: where it does not say, and at most
 BODY = 1 << 23  # bytes of an answer that holds no completions
 TOKEN = 1 << 10  # bytes of an answer about one token
-LOGPROBS = "processed_logprobs"
+GENERATE, LOGPROBS = "/inference/v1/generate", "processed_logprobs"
 START = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
     f"{LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
@@ -68,10 +68,9 @@ class Server:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self.url, self.host, self.port = url, parts.hostname, parts.port
-        is_tls = parts.scheme == "https"
-        self._kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+        parts, self.url = urlsplit(url), url
+        kind = "HTTPSConnection" if parts.scheme == "https" else "HTTPConnection"
+        self._connection = partial(getattr(http.client, kind), parts.hostname, parts.port)
         self._headers = {"Content-Type": "application/json"}
         key = os.environ.get("VLLM_API_KEY", "").strip()
         if not (key.isascii() and key.isprintable()):  # an error of http.client would quote it
@@ -89,14 +88,13 @@ class Server:
             if status != 429 or time.monotonic() + wait > deadline:
                 break
             time.sleep(wait)
+        if status == 200:
+            return parsed(kind, answer, where)
         said = f"{where}: {status} {_words(answer)}"
         if status in (403, 404):
-            raise ValueError(f"{said}; {START}")
-        if 400 <= status < 500 and status not in (408, 429):
-            raise ValueError(said)
-        if status != 200:
-            raise ServerError(said)
-        return parsed(kind, answer, where)
+            said += f"; {START}"
+        is_refusal = 400 <= status < 500 and status not in (408, 429)
+        raise (ValueError if is_refusal else ServerError)(said)
 
     def is_up(self) -> bool:
         """Whether it answers, and says that it is well."""
@@ -110,12 +108,11 @@ class Server:
     ) -> tuple[int, float, bytes]:
         """Status, seconds to wait before another try, body."""
         seconds = deadline - time.monotonic()
-        connection = self._kind(self.host, self.port)
+        connection = self._connection()
         try:
             connection.timeout = remaining(deadline)
-            connection.request(
-                method, path, None if body is None else json.dumps(body), self._headers
-            )
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, self._headers)
             incoming: Any = Incoming(connection.sock, deadline, limit)
             response = http.client.HTTPResponse(incoming, method=method)
             response.begin()
@@ -140,13 +137,12 @@ class Server:
         self, prompt: Sequence[int], wanted: dict[str, Any], asked: Asked, deadline: float
     ) -> list[Completion]:
         """The completions of a prompt; see `Asked.completions`."""
-        path = "/inference/v1/generate"
         rows = asked.sampling.top_k or asked.vocab_size if asked.sampling.truncates else 0
         limit = BODY + wanted["n"] * wanted["max_tokens"] * (TOKEN + 12 * rows)
         body = {"token_ids": list(prompt), "sampling_params": wanted}
         seconds = deadline - time.monotonic()
-        found = self.call("POST", path, seconds, Choices, body, limit)
-        return asked.completions(found, wanted["n"], f"{self.url}{path}")
+        found = self.call("POST", GENERATE, seconds, Choices, body, limit)
+        return asked.completions(found, wanted["n"], f"{self.url}{GENERATE}")
 
 
 def remaining(deadline: float) -> float:
@@ -158,7 +154,6 @@ def remaining(deadline: float) -> float:
 
 
 def _words(answer: bytes) -> str:
-    """What a refusal says."""
     try:
         said = from_json(answer)["error"]
         said = str(said["message"] if isinstance(said, dict) else said)

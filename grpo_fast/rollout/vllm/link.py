@@ -20,7 +20,6 @@ from grpo_fast.rollout.vllm.http import CHECK_S, LOGPROBS, Server, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import (
     GlooGroup,
-    Group,
     Named,
     NCCLGroup,
     check_shapes,
@@ -32,17 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """A server, and the group that weights reach it by.
-
-    `label` names the weights that it is known to have; None: nobody knows.
-    """
+    """A server, and the group that weights reach it by."""
 
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
         self.server, self.options, self.device = Server(url), options, device
-        by_nccl = options.transfer == "nccl" or (options.transfer, device.type) == ("auto", "cuda")
-        self.backend = "nccl" if by_nccl else "gloo"
-        self.group: Group | None = None
-        self.label: str | None = None
+        wanted = options.transfer
+        self.by_nccl = wanted == "nccl" or (wanted, device.type) == ("auto", "cuda")
+        self.group: GlooGroup | NCCLGroup | None = None
+        self.label: str | None = None  # of the weights that it is known to have
         self.error: Exception | None = None  # why it was left out
         self.deadline = 0.0  # of the transfer that is under way
 
@@ -60,10 +56,9 @@ class Link:
         check_shapes(policy.lm, served, url)
         ours, theirs = dtype_of(policy), escape_control(info.dtype[:40]).removeprefix("torch.")
         if ours != theirs:
-            log.warning(
-                "%s samples in %s, the trainer computes in %s: start it with --dtype %s, or their "
-                "log-probabilities differ", url, theirs, ours, ours,
-            )  # fmt: skip
+            advice = f"start it with --dtype {ours}, or their log-probabilities differ"
+            said = "%s samples in %s, the trainer computes in %s: %s"
+            log.warning(said, url, theirs, ours, advice)
 
     # ------------------------------------------------------------------------------- weights
     def begin(self) -> None:
@@ -121,25 +116,23 @@ class Link:
     def _post(self, path: str, body: Any = None) -> None:
         self.server.call("POST", path, remaining(self.deadline), Reply, body)
 
-    def _meet(self) -> Group:
-        address, seconds = self.options.address, self.options.timeout
+    def _meet(self) -> GlooGroup | NCCLGroup:
+        address = self.options.address
         size = self.server.call("GET", "/get_world_size", CHECK_S, WorldSize).world_size + 1
         try:
             listener = socket.create_server((address, 0))
         except OSError as error:
-            expected = "expected an address of this machine"
-            raise ValueError(
-                f"rollout.vllm.address: {expected}, came {address}: {reason(error)}"
-            ) from error
+            expected = f"expected an address of this machine, came {address}"
+            raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
         port = listener.getsockname()[1]
         where: dict[str, Any] = {
             "master_address": address, "master_port": port, "world_size": size, "rank_offset": 1,
         }  # fmt: skip
-        if self.backend == "nccl":
+        if self.by_nccl:
             listener.close()  # vLLM opens its own
             meeting: Any = started(partial(NCCLGroup, address, port, size, self.device))
         else:
-            where["seconds"] = seconds
+            seconds = where["seconds"] = self.options.timeout
             meeting = started(lambda: GlooGroup(address, port, 0, size, seconds, listener))
         self._post("/init_weight_transfer_engine", {"init_info": where})
         return meeting.result(remaining(self.deadline))
@@ -156,7 +149,5 @@ def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
             return False
         return True
 
-    if not links:
-        return []
-    with ThreadPoolExecutor(len(links)) as pool:
+    with ThreadPoolExecutor(len(links) or 1) as pool:
         return [x for x, good in zip(links, pool.map(succeeds, links), strict=True) if good]

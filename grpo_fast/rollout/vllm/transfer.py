@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,18 +47,15 @@ def _stored(lm: Any) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in lm.state_dict(keep_vars=True).items():
-        owner, _, leaf = name.rpartition(".")
         if ".lora_" in name or id(tensor) in seen:
             continue
         seen.add(id(tensor))
         value = tensor.detach()
-        if owner.endswith(".base_layer"):
-            owner = owner.removesuffix(".base_layer")
-            if leaf == "weight":
-                module = adapted[owner]
-                for adapter in module.active_adapters:
-                    value = value + module.get_delta_weight(adapter)
-        state[f"{owner}.{leaf}" if owner else leaf] = value
+        if name.endswith(".base_layer.weight"):
+            module = adapted[name.removesuffix(".base_layer.weight")]
+            for adapter in module.active_adapters:
+                value = value + module.get_delta_weight(adapter)
+        state[name.replace(".base_layer.", ".")] = value
     return revert_weight_conversion(lm, state)
 
 
@@ -82,40 +80,30 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
         if numbers:
             parent = ".".join(path[:-1])
             count = max(int(numbers[-1]) + 1, found.get(parent, (0, 0))[0])
-            own = {
-                n[len(parent) + 1 :].partition(".")[0] for n in ours if n.startswith(f"{parent}.")
-            }
+            below = (n.removeprefix(f"{parent}.") for n in ours if n.startswith(f"{parent}."))
+            own = {n.partition(".")[0] for n in below}
             found[parent] = count, len(own)
-        size = {"output_features": 0}
-        size |= {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+        size = Counter({key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)})
         divided = "in_features" if text.startswith("RowParallel") else "output_features"
-        size[divided] = size.get(divided, 0) * size.get("tp_size", 1)
-        rows = size.get("org_vocab_size") or size.get("num_embeddings") or size["output_features"]
-        theirs = sorted((rows, size.get("embedding_dim") or size.get("in_features", 0)))
+        size[divided] *= size.get("tp_size", 1)
+        rows = size["org_vocab_size"] or size["num_embeddings"] or size["output_features"]
+        theirs = sorted((rows, size["embedding_dim"] or size["in_features"]))
         here = ours.get(".".join((*path, "weight")), ())
         # Of few key heads each part of a QKVParallelLinear has a copy.
         if theirs[0] and len(here) == 2 and not text.startswith("QKV"):
             found[".".join(path)] = theirs, here
     for name, (there, here) in found.items():
         if there != here and here:
-            expected = "rollout.vllm.urls: expected a server of this run's model"
-            raise ValueError(f"{expected}, {url} has another: {name} is {there} there, {here} here")
+            other = f"{url} has another: {name} is {there} there, {here} here"
+            raise ValueError(f"rollout.vllm.urls: expected a server of this run's model, {other}")
 
 
 # ----------------------------------------------------------------------------------------- groups
-class Group(Protocol):
-    """The trainer, rank 0, and the workers of one server."""
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """From rank 0 to all; returns when it has arrived."""
-
-
 class GlooGroup:
-    """By torch's gloo, on the CPU. Raises RuntimeError when a peer is gone or `seconds` are over.
+    """The trainer, rank 0, and the workers of one server, by torch's gloo on the CPU.
 
-    Args:
-        address, port: where rank 0 is.
-        listener: rank 0's socket there, else None.
+    `listener` is rank 0's socket at `address`, else None. Raises RuntimeError when a peer is gone
+    or `seconds` are over.
     """
 
     def __init__(
@@ -128,14 +116,18 @@ class GlooGroup:
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
             **given,
         )  # fmt: skip
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect((address, 9))
+            own_address = str(probe.getsockname()[0])  # of this machine, seen from there
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = limit
-        options._devices = [gloo.create_device(hostname=own_address(address))]
+        options._devices = [gloo.create_device(hostname=own_address)]
         store = dist.PrefixStore("weights", self.store)
         self.group = gloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
+        """From rank 0 to all; returns when it has arrived."""
         self.group.broadcast([tensor.cpu()], dist.BroadcastOptions()).wait()
 
 
@@ -157,13 +149,6 @@ class NCCLGroup:
             stream = torch.cuda.current_stream()
             self.group.broadcast(tensor, src=0, stream=stream)
             stream.synchronize()
-
-
-def own_address(peer: str) -> str:
-    """Of this machine, as it is seen from `peer`. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))
-        return str(probe.getsockname()[0])
 
 
 def started(work: Callable[[], Result]) -> Future[Result]:

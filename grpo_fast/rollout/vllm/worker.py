@@ -6,6 +6,7 @@ installed beside it, and calls it in each of its processes.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Announced(WeightTransferUpdateInfo):
-    """What comes next, in this order."""
+    """The tensors that come next, in this order."""
 
     names: list[str]
     dtype_names: list[str]
@@ -46,13 +47,10 @@ class GlooWorker(WeightTransferEngine[Meeting, Announced]):
     group: GlooGroup | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
-        parallel = self.parallel_config
+        at, parallel = init_info, self.parallel_config
         before = parallel.data_parallel_index * parallel.world_size
-        rank = init_info.rank_offset + before + parallel.rank
-        self.group = GlooGroup(
-            init_info.master_address, init_info.master_port, rank, init_info.world_size,
-            init_info.seconds,
-        )  # fmt: skip
+        rank = at.rank_offset + before + parallel.rank
+        self.group = GlooGroup(at.master_address, at.master_port, rank, at.world_size, at.seconds)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -79,7 +77,5 @@ class GlooWorker(WeightTransferEngine[Meeting, Announced]):
 
 def register() -> None:
     """Make the backend `gloo` known to vLLM; a second time changes nothing."""
-    try:
+    with suppress(ValueError):  # it is known already
         WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
-    except ValueError:  # it is known already
-        return

@@ -5,14 +5,7 @@ here. Nothing here loads a model, so a typo is refused at once.
 """
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, require
-from grpo_fast.train.config.data import (
-    DataConfig,
-    DynamicSamplingConfig,
-    EvalConfig,
-    HeldOut,
-    RewardConfig,
-    RolloutConfig,
-)
+from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
     CriticConfig,
     KLConfig,
@@ -22,11 +15,10 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
-from grpo_fast.train.config.run import LogConfig, LossSettings, RunConfig
+from grpo_fast.train.config.run import LossSettings, RunConfig
 
 __all__ = [
-    "CriticConfig", "DataConfig", "DynamicSamplingConfig", "EvalConfig", "HeldOut", "KLConfig",
-    "LogConfig", "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive",
-    "ReferenceConfig", "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath",
-    "WarmStartConfig", "home_path", "require",
+    "CriticConfig", "DataConfig", "EvalConfig", "HeldOut", "KLConfig", "LoraConfig", "LossSettings",
+    "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig", "RewardConfig", "RolloutConfig",
+    "RunConfig", "Section", "UserPath", "WarmStartConfig", "home_path", "require",
 ]  # fmt: skip

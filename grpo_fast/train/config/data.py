@@ -92,14 +92,10 @@ class RolloutConfig(Section, Sampling):
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)  # of the engines vllm and vllm-server
 
     @model_validator(mode="after")
-    def _bound_the_kept(self) -> RolloutConfig:
-        """With top_p alone a flat distribution keeps nearly the whole vocabulary."""
+    def _consistent(self) -> RolloutConfig:
+        # With top_p alone a flat distribution keeps nearly the whole vocabulary.
         if self.wants_kept and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
-        return self
-
-    @model_validator(mode="after")
-    def _servers_are_named(self) -> RolloutConfig:
         needed, urls = self.engine == "vllm-server", ", ".join(self.vllm.urls)
         one = f"{'at least one server' if needed else 'none'} for engine: {self.engine}"
         require(needed == bool(urls), "vllm.urls", one, urls or "none")

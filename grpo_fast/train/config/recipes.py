@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, close_to, quoted, read_words, validated
 
@@ -57,13 +57,9 @@ def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[st
     elif os.path.isfile(name_or_path):
         settings = read_yaml_file(name_or_path, where)
     else:
-        raise ValueError(
-            f"recipe: expected one of {', '.join(names)} or a YAML file, "
-            f"came {quoted(name_or_path)}{_nearest_recipe(name_or_path, names)}"
-        )
-    if not isinstance(settings, dict):
-        came = type(settings).__name__
-        raise ValueError(f"{where}: expected a mapping of keys, came {came}")
+        came = f"{quoted(name_or_path)}{_nearest_recipe(name_or_path, names)}"
+        raise ValueError(f"recipe: expected one of {', '.join(names)} or a YAML file, came {came}")
+    require(isinstance(settings, dict), where, "a mapping of keys", type(settings).__name__)
     return settings
 
 

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo_fast.data import is_local
-from grpo_fast.train.config.base import members
+from grpo_fast.train.config.base import members, require
 from grpo_fast.train.config.plain import read_yaml
 
 QUOTED = 200  # characters of a value in a message
@@ -57,8 +57,8 @@ def split_word(word: str) -> tuple[str, str]:
     """`key=text` → key, text. Raises ValueError, quoting the word, for anything else."""
     key, equals, text = word.partition("=")
     parts = key.split(".")
-    if not (equals and all(parts) and len(parts) <= DEEPEST_KEY and key.isprintable()):
-        raise ValueError(f"settings: expected key=value, came {quoted(word)}")
+    fits = equals and all(parts) and len(parts) <= DEEPEST_KEY and key.isprintable()
+    require(fits, "settings", "key=value", quoted(word))
     return key, text
 
 
@@ -70,8 +70,8 @@ def grid_values(word: str) -> tuple[str, list[str]]:
         items = listed.value if listed.end_mark.index == len(text) + 2 else []
     except (yaml.YAMLError, RecursionError):
         items = []  # one value, which is refused where it is read
-    if items and text.rstrip().endswith(","):
-        raise ValueError(f"grid: expected a value between the commas, came {quoted(word)}")
+    fits = not (items and text.rstrip().endswith(","))
+    require(fits, "grid", "a value between the commas", quoted(word))
     slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in items]
     return key, slices if len(slices) > 1 else [text]
 

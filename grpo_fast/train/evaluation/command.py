@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import Example, load_examples, read_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rewards import build_rewards, check_examples, scorer_for
-from grpo_fast.train.config import DataConfig, ModelConfig
+from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, require
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, policy_generate
 from grpo_fast.train.evaluation.settings import (
+    DEFAULT_REWARDS,
     EvalSettings,
     Source,
     complete,
     data_of,
-    is_sampled,
     recipe_of,
-    rewards_of,
 )
 from grpo_fast.train.evaluation.statistics import Paired, paired
 from grpo_fast.train.files import plain_json
@@ -63,10 +62,7 @@ def compare_models(
         mode: {name: paired(a.per_question[name], b.per_question[name]) for name in a.per_question}
         for mode, (a, b) in passes.items()
     }
-    plain = {
-        mode: {name: metric._asdict() for name, metric in metrics.items()}
-        for mode, metrics in found.items()
-    }
+    plain = {m: {name: x._asdict() for name, x in pairs.items()} for m, pairs in found.items()}
     _save({**plain, "models": {"a": first, "b": second}}, settings.out, paired_table(found))
     return found
 
@@ -80,38 +76,25 @@ def _asked(
     recipe = recipe_of(settings, sources, allow_code)
     asked, data = complete(settings, recipe), data_of(settings, recipe)
     tasks = {source.run.data.task: source.name for source in sources if source.run}
-    if len(tasks) > 1:
-        listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
-        raise ValueError(f"task: expected two runs of one task, got {listed}")
+    listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
+    require(len(tasks) <= 1, "task", "two runs of one task", listed)
     configs = [source.model_config_for(asked, allow_code) for source in sources]
     examples = _examples(data, asked, configs[0])
-    rewards = build_rewards(rewards_of(data, recipe))
+    usual = [RewardConfig(name=name) for name in DEFAULT_REWARDS.get(data.task, ())]
+    rewards = build_rewards(recipe.rewards if recipe is not None else usual)
     check_examples(rewards, examples, "test")
-    ask = _questionnaire(examples, data, asked, rewards)
-    passes: dict[str, list[EvalResult]] = {}
-    for config in configs:
-        for mode, result in ask(loading.load_policy(config)).items():
-            passes.setdefault(mode, []).append(result)
-    return passes
-
-
-def _questionnaire(
-    examples: Sequence[Example], data: DataConfig, asked: EvalSettings, rewards: Any
-) -> Callable[[Any], dict[str, EvalResult]]:
-    """A function of a policy: the same questions and random numbers for each that it is given."""
     scorer = scorer_for(data.task, [e.answer for e in examples if e.answer])
-
-    def ask(policy: Any) -> dict[str, EvalResult]:
-        generate = policy_generate(policy, asked)
-        common: dict[str, Any] = {"seed": asked.seed}
-        results = {"greedy": evaluate(generate, examples, rewards, scorer, **common)}
-        if is_sampled(asked):
-            k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
-            common |= {"samples": asked.samples, "temperature": asked.temperature, "k": k}
-            results["sampled"] = evaluate(generate, examples, rewards, scorer, **common)
-        return results
-
-    return ask
+    modes: dict[str, dict[str, Any]] = {"greedy": {}}
+    if asked.is_sampled:
+        k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
+        modes["sampled"] = {"samples": asked.samples, "temperature": asked.temperature, "k": k}
+    passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
+    for config in configs:
+        generate = policy_generate(loading.load_policy(config), asked)
+        for mode, options in modes.items():
+            result = evaluate(generate, examples, rewards, scorer, seed=asked.seed, **options)
+            passes[mode].append(result)
+    return passes
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
@@ -146,16 +129,16 @@ def _check_out(out: str | None) -> None:
     """Refuse a place that cannot be written to before there is anything to write."""
     if out is None:
         return
-    folder = os.path.dirname(out) or "."
-    if not os.path.isdir(folder) or os.path.isdir(out):
-        raise ValueError(f"out: expected a file in a folder that exists, got {out!r}")
-    if not os.access(out if os.path.exists(out) else folder, os.W_OK):
-        raise ValueError(f"out: expected a file that can be written, got {out!r}")
+    folder, came = os.path.dirname(out) or ".", repr(out)
+    fits = os.path.isdir(folder) and not os.path.isdir(out)
+    require(fits, "out", "a file in a folder that exists", came)
+    fits = os.access(out if os.path.exists(out) else folder, os.W_OK)
+    require(fits, "out", "a file that can be written", came)
     if os.path.isfile(out):
         with open(out, "rb") as file:
             begins = file.read(len(RESULTS_BEGIN))
-        if begins not in (b"", RESULTS_BEGIN):
-            raise ValueError(f"out: expected a new file or an earlier evaluation's, got {out!r}")
+        fits = begins in (b"", RESULTS_BEGIN)
+        require(fits, "out", "a new file or an earlier evaluation's", came)
 
 
 def _save(results: dict[str, Any], out: str | None, shown: str) -> None:

@@ -98,7 +98,10 @@ def evaluate(
         fits = len(texts) == len(batch) * samples
         require(fits, "generate", f"{len(batch)}·{samples} texts", len(texts))
         for i, example in enumerate(batch):
-            judged.append(_judge(example, texts[i * samples : (i + 1) * samples], scorer))
+            said = texts[i * samples : (i + 1) * samples]
+            strict, lenient = list(map(scorer.strict, said)), list(map(scorer.lenient, said))
+            gold = None if example.answer is None else scorer.gold(example.answer)
+            judged.append(Judged(example, said, strict, lenient, gold))
         if rewards is not None:
             for name, values in _rewards_of(rewards, batch, texts, samples).items():
                 per_question.setdefault(name, []).extend(values)
@@ -113,10 +116,8 @@ def evaluate(
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and its standard error, sqrt(Σ(v − mean)² / (n−1) / n); NaN where n is too small."""
     n = len(values)
-    if n == 0:
-        return math.nan, math.nan
-    mean = math.fsum(values) / n
-    if n == 1:
+    mean = math.fsum(values) / n if n else math.nan
+    if n < 2:
         return mean, math.nan
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
 
@@ -137,16 +138,6 @@ def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
     """The most frequent answer, the first of equals; None (not found) has no vote."""
     votes = Counter(answer for answer in answers if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None  # max keeps the first of equals
-
-
-def _judge(example: Example, completions: list[str], scorer: Scorer) -> Judged:
-    return Judged(
-        example,
-        completions,
-        [scorer.strict(text) for text in completions],
-        [scorer.lenient(text) for text in completions],
-        None if example.answer is None else scorer.gold(example.answer),
-    )
 
 
 def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]]:

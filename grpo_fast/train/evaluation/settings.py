@@ -14,7 +14,6 @@ from grpo_fast.train.config import (
     HeldOut,
     ModelConfig,
     Positive,
-    RewardConfig,
     RunConfig,
     UserPath,
     home_path,
@@ -59,6 +58,11 @@ class EvalSettings(HeldOut):
     seed: int = 0
     out: UserPath | None = None  # also write the metrics to this JSON file
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a sampled pass follows the greedy one; of completed settings."""
+        return self.samples > 1 or "temperature" in self.model_fields_set
+
 
 class Source(NamedTuple):
     """A model to evaluate: its own folder or hub id, and the run that made it, if it is a run's."""
@@ -73,9 +77,9 @@ class Source(NamedTuple):
         file = os.path.join(folder, "config.yaml")
         if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):
             return cls(model, os.path.join(folder, "model"), load_recipe(file, []))
-        if os.path.isfile(file) and not os.path.isfile(os.path.join(folder, "config.json")):
-            expected = "a run that has ended and saved its model (log.save_model: true)"
-            raise ValueError(f"model: expected {expected}, found no model/ in {model!r}")
+        fits = not os.path.isfile(file) or os.path.isfile(os.path.join(folder, "config.json"))
+        expected = "a run that has ended and saved its model (log.save_model: true)"
+        require(fits, "model", expected, f"no model/ in {model!r}")
         return cls(model, folder, None)
 
     def model_config_for(self, settings: EvalSettings, allow_code: bool) -> ModelConfig:
@@ -94,10 +98,9 @@ def is_model(word: str) -> bool:
 
 def parse_settings(words: Sequence[str]) -> EvalSettings:
     """The settings that words `key=value` make; see `read_words`."""
+    second = "a second model is a folder or a hub id owner/name"
     for word in words:
-        if "=" not in word:
-            second = "a second model is a folder or a hub id owner/name"
-            raise ValueError(f"settings: expected key=value, came {word!r} ({second})")
+        require("=" in word, "settings", "key=value", f"{word!r} ({second})")
     return read_words(EvalSettings, words)
 
 
@@ -111,11 +114,10 @@ def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) ->
         runs = [(settings.recipe, load_recipe(settings.recipe, []))]
     for where, run in runs[:1]:
         for reward in run.rewards:
-            if ":" in reward.name and not allow:
-                raise ValueError(
-                    f"rewards: expected built-in ones in {where}, got {reward.name!r}, whose code "
-                    "would be run; --allow-code allows that to a folder that you trust"
-                )
+            came = f"{reward.name!r}, whose code would be run; --allow-code allows that"
+            came += " to a folder that you trust"
+            fits = allow or ":" not in reward.name
+            require(fits, "rewards", f"built-in ones in {where}", came)
         return run
     return None
 
@@ -136,11 +138,6 @@ def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
     return whole
 
 
-def is_sampled(settings: EvalSettings) -> bool:
-    """Whether completed settings ask for a sampled pass."""
-    return settings.samples > 1 or "temperature" in settings.model_fields_set
-
-
 def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
     """Where the questions come from. Raises ValueError where nothing says it."""
     fields: dict[str, Any] = recipe.data.model_dump() if recipe else {"task": "gsm8k"}
@@ -151,14 +148,7 @@ def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
         value = getattr(settings, name)
         if value is not None:
             fields[name] = value
-    if fields["task"] in ("gsm8k", "jsonl") and not (fields.get("path") or fields.get("name")):
-        whose = f"with task={fields['task']}" if recipe else "for a model without a recipe"
-        raise ValueError(f"data: expected data=<jsonl file, folder or hub id> {whose}, got nothing")
+    whose = f"with task={fields['task']}" if recipe else "for a model without a recipe"
+    fits = fields["task"] not in ("gsm8k", "jsonl") or fields.get("path") or fields.get("name")
+    require(fits, "data", f"data=<jsonl file, folder or hub id> {whose}", "nothing")
     return validated(DataConfig, fields, at="data")
-
-
-def rewards_of(data: DataConfig, recipe: RunConfig | None) -> list[RewardConfig]:
-    """The recipe's rewards, or those of the task."""
-    if recipe is not None:
-        return recipe.rewards
-    return [RewardConfig(name=name) for name in DEFAULT_REWARDS[data.task]]

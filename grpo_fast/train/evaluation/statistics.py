@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.train.config import require
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 
 GRID = 1e-9  # of the largest difference: sums that are closer are one
@@ -39,9 +40,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
     Raises ValueError for lists of different lengths.
     """
-    if len(a) != len(b):
-        expected = "expected one value of each model per question"
-        raise ValueError(f"paired: {expected}, got {len(a)} and {len(b)}")
+    came = f"{len(a)} and {len(b)}"
+    require(len(a) == len(b), "paired", "one value of each model per question", came)
     both = [pair for pair in zip(a, b, strict=True) if not any(map(math.isnan, pair))]
     differences = [second - first for first, second in both]
     mean, error = mean_and_error(differences)

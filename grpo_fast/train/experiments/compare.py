@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import grid_values
 from grpo_fast.train.evaluation.evaluate import mean_and_error
@@ -41,7 +41,7 @@ COLUMNS = {
 class Arm(NamedTuple):
     """One setting of the grid."""
 
-    name: str  # of its folder and in the picture
+    name: str  # of its folder and in the picture, such as loss_type=grpo,advantages=max
     values: dict[str, str]  # key of the grid → value
     runs: list[RunConfig]  # one for each seed, each with its own output_dir
 
@@ -59,10 +59,15 @@ class Comparison:
         """The runs of an arm that came to their end, in the order of `rows`."""
         return [config for config in arm.runs if config.output_dir not in self.failed]
 
+    def values(self, arm: Arm, metric: str) -> list[float | None]:
+        """Of each run, the mean over the last tenth of the metric, at least its last value."""
+        found = [series(rows, metric) for rows in self.rows[arm.name]]
+        tails = [points[-max(1, len(points) // 10) :] for points in found]
+        return [sum(v for _, v in tail) / len(tail) if tail else None for tail in tails]
+
     def cell(self, arm: Arm, metric: str) -> tuple[float, float] | None:
         """Mean over the seeds and its standard error (NaN for one seed)."""
-        found = [last_tenth(series(rows, metric)) for rows in self.rows[arm.name]]
-        values = [value for value in found if value is not None]
+        values = [value for value in self.values(arm, metric) if value is not None]
         return mean_and_error(values) if values else None
 
 
@@ -119,40 +124,32 @@ def compare(
 
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
     """Every setting of the grid with its configurations. Raises ValueError for one refused."""
-    if seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {seeds}")
+    require(seeds >= 1, "seeds", "at least 1", seeds)
     parsed = [grid_values(word) for word in words]
     axes = {key: values for key, values in parsed if len(values) > 1}
     common = [word for word, (_, values) in zip(words, parsed, strict=True) if len(values) == 1]
-    if len({key for key, _ in parsed}) != len(parsed):
-        raise ValueError(f"settings: expected each key once, got {' '.join(words)}")
+    fits = len({key for key, _ in parsed}) == len(parsed)
+    require(fits, "settings", "each key once", " ".join(words))
     recipes = recipe.split(",")
     count = seeds * math.prod(map(len, [recipes, *axes.values()]))
-    if count > MOST_RUNS:
-        raise ValueError(f"grid: expected at most {MOST_RUNS} runs, got {count}")
+    require(count <= MOST_RUNS, "grid", f"at most {MOST_RUNS} runs", count)
     arms = []
     for chosen, *values in itertools.product(recipes, *axes.values()):
         setting = dict(zip(axes, values, strict=True))
         first = load_recipe(chosen, [*common, *(f"{key}={x}" for key, x in setting.items())])
         if len(recipes) > 1:
             setting = {"recipe": Path(chosen).stem, **setting}
-        name = arm_name(setting, chosen)
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items()]
+        name = re.sub(r"[^\w.+=,-]+", "-", ",".join(parts) or Path(chosen).stem)[:120]
         runs = []
         for index in range(seeds):
             place = folder / name / f"seed-{first.seed + index}"
             changes = {"seed": first.seed + index, "output_dir": str(place)}
             runs.append(first.model_copy(update=changes))
         arms.append(Arm(name, setting, runs))
-    if len({arm.name for arm in arms}) != len(arms):
-        raise ValueError(f"grid: expected settings that differ, got {' '.join(words)}")
+    fits = len({arm.name for arm in arms}) == len(arms)
+    require(fits, "grid", "settings that differ", " ".join(words))
     return arms
-
-
-def arm_name(values: dict[str, str], recipe: str) -> str:
-    """`loss_type=grpo,advantages=max`, as a folder's name."""
-    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in values.items()]
-    name = ",".join(parts) or Path(recipe).stem
-    return re.sub(r"[^\w.+=,-]+", "-", name)[:120]
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -177,19 +174,17 @@ def is_finished(config: RunConfig) -> bool:
     return (folder / "summary.json").is_file()
 
 
-def last_tenth(points: list[tuple[float, float]]) -> float | None:
-    """The mean over the last tenth of a series, at least its last value; None of an empty one."""
-    values = [value for _, value in points[-max(1, len(points) // 10) :]]
-    return sum(values) / len(values) if values else None
-
-
 def table(found: Comparison) -> str:
     """A line for each setting: mean ± standard error over the seeds."""
     runs = [run for arm in found.arms for run in found.rows[arm.name]]
     shown = [name for name, metric in COLUMNS.items() if compare_plot.is_telling(runs, metric)]
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
     for arm in found.arms:
-        cells = [_cell(found.cell(arm, COLUMNS[name])) for name in shown]
+        cells = []
+        for name in shown:
+            mean, error = found.cell(arm, COLUMNS[name]) or (None, math.nan)
+            spread = f" ± {error:.2g}" if error == error else ""
+            cells.append("–" if mean is None else f"{mean:.4g}{spread}")
         count = len(found.rows[arm.name])
         lost = f" ({len(arm.runs) - count} failed)" if count < len(arm.runs) else ""
         lines.append(" | ".join([f"| {arm.name}", *cells, f"{count}{lost} |"]))
@@ -200,21 +195,10 @@ def numbers(found: Comparison) -> dict[str, Any]:
     """The table's values, seed by seed; a run that failed has none."""
     arms = [
         {
-            "setting": arm.name,
-            "values": arm.values,
+            "setting": arm.name, "values": arm.values,
             "seeds": [config.seed for config in found.done(arm)],
-            "metrics": {
-                metric: [last_tenth(series(rows, metric)) for rows in found.rows[arm.name]]
-                for metric in COLUMNS.values()
-            },
+            "metrics": {name: found.values(arm, name) for name in COLUMNS.values()},
         }
         for arm in found.arms
-    ]
+    ]  # fmt: skip
     return plain_json({"recipe": found.recipe, "arms": arms, "failed": found.failed})
-
-
-def _cell(found: tuple[float, float] | None) -> str:
-    if found is None:
-        return "–"
-    mean, error = found
-    return f"{mean:.4g}" + (f" ± {error:.2g}" if error == error else "")

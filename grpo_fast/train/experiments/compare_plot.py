@@ -85,9 +85,8 @@ def draw(axes: Axes, lines: dict[str, list[Rows]], metric: str) -> None:
         if not middle:
             continue
         color = COLORS[index % len(COLORS)]
-        steps = [step for step, _ in middle]
+        steps, values = zip(*middle, strict=True)
         dash = "-" if index < len(COLORS) else "--"
-        values = [value for _, value in middle]
         axes.plot(steps, values, dash, color=color, linewidth=1.7, label=label.replace("$", r"\$"))
         axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
     if metric == "grad_variance":
@@ -100,8 +99,7 @@ def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[flo
     """Mean over the runs at each step that any of them logged, and mean ∓ one standard error."""
     at: dict[float, list[float]] = defaultdict(list)
     for points in runs:
-        smoothed = points if metric.startswith("eval_") else smooth(points)
-        for step, value in smoothed:
+        for step, value in points if metric.startswith("eval_") else smooth(points):
             at[step].append(value)
     middle, low, high = [], [], []
     for step in sorted(at):

@@ -17,6 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 from grpo_fast.data import load_examples, task_symbols
 from grpo_fast.data.pairs import Pair, pairs_of
 from grpo_fast.rewards.reward_model import encode_pairs, padded, positions, set_padding
+from grpo_fast.train.config import require
 from grpo_fast.train.config.recipes import save_config
 from grpo_fast.train.config.reward_model import RewardModelConfig
 from grpo_fast.train.evaluation.evaluate import mean_and_error
@@ -129,11 +130,8 @@ def held_out_margins(
 def accuracy_line(summary: dict[str, float]) -> str:
     """`held-out pairs: 97.3% ± 1.0 in the right order (n=256, ± one standard error)`."""
     share, error = (100 * summary[name] for name in ("eval_accuracy", "eval_accuracy_se"))
-    n = summary["eval_n"]
-    return (
-        f"held-out pairs: {share:.1f}% ± {error:.1f} in the right order "
-        f"(n={n:.0f}, ± one standard error)"
-    )
+    count = f"(n={summary['eval_n']:.0f}, ± one standard error)"
+    return f"held-out pairs: {share:.1f}% ± {error:.1f} in the right order {count}"
 
 
 def _pairs(config: RewardModelConfig, split: str) -> Sequence[Pair]:
@@ -145,12 +143,10 @@ def _pairs(config: RewardModelConfig, split: str) -> Sequence[Pair]:
 
 def _check_lengths(tokenizer: Any, pairs: Sequence[Pair], model: Any) -> None:
     room = positions(model)
+    expected = f"at most {room} tokens (max_position_embeddings of the model) in a pair"
     for pair in pairs:
         longest = max(map(len, encode_pairs(tokenizer, [pair.prompt] * 2, pair[1:3])))
-        if longest > room:
-            expected = f"at most {room} tokens (max_position_embeddings of the model)"
-            shown = str(pair.prompt)[:60]
-            raise ValueError(f"data: expected {expected} in a pair, got {longest} in {shown!r}")
+        require(longest <= room, "data", expected, f"{longest} in {str(pair.prompt)[:60]!r}")
 
 
 def _arguments(config: RewardModelConfig, folder: Path) -> TrainingArguments:

@@ -129,9 +129,10 @@ def predict(
     activation = DTYPE_BYTES[model.autocast or model.dtype]
     copies = activation if model.autocast else 0  # autocast keeps a 16-bit copy of the weights
     kept, working, tile = _per_token(shape, model, activation, device == "cpu")
-    head_sum = _head_sum(shape, model, activation)
-    logits, row = workspace_bytes(torch.device(device)), 4 * shape.vocab
-    one_chunk_rows = 0
+    frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
+    head = 0 if model.lora is not None or frozen else shape.vocab * shape.hidden
+    head_sum = 4 * head if activation < 4 else 0  # 16 bits are summed in fp32
+    logits, row, one_chunk_rows = workspace_bytes(torch.device(device)), 4 * shape.vocab, 0
     if device == "cuda" and (model.autocast or model.dtype) == "bfloat16":
         row = 2 * shape.vocab  # exponentials
         one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
@@ -142,7 +143,7 @@ def predict(
         reference=shape.parameters * weight if reference and model.lora is None else 0,
         logits=logits,
         logits_row=row,
-        head_gradient=_head_gradient(shape, model, activation),
+        head_gradient=head * activation,
         head_sum=head_sum,
         one_chunk_rows=one_chunk_rows if head_sum else 0,
         kept_per_token=kept,
@@ -180,17 +181,6 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     # Layers behind the last checkpoint are released before that one is computed again.
     last_is_checkpointed = (layers - 1) % every == 0
     return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
-
-
-def _head_gradient(shape: Shape, model: ModelConfig, e: int) -> int:
-    """Bytes in the weight's dtype; 0 for a head that is frozen."""
-    frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
-    return 0 if model.lora is not None or frozen else shape.vocab * shape.hidden * e
-
-
-def _head_sum(shape: Shape, model: ModelConfig, e: int) -> int:
-    """Bytes of its sum, where 16 bits are summed in fp32."""
-    return 4 * _head_gradient(shape, model, e) // e if e < 4 else 0
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str) -> Memory:

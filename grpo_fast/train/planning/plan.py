@@ -14,7 +14,7 @@ from pydantic import Field
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.model_files import check_fields, check_files
-from grpo_fast.train.config import RunConfig, Section
+from grpo_fast.train.config import RunConfig, Section, require
 from grpo_fast.train.config.recipes import load_settings, parse_config, recipe_names
 from grpo_fast.train.config.words import own_words, read_words, set_key
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
@@ -216,7 +216,6 @@ def _transformers_config(run: RunConfig) -> Any:
 
 
 def _gpu_here() -> float:
-    if not torch.cuda.is_available():
-        expected = "expected gpu=<GB of the GPU's memory>, for example gpu=141"
-        raise ValueError(f"gpu: {expected}; there is no GPU here")
+    expected = "gpu=<GB of the GPU's memory>, for example gpu=141"
+    require(torch.cuda.is_available(), "gpu", expected, "none, and there is no GPU here")
     return torch.cuda.get_device_properties(0).total_memory / 1e9

@@ -90,11 +90,11 @@ class Rows:
         """(r, V) bool: what rows were drawn from; an empty row is the whole vocabulary."""
         kept = self.drawn.kept
         assert kept is not None
-        mask = torch.zeros(self.z.shape, dtype=torch.bool)
+        mask = torch.zeros_like(self.z, dtype=torch.bool)
         for row in range(len(self.z)):
             start, end = kept.offsets[self.first + row :][:2].tolist()
             mask[row, kept.ids[start:end].long() if end > start else slice(None)] = True
-        return mask.to(self.z.device)
+        return mask
 
 
 def log_kept_mass(

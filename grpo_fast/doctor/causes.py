@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grpo_fast.doctor import models
 from grpo_fast.doctor.prompts import LEFT, REORDERED, RIGHT, TEMPLATES
@@ -37,6 +37,10 @@ ADVICE = {
     TIED: "the engine makes logits by the embedding's weight: compare tie_word_embeddings",
     TOKENS: "the engine read the prompts otherwise ({}): send it token ids, or text with "
             "add_special_tokens as the template leaves it",
+    TEMPERATURE: "the engine {} temperature {:.4g}, it was asked for {:.4g}: see that its own "
+                 "defaults (generation_config.json) do not win",
+    TRUNCATION: "the engine truncates ({}) though it was not asked to: its own defaults win (vLLM: "
+                "--generation-config vllm)",
     TEMPLATE: "the engine read the prompts with {}: send it token ids, or use one template",
     PADDING: "the engine reads {} as part of the prompt: give it the attention mask, or do not pad",
     ORDER: "the engine's answers belong to other prompts: match them by index, not by arrival",
@@ -50,6 +54,10 @@ ADVICE = {
     FORWARD: "the model's own forward pass agrees with the engine, the trainer's packed rows or "
              "fused head do not: a bug here, worth a report with this table",
 }  # fmt: skip
+LOSS = "the loss is computed at temperature {:.4g}, the engine samples at {:.4g} as it was asked " \
+       "to: leave loss.temperature out"  # fmt: skip
+ASKED = "top_k={} top_p={:g} leave a part of the vocabulary, the loss looks at all of it: hand " \
+        "it the kept tokens{} (rollout.replay_support: auto), or do not truncate"  # fmt: skip
 VERSIONS = "{} of {} completions carry another version of the weights than the engine was given: " \
            "wait for its update before it samples"  # fmt: skip
 CUT_OFF = "{} of {} completions stop early without an EOS, or go on behind one: give the engine " \
@@ -88,18 +96,20 @@ def told(
 ) -> tuple[str, str]:
     """The name of the cause that a field of the engine's view stands for, and what to change."""
     name, value = name_of(recomputed, view, field), getattr(view, field)
-    what = str(value).removeprefix("torch.")
-    if field == "temperature":
+    what: Any = str(value).removeprefix("torch.")
+    if name == TEMPERATURE:
         return _about_temperature(recomputed, base, view, sampling)
+    if name == TRUNCATION and sampling.truncates:
+        known = "" if recomputed.drawn.kept is None else ", which the engine names"
+        return name, ASKED.format(sampling.top_k, sampling.top_p, known)
     if name == TRUNCATION:
-        return name, _about_truncation(recomputed, view, sampling)
-    if name == PENALTY:
-        what = f"{value[0]}={value[1]:.4g}"
-    elif name == CAP:
-        what = "None" if value[1] is None else f"{value[1]:.4g}"
+        named = () if isinstance(value, str) else value._asdict().items()
+        what = " ".join(f"{k}={x:.4g}" for k, x in named) or "to tokens that it names"
+    elif name == PENALTY:
+        what = "{}={:.4g}".format(*value)
     elif name == LOGIT_BIAS:
-        what = f"(id {value[1][0]}) {value[1][1]:.4g}"
-    elif name == ENDS:
+        what = "(id {}) {:.4g}".format(*value[1])
+    elif name in (CAP, ENDS):
         what = value[1]
     elif name == SHIFTED:
         what = "behind" if value > 0 else "before"
@@ -111,10 +121,7 @@ def _about_temperature(
 ) -> tuple[str, str]:
     asked, came = sampling.temperature, view.temperature
     if came == asked:
-        return TEMPERATURE, (
-            f"the loss is computed at temperature {base.temperature:.4g}, the engine samples at "
-            f"{asked:.4g} as it was asked to: leave loss.temperature out"
-        )
+        return TEMPERATURE, LOSS.format(base.temperature, asked)
     gain = recomputed.logps(view._replace(temperature=asked)) - recomputed.logps(view)
     ratio = float(gain.nansum())  # log-likelihood of the drawn tokens, as asked over as told
     if came == 1 and ratio > SURE:
@@ -122,23 +129,4 @@ def _about_temperature(
     does = "reports log-probabilities of" if ratio > SURE else "samples at"
     if abs(ratio) <= SURE:
         does = "samples at, or only reports (more tokens would tell),"
-    return TEMPERATURE, (
-        f"the engine {does} temperature {came:.4g}, it was asked for {asked:.4g}: see that its "
-        "own defaults (generation_config.json) do not win"
-    )
-
-
-def _about_truncation(recomputed: Recomputed, view: View, sampling: Sampling) -> str:
-    if sampling.truncates:
-        known = "" if recomputed.drawn.kept is None else ", which the engine names"
-        return (
-            f"top_k={sampling.top_k} top_p={sampling.top_p:g} leave a part of the vocabulary, the "
-            f"loss looks at all of it: hand it the kept tokens{known} (rollout.replay_support: "
-            "auto), or sample without truncation"
-        )
-    named = () if isinstance(view.truncation, str) else view.truncation._asdict().items()
-    what = " ".join(f"{name}={value:.4g}" for name, value in named) or "to tokens that it names"
-    return (
-        f"the engine truncates ({what}) though it was not asked to: its own defaults win (vLLM: "
-        "--generation-config vllm)"
-    )
+    return TEMPERATURE, ADVICE[TEMPERATURE].format(does, came, asked)

@@ -1,24 +1,113 @@
-"""`grpo-fast doctor`: self-tests of this machine, and a rollout engine against the trainer."""
+"""`grpo-fast doctor`: self-tests, a rollout engine against the trainer, and the report of both."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from grpo_fast.data import load_examples
+from grpo_fast.data import escape_control, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.doctor.diagnosis import Diagnosis, diagnose
-from grpo_fast.doctor.report import Report
-from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
-from grpo_fast.doctor.selftest_runs import run_checks
+from grpo_fast.doctor.recompute import BAND
+from grpo_fast.doctor.selftest import Check, self_checks
 from grpo_fast.doctor.settings import Words
 from grpo_fast.rollout import build_engine
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.files import plain_json
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
+
+NUMBERS = "error", "allowed", "nats per token", "before", "without it"  # columns of the tables
+
+
+class Report(NamedTuple):
+    """Self-tests and, where a model was given, what its engine does."""
+
+    checks: Sequence[Check]
+    title: str = ""  # the engine and the model
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks) and (
+            self.diagnosis is None or self.diagnosis.ok
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; numbers that are not finite are null."""
+        checks = [{**check._asdict(), "ok": check.ok} for check in self.checks]
+        found = self.diagnosis
+        told = None if found is None else {
+            **found._asdict(), "ok": found.ok,
+            "causes": [x._asdict() for x in found.causes],
+            "own_noise": [x._asdict() for x in found.own_noise],
+        }  # fmt: skip
+        return plain_json({"ok": self.ok, "checks": checks, "title": self.title, "diagnosis": told})
+
+
+def show(found: Report, *, as_json: bool) -> None:
+    """Print a report: tables, or one JSON object."""
+    from rich.console import Console
+
+    if as_json:
+        print(json.dumps(found.as_json()))
+        return
+    tables = [_checks(found.checks)] if found.checks else []
+    if found.diagnosis is not None:
+        tables += [_summary(found.title, found.diagnosis), _causes(found.diagnosis)]
+    for table in tables:
+        Console().print(table)
+
+
+def _checks(checks: Sequence[Check]) -> Any:
+    table = _table("This machine", "self-test", "error", "allowed", "")
+    for check in checks:
+        row = ["—", "—", "not here"]
+        if check.error is not None:
+            row = [_short(check.error), _short(check.bound), "ok" if check.ok else "FAILED"]
+        name = f"{check.name}: {check.note}" if check.note else check.name
+        table.add_row(escape_control(name), *row)
+    return table
+
+
+def _summary(title: str, found: Diagnosis) -> Any:
+    table = _table(escape_control(title), "engine against trainer", "nats per token", "")
+    allowed = f"{'ok' if found.ok else 'TOO MUCH'}, allowed {found.threshold:.1e}"
+    table.add_row(f"mean difference of {found.tokens} tokens", f"{found.mean:.2e}", allowed)
+    table.add_row("largest", f"{found.largest:.2e}", "")
+    table.add_row("the trainer's forward pass from the model's own", f"{found.own:.2e}", "")
+    for noise in found.own_noise:
+        what = f"the trainer's own noise in {noise.dtype}: the same tokens in other packs"
+        outside = f"{noise.share:.2%} of ratios leave [{BAND[0]}, {BAND[1]}]"
+        table.add_row(what, f"{noise.mean:.2e}", outside)
+    return table
+
+
+def _causes(found: Diagnosis) -> Any:
+    table = _table("", "cause", "before", "without it", "what to change")
+    for cause in found.causes:
+        advice = escape_control(cause.advice)
+        table.add_row(cause.name, f"{cause.before:.2e}", f"{cause.after:.2e}", advice)
+    table.add_row("what is left", f"{found.left:.2e}", "", found.rest)
+    return table
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=SIMPLE)
+    for name in columns:
+        is_number = name in NUMBERS
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
+    return table
+
+
+def _short(number: float) -> str:
+    return f"{number:.1e}" if number else "0"
 
 
 def examine(words: Sequence[str]) -> Report:
@@ -40,27 +129,10 @@ def examine(words: Sequence[str]) -> Report:
     return Report(checks, title, diagnosis)
 
 
-def show(found: Report, *, as_json: bool) -> None:
-    """Print a report: tables, or one JSON object."""
-    if as_json:
-        print(json.dumps(found.as_json()))
-        return
-    from rich.console import Console
-
-    for table in found.tables():
-        Console().print(table)
-
-
 def _working(what: str) -> Any:
     from rich.console import Console
 
     return Console(stderr=True).status(what)  # nothing where stderr is no terminal
-
-
-def self_checks() -> list[Check]:
-    """Every self-test, on the device that training would take."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [*kernel_checks(device), *attention_checks(device), *run_checks(device)]
 
 
 def examine_engine(asked: Words) -> Diagnosis:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from grpo_fast.data import Prompt
@@ -101,9 +100,8 @@ def diagnose(
     if found.causes or found.left <= found.noise:
         return found
     words = _ignored_update(sample, rollout, base, policy, version, found.noise)
-    return found._replace(
-        causes=[Cause(causes.STALE, words, found.left, found.left)] if words else []
-    )
+    stale = [Cause(causes.STALE, words, found.left, found.left)] if words else []
+    return found._replace(causes=stale)
 
 
 def _told(
@@ -170,10 +168,13 @@ def _ignored_update(
     noise: float,
 ) -> str | None:
     """Send other weights, and say whether the engine's answers show that they did not arrive."""
+    weight = policy.lm.get_output_embeddings().weight.data
+    saved = weight.clone()
     try:
-        with _scaled_head(policy):
-            second = sample(policy, version + 1)
+        weight.mul_(OTHER)
+        second = sample(policy, version + 1)
     finally:
+        weight.copy_(saved)  # bit for bit
         sample(policy, version + 2)  # the engine is left with the policy's weights
     pairs = zip(first.sampling_logps, second.sampling_logps, strict=True)
     same = [a == b for a, b in zip(first.completion_ids, second.completion_ids, strict=True)]
@@ -183,18 +184,6 @@ def _ignored_update(
     sent = second.prompt_ids[:: len(same) // len(set(map(tuple, second.prompt_ids)))]
     again = Recomputed(policy, second, {AS_SENT: sent})
     return causes.BEHIND if again.difference(base._replace(truncation=None)) <= noise else None
-
-
-@contextmanager
-def _scaled_head(policy: Policy) -> Iterator[None]:
-    """The policy with another head, and afterwards its own again, bit for bit."""
-    weight = policy.lm.get_output_embeddings().weight.data
-    saved = weight.clone()
-    weight.mul_(OTHER)
-    try:
-        yield
-    finally:
-        weight.copy_(saved)
 
 
 def _not_found(recomputed: Recomputed, view: View) -> str:

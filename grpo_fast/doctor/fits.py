@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,52 +15,48 @@ from grpo_fast.doctor.view import Truncation, View
 FINEST = 1e-4  # relative step of a number that is fitted
 WORTH = 0.5  # of the difference at most, after two looks, for a number to be fitted further
 POINTS = 17  # numbers that are tried at a time
-EDITS = {REPETITION: (0.5, 2.0), PRESENCE: (0.01, 4.0), FREQUENCY: (0.01, 4.0),
-         SOFTCAP: (0.5, 200.0)}  # fmt: skip
 TEMPERATURES = 0.25, 4.0  # times the trainer's
 LENGTHS = 64  # min_tokens up to this are told apart
+RANGES: tuple[tuple[str, Callable[[float], Any], float, float], ...] = (
+    ("edit", lambda x: (REPETITION, x), 0.5, 2.0),
+    ("edit", lambda x: (PRESENCE, x), 0.01, 4.0),
+    ("edit", lambda x: (FREQUENCY, x), 0.01, 4.0),
+    ("edit", lambda x: (SOFTCAP, x), 0.5, 200.0),
+    ("truncation", lambda x: Truncation(top_k=int(x)), 0.9, 1e5),
+    ("truncation", lambda x: Truncation(top_p=1 - x), 1e-4, 0.98),
+    ("truncation", lambda x: Truncation(min_p=x), 1e-4, 0.95),
+)  # a field of the view, its value of a number, and where the number lies
 
 
 def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterator[View]:
     """The views whose number, in one of these fields, fits what the engine says best."""
-    made = view._replace
-    ways: list[tuple[Callable[[float], View], tuple[float, float]]] = []
-    if "temperature" in fields:
-        low, high = (x * view.temperature for x in TEMPERATURES)
-        ways.append((lambda x: made(temperature=x), (low, high)))
     if "edit" in fields:
-        ways += [(partial(_edited, view, kind), ends) for kind, ends in EDITS.items()]
         longest = min(max(recomputed.rollout.lengths), LENGTHS)
-        banned = [_edited(view, NO_EOS, n) for n in range(1, longest + 1)]
+        banned = [view._replace(edit=(NO_EOS, n)) for n in range(1, longest + 1)]
         recomputed.compute(banned)
         yield min(banned, key=recomputed.difference)
         yield biased(recomputed, view)
-    if "truncation" in fields:
-        ways.append((lambda x: made(truncation=Truncation(top_k=int(x))), (0.9, 1e5)))
-        ways.append((lambda x: made(truncation=Truncation(top_p=1 - x)), (1e-4, 0.98)))
-        ways.append((lambda x: made(truncation=Truncation(min_p=x)), (1e-4, 0.95)))
+    low, high = (x * view.temperature for x in TEMPERATURES)
     most = WORTH * recomputed.difference(view)
-    for view_of, ends in ways:  # the trainer's temperature lies inside: 0.701 begins as no gain
-        is_temperature = view_of(ends[0]).temperature != view.temperature
-        found = fitted(recomputed, view_of, *ends, math.inf if is_temperature else most)
-        if found is not None:
-            yield found
-
-
-def _edited(view: View, kind: str, value: float) -> View:
-    return view._replace(edit=(kind, value))
+    for field, made, start, end in (("temperature", float, low, high), *RANGES):
+        if field in fields:  # the trainer's temperature lies inside: 0.701 begins as no gain
+            worth = math.inf if field == "temperature" else most
+            found = fitted(recomputed, view, field, made, start, end, worth)
+            if found is not None:
+                yield found
 
 
 def fitted(
-    recomputed: Recomputed,
-    view_of: Callable[[float], View],
-    low: float,
-    high: float,
-    most: float = math.inf,
-) -> View | None:
+    recomputed: Recomputed, view: View, field: str, made: Callable[[float], Any],
+    low: float, high: float, most: float = math.inf,
+) -> View | None:  # fmt: skip
     """The view with the number that fits best; None at an end of the range, which is no finding,
     and where it leaves more than `most` after the second look.
     """
+
+    def view_of(number: float) -> View:
+        return view._replace(**{field: made(number)})
+
     ends, looks = (low, high), 0
     while high / low > 1 + FINEST:
         values = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)]

@@ -36,10 +36,10 @@ def variants(policy: Policy, previous: Policy | None) -> dict[str, Variant]:
     if policy.model is not policy.lm:
         found["the model without its adapter"] = Variant(ADAPTER, partial(_plain, policy, False))
     if (policy.autocast or policy.head.weight.dtype) == torch.float32:
-        found["bfloat16"] = Variant(DTYPE, partial(cast, policy, torch.bfloat16))
-        found["float16"] = Variant(DTYPE, partial(cast, policy, torch.float16))
-    found["int8"] = Variant(QUANTIZED, partial(_quantized, policy, _int8))
-    found["fp8"] = Variant(QUANTIZED, partial(_quantized, policy, _fp8))
+        for dtype in (torch.bfloat16, torch.float16):
+            found[str(dtype)] = Variant(DTYPE, partial(cast, policy, dtype))
+    for name, rounded in (("int8", _int8), ("fp8", _fp8)):
+        found[name] = Variant(QUANTIZED, partial(_quantized, policy, rounded))
     for cause, name, fields in _settings(policy.lm.config.get_text_config()):
         found[name] = Variant(cause, partial(with_config, policy, fields))
     return found

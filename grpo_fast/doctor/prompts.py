@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from grpo_fast.data import Prompt
@@ -14,22 +13,23 @@ TEMPLATED, UNTEMPLATED = "chat template on top", "no chat template"
 UNPROMPTED, SYSTEM = "no generation prompt", "a system prompt of its own"
 TEMPLATES = (TEMPLATED, UNTEMPLATED, UNPROMPTED, SYSTEM)
 LEFT, RIGHT = "padding on the left", "padding on the right"
-SYSTEM_PROMPT = "You are a helpful assistant."  # of many templates and serving examples
+HELPFUL = {"role": "system", "content": "You are a helpful assistant."}  # of many templates
 BEHIND = ("\n", " ", "\n\n")  # what a text ends with before it is tokenized
 
 Ids = list[list[int]]
+Way = Callable[[Prompt, list[int]], list[int]]
 
 
 def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> dict[str, Ids]:
     """Name → every prompt's token ids so read: those sent first, and no two alike."""
     found = {AS_SENT: [list(tokens) for tokens in ids]}
     bos = getattr(tokenizer, "bos_token_id", None)
-    ways: dict[str, Callable[[Prompt, list[int]], list[int]]] = {
+    ways: dict[str, Way] = {
         BOS_TWICE: lambda _, t: t if bos is None else [bos, *t],
         NO_BOS: lambda _, t: t[1:] if t[0] == bos else t,
         AGAIN: lambda _, t: tokenizer(tokenizer.decode(t))["input_ids"],
         TEMPLATED: lambda p, t: _chat(tokenizer, _asked(p)) if isinstance(p, str) else t,
-        SYSTEM: lambda p, _: _chat(tokenizer, [_system(), *_asked(p)]),
+        SYSTEM: lambda p, _: _chat(tokenizer, [HELPFUL, *_asked(p)]),
         UNTEMPLATED: lambda p, t: t if isinstance(p, str) else _plain(tokenizer, p),
         UNPROMPTED: lambda p, t: t if isinstance(p, str) else _chat(tokenizer, p, opens=False),
         "without its first token": lambda _, t: t[1:],
@@ -37,11 +37,11 @@ def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> d
     }
     for name in ("bos", "eos", "pad"):
         token = getattr(tokenizer, f"{name}_token_id", None)
-        ways[f"{name} in front"] = partial(_joined, front=[token])
-        ways[f"{name} at its end"] = partial(_joined, behind=[token])
+        ways[f"{name} in front"] = _beside([token], [])
+        ways[f"{name} at its end"] = _beside([], [token])
     for text in BEHIND:
         more = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ways[f"{text!r} at its end"] = partial(_joined, behind=more)
+        ways[f"{text!r} at its end"] = _beside([], more)
     longest = max(map(len, ids))
     ways[LEFT] = lambda _, t: [pad] * (longest - len(t)) + t
     ways[RIGHT] = lambda _, t: t + [pad] * (longest - len(t))
@@ -60,17 +60,13 @@ def _asked(prompt: Prompt) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def _system() -> dict[str, str]:
-    return {"role": "system", "content": SYSTEM_PROMPT}
+def _beside(front: list[Any], behind: list[Any]) -> Way:
+    return lambda _, tokens: [*front, *tokens, *behind]
 
 
 def _plain(tokenizer: Any, messages: Any) -> list[int]:
     ids: list[int] = tokenizer("\n".join(part["content"] for part in messages))["input_ids"]
     return ids
-
-
-def _joined(_: Prompt, tokens: list[int], *, front: Any = (), behind: Any = ()) -> list[int]:
-    return [*front, *tokens, *behind]
 
 
 def _chat(tokenizer: Any, messages: Any, *, opens: bool = True) -> list[int]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_fast import linear_logps
-from grpo_fast.attention import Head, pack_groups, plan_packs
+from grpo_fast import Support, linear_logps
+from grpo_fast.attention import Head
 from grpo_fast.doctor.models import cast, variants
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED, Ids
 from grpo_fast.doctor.rows import ROWS, Drawn, Rows
 from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, View
-from grpo_fast.kernels.support import Support
-from grpo_fast.rollout import Kept, Rollout
+from grpo_fast.rollout import Rollout
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.update.batch import StepBatch, support_of
 
 BUDGET = 8192  # trunk tokens of a packed row
 PROMPTS = 16  # up to which every prompt is tried for every completion
@@ -25,7 +26,7 @@ BAND = 0.9, 1.1  # of a ratio, about as wide as PPO's clip
 
 
 class Noise(NamedTuple):
-    """The trainer against itself: the same tokens in packs of another size and order."""
+    """The trainer against itself: the same tokens, each completion in a pack of its own."""
 
     dtype: str
     mean: float  # of the absolute difference, nats per token
@@ -54,7 +55,8 @@ class Recomputed:
             torch.tensor([t for ids in rollout.completion_ids for t in ids], device=policy.device),
             torch.cat([torch.arange(n) for _, n in pairs]).to(policy.device),
             [prompt for prompt, n in pairs for _ in range(n)],
-            sorted(policy.eos_ids), joined(rollout.kept),
+            sorted(policy.eos_ids),
+            support_of(rollout, range(len(rollout.completion_ids)), policy.device),
         )  # fmt: skip
         self._moved: dict[str, Ids] = {}  # each prompt in the place of another
         self._states: dict[tuple[str, str], tuple[Tensor, Head]] = {}
@@ -82,13 +84,9 @@ class Recomputed:
                 self._found[view] = self._shifted(view)
             elif view.reading == REORDERED:
                 self._found[view] = self._answers(view)
-            elif view == View(view.temperature, view.truncation) and view.truncation in (
-                None,
-                KEPT,
-            ):
+            elif view == View(view.temperature, KEPT if view.truncation == KEPT else None):
                 support = self.drawn.kept if view.truncation == KEPT else None
-                states, head = self._hidden(view)
-                self._found[view] = self._fused(states, head, view.temperature, support)
+                self._found[view] = self._fused(*self._hidden(view), view.temperature, support)
             else:
                 batches.setdefault((view.model, view.reading, view.head), []).append(view)
         for alike in batches.values():
@@ -117,24 +115,19 @@ class Recomputed:
         for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
             policy = self.policy if dtype == own else cast(self.policy, dtype)
             one, other = (
-                self._fused(self._packed(policy, self.readings[AS_SENT], turned=turned),
-                            policy.head, temperature)
-                for turned in (False, True)
+                self._fused(self._packed(policy, self.readings[AS_SENT], budget), policy.head,
+                            temperature)
+                for budget in (BUDGET, 1)
             )  # fmt: skip
-            ratio = (one - other).exp()
-            outside = (ratio < BAND[0]) | (ratio > BAND[1])
+            gap, ratio = one - other, (one - other).exp()
+            outside = ((ratio < BAND[0]) | (ratio > BAND[1])).float()
             name = str(dtype).removeprefix("torch.")
-            found.append(
-                Noise(name, float((one - other).abs().mean()), float(outside.float().mean()))
-            )
+            found.append(Noise(name, float(gap.abs().mean()), float(outside.mean())))
         return found
 
     def _fused(
-        self, states: Tensor, head: Head, temperature: float, kept: Kept | None = None
+        self, states: Tensor, head: Head, temperature: float, support: Support | None = None
     ) -> Tensor:
-        support = None
-        if kept is not None:
-            support = Support(kept.ids.to(states.device), kept.offsets.to(states.device))
         return linear_logps(
             states, head.weight, self.drawn.targets, bias=head.bias, support=support,
             temperature=temperature, **head.rule,
@@ -170,23 +163,17 @@ class Recomputed:
             self._states[key] = states, policy.head
         return self._states[key]
 
-    def _packed(self, policy: Policy, prompts: Ids, *, turned: bool = False) -> Tensor:  # (R, H)
-        """By the trainer's packed rows. turned: from the last group to the first, each completion
-        in a pack of its own.
-        """
-        completions = self.rollout.completion_ids
-        size, order = len(completions) // len(prompts), range(len(prompts))[:: -1 if turned else 1]
-        groups = [(prompts[i], completions[i * size : (i + 1) * size]) for i in order]
-        lengths = [(len(prompt), [len(c) for c in members]) for prompt, members in groups]
-        shared = policy.unshared is None
-        found: dict[int, Tensor] = {}
-        for shares in plan_packs(lengths, 1 if turned else BUDGET, shared=shared):
-            parts = [share.of(groups) for share in shares]
-            packed = pack_groups(parts, shared=shared, device=policy.device)
-            places = [order[x.group] * size + i for x in shares for i in x.completions]
-            states = policy.hidden(packed)[packed.predicting]
-            found.update(zip(places, packed.split(states), strict=True))
-        return torch.cat([found[i] for i in range(len(completions))])
+    def _packed(self, policy: Policy, prompts: Ids, budget: int = BUDGET) -> Tensor:  # (R, H)
+        """By the trainer's packed rows of this many trunk tokens; 1: each completion by itself."""
+        size = len(self.rollout.completion_ids) // len(prompts)
+        rollout = replace(self.rollout, prompt_ids=[p for p in prompts for _ in range(size)])
+        batch = StepBatch(
+            rollout, torch.zeros(len(rollout.prompt_ids)), group_size=size, minibatches=1,
+            budget=budget, device=policy.device, shared=policy.unshared is None,
+        )  # fmt: skip
+        for row in batch.micro_batches:
+            row.ref_hidden = policy.hidden(row.packed)[row.packed.predicting]
+        return torch.cat(batch.of_each("ref_hidden"))
 
 
 def own_states(policy: Policy, prompts: Ids, completions: Ids) -> Tensor:  # (R, H)
@@ -198,13 +185,3 @@ def own_states(policy: Policy, prompts: Ids, completions: Ids) -> Tensor:  # (R,
             states = policy.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
             found.append(states[-len(tokens) :].to(policy.head.weight.dtype))
     return torch.cat(found)
-
-
-def joined(parts: Sequence[Kept | None]) -> Kept | None:
-    """What each token was drawn from, one completion behind the other; None where one is silent."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or not known:
-        return None
-    sizes = torch.cat([part.offsets.diff() for part in known])
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    return Kept(torch.cat([part.ids for part in known]), offsets)

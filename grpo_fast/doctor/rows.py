@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast import Support
 from grpo_fast.doctor.view import KEPT, Truncation, View
-from grpo_fast.rollout import Kept
 
 ROWS = 64  # logits that are there at a time
 REPETITION, PRESENCE, FREQUENCY = "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -25,7 +25,7 @@ class Drawn(NamedTuple):
     place: Tensor  # (R,) int64: of the token in its completion, from 0
     prompts: Sequence[Sequence[int]]  # of each row
     eos_ids: Sequence[int]
-    kept: Kept | None = None  # what each was drawn from; None: not known
+    kept: Support | None = None  # what each was drawn from; None: not known
 
 
 @dataclass
@@ -90,11 +90,11 @@ class Rows:
         """(r, V) bool: what rows were drawn from; an empty row is the whole vocabulary."""
         kept = self.drawn.kept
         assert kept is not None
-        mask = torch.zeros(self.z.shape, dtype=torch.bool)
+        mask = torch.zeros_like(self.z, dtype=torch.bool)
         for row in range(len(self.z)):
             start, end = kept.offsets[self.first + row :][:2].tolist()
             mask[row, kept.ids[start:end].long() if end > start else slice(None)] = True
-        return mask.to(self.z.device)
+        return mask
 
 
 def log_kept_mass(

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_fast.doctor import models
 from grpo_fast.doctor.causes import HEAD, name_of
@@ -91,7 +90,8 @@ class Search:
             names = self.names(other) - self.names(view)
             if names and names <= set(ROUNDED):
                 change = self.recomputed.logps(other) - plain
-                ranked.append((correlation(gap, change), float(change.norm() / gap.norm()), other))
+                alike = float(torch.cosine_similarity(gap, change, 0).nan_to_num())
+                ranked.append((alike, float(change.norm() / gap.norm()), other))
         ranked.sort(key=lambda x: -x[0])
         if not ranked or ranked[0][0] < SIMILAR or not 0.5 <= ranked[0][1] <= 2:
             return None
@@ -105,9 +105,8 @@ class Search:
 
     def neighbours(self, view: View) -> list[View]:
         """The views with one more field changed, what leaves least first."""
-        found = [
-            x for x in dict.fromkeys(self._changed(view)) if x != view and self._is_possible(x)
-        ]
+        changed = dict.fromkeys(self._changed(view))
+        found = [x for x in changed if x != view and self._is_possible(x)]
         self._order += found
         return sorted(found, key=self.left)
 
@@ -150,8 +149,3 @@ class Search:
         except Exception:  # transformers raises anything for a configuration that it does not know
             return False
         return True
-
-
-def correlation(a: Tensor, b: Tensor) -> float:
-    """The cosine of the angle between two differences; 0 where one of them is unknown or 0."""
-    return float(torch.nan_to_num(a @ b / (a.norm() * b.norm())))

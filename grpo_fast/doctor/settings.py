@@ -52,18 +52,16 @@ class Words:
         kinds: dict[str, list[str]] = {"url": [], "engine": [], "setting": [], "model": []}
         for word in words:
             kinds[kind_of(word)].append(word)
-        for kind, most in (("model", 1), ("url", 1), ("engine", 1)):
-            if len(kinds[kind]) > most:
-                listed = ", ".join(kinds[kind])
-                raise ValueError(f"{kind}: expected one at most, came {listed}")
+        for kind in ("model", "url", "engine"):
+            if len(kinds[kind]) > 1:
+                raise ValueError(f"{kind}: expected one at most, came {', '.join(kinds[kind])}")
         self.own, rest_words = own_words(DoctorSettings, kinds["setting"])
         self.model = next(iter(kinds["model"]), None)
         rest = [f"rollout.engine={name}" for name in kinds["engine"]]
         for url in kinds["url"]:
             rest += ["rollout.engine=vllm-server", f"rollout.vllm.urls={json.dumps([url])}",
                      f"rollout.vllm.patience={PATIENCE}"]  # fmt: skip
-        rest += rest_words
-        self.config = _config(self.model, self.own, rest)
+        self.config = _config(self.model, self.own, rest + rest_words)
 
     @property
     def sampling(self) -> Sampling:

@@ -239,13 +239,13 @@ def test_the_trainers_own_noise(policy, monkeypatch):
     full, half = found.own_noise
     assert (full.dtype, half.dtype) == ("float32", "bfloat16")
     assert full.mean < 1e-5 < 1e-3 < half.mean < 0.1 and full.share == 0
-    from grpo_fast.doctor.recompute import Recomputed
+    from grpo_fast.doctor.recompute import BUDGET, Recomputed
 
     packed = Recomputed._packed
 
-    def wrong(self, policy, prompts, *, turned=False):
-        states = packed(self, policy, prompts, turned=turned)
-        return states * 2 if turned else states
+    def wrong(self, policy, prompts, budget=BUDGET):
+        states = packed(self, policy, prompts, budget)
+        return states * 2 if budget == 1 else states
 
     monkeypatch.setattr(Recomputed, "_packed", wrong)
     full, half = found_by(policy, FaultyEngine())[0].own_noise

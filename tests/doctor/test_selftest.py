@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_fast.attention.dispatch import Provider
-from grpo_fast.doctor import selftest, selftest_runs
+from grpo_fast.doctor import selftest
 from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
 from grpo_fast.train.runs.run_state import RunState
 
@@ -97,7 +97,7 @@ def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_rollout_and_a_checkpoint(monkeypatch):
-    checks = list(selftest_runs.run_checks(CPU))
+    checks = list(selftest.run_checks(CPU))
     assert failed(checks) == [] and [c.error for c in checks][1] == 0
     load = RunState.load
 
@@ -106,7 +106,7 @@ def test_a_rollout_and_a_checkpoint(monkeypatch):
         self.trainer.optimizer.adam.state.clear()
 
     monkeypatch.setattr(RunState, "load", without_moments)
-    assert selftest_runs.resumed_differences() > 0
+    assert selftest.resumed_differences() > 0
 
 
 def test_what_cannot_run_is_no_failure_and_nan_is_one():

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_fast import Support
 from grpo_fast.attention import Head
 from grpo_fast.doctor import prompts
 from grpo_fast.doctor.fits import fitted
-from grpo_fast.doctor.recompute import joined
 from grpo_fast.doctor.rows import ROWS, Drawn, Rows
 from grpo_fast.doctor.search import ONE, Search
 from grpo_fast.doctor.view import KEPT, Truncation, View
-from grpo_fast.rollout import Kept, Sampling
+from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.sampler import Sampler
 from tests.doctor.faulty import BOS, tokenizer_with_bos
 
@@ -61,20 +61,12 @@ def test_rows_over_what_an_engine_kept(head):
     rows = [[] if i % 3 == 0 else sorted({int(t), i % V, 7}) for i, t in enumerate(targets)]
     sizes = torch.tensor([0, *map(len, rows)]).cumsum(0)
     ids = torch.tensor([t for row in rows for t in row], dtype=torch.int32)
-    found = rows_of(hidden, head, drawn_of(targets, Kept(ids, sizes)), View(1.0, KEPT))
+    found = rows_of(hidden, head, drawn_of(targets, Support(ids, sizes)), View(1.0, KEPT))
     z = logits_of(hidden, head)
     for i, row in enumerate(rows):
         kept = z[i, row] if row else z[i]
         assert float(found[i]) == pytest.approx(float(z[i, targets[i]] - kept.logsumexp(-1)),
                                                 abs=2e-6)  # fmt: skip
-
-
-def test_kept_of_several_completions():
-    one = Kept(torch.tensor([4, 5, 6]), torch.tensor([0, 2, 3]))
-    two = Kept(torch.tensor([7]), torch.tensor([0, 0, 1]))
-    both = joined([one, two])
-    assert both.ids.tolist() == [4, 5, 6, 7] and both.offsets.tolist() == [0, 2, 3, 3, 4]
-    assert joined([one, None]) is None and joined([]) is None
 
 
 def test_readings_of_texts_and_of_messages():
@@ -141,7 +133,7 @@ def test_a_number_is_fitted_and_the_end_of_a_range_is_no_finding():
             return abs(view.temperature - self.best)
 
     def found(best):
-        return fitted(Toy(best), View, 0.25, 4.0)
+        return fitted(Toy(best), View(1.0), "temperature", float, 0.25, 4.0)
 
     assert found(0.9).temperature == 0.9 and found(0.8537).temperature == pytest.approx(
         0.8537, 1e-4

@@ -1,10 +1,11 @@
-"""What a run is made of: its inputs, its collector, and which rank makes what."""
+"""What a run is made of: its start, its inputs, its collector, and which rank makes what."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import Example, load_examples
@@ -19,9 +20,32 @@ from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
-from grpo_fast.train.runs.resume import Start
+from grpo_fast.train.runs.folder import FolderLock
+from grpo_fast.train.runs.resume import Start, find_start, lock_existing
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def entered(config: RunConfig) -> Iterator[tuple[Start, FolderLock | None]]:
+    """Where rank 0 finds that the run begins, and its lock of the folder, taken before it looks.
+
+    None: there is no folder yet, or this is another rank.
+    """
+    with distributed.together():
+        lock = lock_existing(config.output_dir) if distributed.is_main() else None
+
+    def start_of_main() -> list[Any]:
+        start = find_start(config, log.warning)
+        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:]]
+
+    try:
+        checkpoint, (metrics, prompts), *rest = distributed.from_main(start_of_main)
+        place = None if checkpoint is None else Path(checkpoint)
+        yield Start(place, (metrics, prompts), *rest), lock
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def load_inputs(

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import CheckpointError
 from grpo_fast.train.files import sha256_of, sync
@@ -164,9 +166,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return read_checked(Manifest, checkpoint / MANIFEST, MOST_BYTES)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json, checked. Raises ValueError with the field."""
-    state = read_checked(State, checkpoint / STATE)
+def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """The content of a checkpoint's state.json, checked. Raises ValueError with the field.
+
+    tensors: of the file beside it, each of which has one place; None: their names stay.
+    """
+    state = read_checked(State, checkpoint / STATE, tensors=tensors)
+    if tensors:
+        raise ValueError(f"{STATE}: the tensor {min(tensors)} has no place here")
     if state.step != order_of(checkpoint.name)[0]:
         expected = f"{STATE}: step: expected {order_of(checkpoint.name)[0]}, as its name says"
         raise ValueError(f"{expected}, got {state.step}")

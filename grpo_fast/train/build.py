@@ -22,6 +22,7 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
 from grpo_fast.train.runs.folder import FolderLock
 from grpo_fast.train.runs.resume import Start, find_start, lock_existing
+from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +96,15 @@ def is_dealt_to(config: RunConfig) -> bool:
     return config.distributed in SHARDED and not distributed.is_main()
 
 
-@contextmanager
-def warm_starting(config: RunConfig) -> Iterator[bool]:
-    """Whether this rank makes the warm start: all, or before weights are dealt out rank 0 alone."""
-    is_here = not is_dealt_to(config)
-    with distributed.alone() if config.distributed in SHARDED else nullcontext():
-        yield is_here
+def start_warm(
+    config: RunConfig, policy: Policy, questions: Sequence[Example], log: Callable[..., Any]
+) -> None:
+    """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
+    is_dealt = is_dealt_to(config)
+    alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
+    with distributed.together(), alone:
+        if config.warm_start is not None and not is_dealt:
+            warm_start(policy, questions, config.warm_start, seed=config.seed, log=log)
 
 
 def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:

@@ -18,7 +18,7 @@ from grpo_fast.train.build import (
     is_dealt_to,
     kernels_of,
     load_inputs,
-    warm_starting,
+    start_warm,
 )
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.prompts import PromptQueue
@@ -47,7 +47,6 @@ from grpo_fast.train.step import Step
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
 from grpo_fast.train.update.trainer import Trainer
-from grpo_fast.train.update.warm_start import warm_start
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -93,10 +92,7 @@ def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str
         if config.rollout.wants_kept:
             report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
-            with distributed.together(), warm_starting(config) as is_here:
-                if is_here:
-                    options = config.warm_start
-                    warm_start(policy, questions, options, seed=config.seed, log=report.log)
+            start_warm(config, policy, questions, report.log)
         trainer = Trainer(config, policy, load_critic(config, policy))
         kernels = kernels_of(policy)
         report.note(kernels_line(kernels))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -21,7 +22,7 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
 from grpo_fast.train.runs.folder import FolderLock
-from grpo_fast.train.runs.resume import Start, find_start, lock_existing
+from grpo_fast.train.runs.resume import Start, find_start
 from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ def entered(config: RunConfig) -> Iterator[tuple[Start, FolderLock | None]]:
     None: there is no folder yet, or this is another rank.
     """
     with distributed.together():
-        lock = lock_existing(config.output_dir) if distributed.is_main() else None
+        is_there = distributed.is_main() and os.path.isdir(config.output_dir)
+        lock = FolderLock(config.output_dir) if is_there else None
 
     def start_of_main() -> list[Any]:
         start = find_start(config, log.warning)

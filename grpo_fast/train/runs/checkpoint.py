@@ -77,7 +77,7 @@ def write_checkpoint(
     """
     root = Path(run) / FOLDER
     final, part = root / name, root / f"{name}{UNFINISHED}"
-    if distributed.from_main(lambda: _is_written(final, about["run"])):
+    if distributed.from_main(lambda: is_whole(final) and read_manifest(final).run == about["run"]):
         return final
     try:
         with distributed.together(), _named(final):
@@ -103,13 +103,6 @@ def write_checkpoint(
             shutil.rmtree(part, ignore_errors=True)
         raise
     return final
-
-
-def _is_written(final: Path, run: str) -> bool:
-    try:
-        return problem_of(final) is None and read_manifest(final).run == run
-    except FormatError:
-        return False
 
 
 @contextmanager

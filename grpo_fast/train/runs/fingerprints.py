@@ -49,7 +49,7 @@ def check_ranks(config: RunConfig, prints: dict[str, str]) -> None:
     every = distributed.gather([config.model_dump(mode="json"), prints])
     lines = []
     for rank, (settings, theirs) in enumerate(every):
-        lines += [f"rank {rank}: {line}" for line in differences(every[0][0], settings)]
+        lines += [f"rank {rank}: {line}" for _, line in differences(every[0][0], settings)]
         lines += [f"rank {rank}: {key} is another" for key in _changed(every[0][1], theirs)]
     if lines:
         raise ValueError("ranks: expected all to have what rank 0 has\n  " + "\n  ".join(lines))

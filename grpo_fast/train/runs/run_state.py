@@ -90,10 +90,8 @@ class RunState:
             expected = "expected optim.states: full, whose moments a file can hold"
             raise CheckpointError(f"checkpoint: {expected}, got {config.optim.states}")
         name = name_of(self.step, 0 if self.underway is None else self.underway.place)
-        wanted = config.checkpoint.best
-        value = None
-        if wanted is not None and self.underway is None:
-            value = self.metrics.get(wanted)
+        best = config.checkpoint.best if self.underway is None else None
+        value = None if best is None else self.metrics.get(best)
         self.report.sync()
         about = {"run": self.run, "step": self.step, "value": value}
         tensors: dict[str, Tensor] = {}
@@ -261,5 +259,5 @@ def _random_state() -> dict[str, Tensor]:
 
 def _set_random_state(saved: dict[str, Tensor]) -> None:
     torch.set_rng_state(saved["cpu"])
-    if "cuda" in saved and torch.cuda.is_available():
+    if saved.get("cuda") is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

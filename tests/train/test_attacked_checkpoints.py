@@ -150,6 +150,8 @@ OF_A_STEP = [
     ("underway.rollout.completion_ids.0", [1] * 50, "got another"),
     ("underway.rollout.texts.0", 5, "underway.rollout.texts.0"),
     ("underway.rewards", {"other": "underway/advantages"}, "got another"),
+    ("underway.advantages", "underway/total", "expected the name of a tensor that is there once"),
+    ("underway.advantages", [1.0], "expected the name of a tensor that is there once"),
     ("underway.updates.norms", [], "got another"),
     ("underway.updates.losses", DELETE, "underway.updates.losses: Field required"),
     ("underway", None, "has no place here"),

@@ -183,10 +183,7 @@ def _check_files(run: Path) -> None:
 
 
 def _check_log(path: Path, length: int) -> None:
-    try:
-        size = path.stat().st_size if path.is_file() else -1
-    except OSError:
-        size = -1
+    size = path.stat().st_size if path.is_file() else -1
     if size < length:
         came = f"{size} bytes" if size >= 0 else "no file"
         expected = f"at least {length} bytes in {path}, which its checkpoint has seen"

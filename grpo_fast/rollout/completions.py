@@ -32,6 +32,17 @@ class Rollout:
         self.kept = self.kept or [None] * count
         self.weight_versions = self.weight_versions or [0] * count
 
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> Rollout:
+        """The rollout whose `vars` a checkpoint has. Raises ValueError for uneven lists."""
+        count = len(state["texts"])
+        if any(len(values) != count for values in state.values()):
+            raise ValueError(f"rollout: expected lists of one length, {count} as its texts")
+        if [len(x) for x in state["sampling_logps"]] != [len(x) for x in state["completion_ids"]]:
+            raise ValueError("rollout: expected a sampling_logp for each token of a completion")
+        kept = [None if known is None else Kept(*known) for known in state["kept"]]
+        return cls(**{**state, "kept": kept})
+
     @property
     def lengths(self) -> list[int]:
         return [len(ids) for ids in self.completion_ids]

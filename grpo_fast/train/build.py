@@ -1,10 +1,12 @@
-"""What a run is made of: its inputs, its collector, and which rank makes what."""
+"""What a run is made of: its start, its inputs, its collector, and which rank makes what."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from grpo_fast.data import Example, load_examples
@@ -19,9 +21,34 @@ from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.fingerprints import check_ranks, check_resumed, fingerprints
-from grpo_fast.train.runs.resume import Start
+from grpo_fast.train.runs.folder import FolderLock
+from grpo_fast.train.runs.resume import Start, find_start
+from grpo_fast.train.update.warm_start import warm_start
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def entered(config: RunConfig) -> Iterator[tuple[Start, FolderLock | None]]:
+    """Where rank 0 finds that the run begins, and its lock of the folder, taken before it looks.
+
+    None: there is no folder yet, or this is another rank.
+    """
+    with distributed.together():
+        is_there = distributed.is_main() and os.path.isdir(config.output_dir)
+        lock = FolderLock(config.output_dir) if is_there else None
+
+    def start_of_main() -> list[Any]:
+        start = find_start(config, log.warning)
+        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:]]
+
+    try:
+        checkpoint, (metrics, prompts), *rest = distributed.from_main(start_of_main)
+        place = None if checkpoint is None else Path(checkpoint)
+        yield Start(place, (metrics, prompts), *rest), lock
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def load_inputs(
@@ -71,12 +98,15 @@ def is_dealt_to(config: RunConfig) -> bool:
     return config.distributed in SHARDED and not distributed.is_main()
 
 
-@contextmanager
-def warm_starting(config: RunConfig) -> Iterator[bool]:
-    """Whether this rank makes the warm start: all, or before weights are dealt out rank 0 alone."""
-    is_here = not is_dealt_to(config)
-    with distributed.alone() if config.distributed in SHARDED else nullcontext():
-        yield is_here
+def start_warm(
+    config: RunConfig, policy: Policy, questions: Sequence[Example], log: Callable[..., Any]
+) -> None:
+    """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
+    is_dealt = is_dealt_to(config)
+    alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
+    with distributed.together(), alone:
+        if config.warm_start is not None and not is_dealt:
+            warm_start(policy, questions, config.warm_start, seed=config.seed, log=log)
 
 
 def agreement(policy: Policy) -> Callable[[], AbstractContextManager[None]]:

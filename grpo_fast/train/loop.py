@@ -14,10 +14,11 @@ from grpo_fast.rollout import build_engine, check_prompts
 from grpo_fast.train.build import (
     agreement,
     build_collector,
+    entered,
     is_dealt_to,
     kernels_of,
     load_inputs,
-    warm_starting,
+    start_warm,
 )
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.prompts import PromptQueue
@@ -27,10 +28,18 @@ from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.reference import check_reference
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.report import kernels_line, memory_line, sampler_line, support_line
+from grpo_fast.train.report.report import (
+    RunReport,
+    kernels_line,
+    memory_line,
+    sampler_line,
+    support_line,
+)
+from grpo_fast.train.report.silent_report import SilentReport
 from grpo_fast.train.report.trackers import check_trackers
-from grpo_fast.train.runs.entry import agreed_start, begin_again, locked, open_report, save_models
+from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.folder import FolderLock
+from grpo_fast.train.runs.resume import Start
 from grpo_fast.train.runs.run import Run
 from grpo_fast.train.runs.run_state import RunState
 from grpo_fast.train.runs.stopping import Stopping
@@ -38,7 +47,6 @@ from grpo_fast.train.step import Step
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
 from grpo_fast.train.update.trainer import Trainer
-from grpo_fast.train.update.warm_start import warm_start
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -53,16 +61,15 @@ def train(config: RunConfig) -> dict[str, Any]:
         Stopped: (a SystemExit) a signal ended the run.
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
-    with distributed.joined(*ranks), locked(config.output_dir) as lock:
-        return _train(config, lock)
+    with distributed.joined(*ranks), entered(config) as (start, lock):
+        return _train(config, start, lock)
 
 
-def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
+def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-    start = agreed_start(config)
     check_trackers(config.log.trackers)
     rewards, questions, prints = load_inputs(config, start)
     with distributed.together():
@@ -85,10 +92,7 @@ def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
         if config.rollout.wants_kept:
             report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
-            with distributed.together(), warm_starting(config) as is_here:
-                if is_here:
-                    options = config.warm_start
-                    warm_start(policy, questions, options, seed=config.seed, log=report.log)
+            start_warm(config, policy, questions, report.log)
         trainer = Trainer(config, policy, load_critic(config, policy))
         kernels = kernels_of(policy)
         report.note(kernels_line(kernels))
@@ -96,7 +100,8 @@ def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
         state = RunState(collector, trainer, report, prints)
         if start.checkpoint is not None:
             state.load(start.checkpoint)
-            begin_again(report)
+            with distributed.together():
+                report.begin()
             report.note(f"goes on from {start.checkpoint}")
         report.note(sampler_line(config.rollout.engine, engine.fallback))
         run = Run(config, state, evaluate, engine)
@@ -111,6 +116,14 @@ def _train(config: RunConfig, lock: FolderLock | None) -> dict[str, Any]:
         if config.log.save_model:
             save_models(trainer, report.folder)
     return summary
+
+
+def open_report(config: RunConfig, start: Start, lock: FolderLock | None) -> RunReport:
+    """Rank 0's, or one that writes nothing."""
+    with distributed.together():
+        if not distributed.is_main():
+            return SilentReport(config.output_dir)
+        return RunReport(config.output_dir, config, start=start, lock=lock)
 
 
 def run_steps(run: Run, collector: Collector, trainer: Trainer) -> None:

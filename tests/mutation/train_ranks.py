@@ -75,7 +75,7 @@ MUTANTS = [
            "    with torch.device(\"meta\") if empty else nullcontext():\n", "    with nullcontext():\n",
            "every rank reads the whole model", "ranks_dealt"),
     Mutant("ranks-started-differently", FINGERPRINTS,
-           "    if not apart:\n        return\n", "    return\n",
+           "    if lines:\n        raise ValueError(\"ranks:", "    if False:\n        raise ValueError(\"ranks:",
            "ranks train together under different settings", "ranks_apart"),
     Mutant("ranks-rank-0-unnamed", DISTRIBUTED,
            "return [] if os.environ", "return [] if True or os.environ",

@@ -14,7 +14,7 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
         "train/update/batch",
         "train/models/reference",
         "train/update/exact_kl",
-        "rollout/stored",
+        "rollout/completions",
         "train/metrics/losses",
     )
 )
@@ -65,7 +65,8 @@ MUTANTS = [
            'return self.replay_support == "auto" and self.truncates', "return self.truncates",
            "off keeps the sets", "replay"),
     Mutant("replay-forgotten-in-a-checkpoint", STORED,
-           'if f"kept/{i}/ids" in tensors', 'if f"kept/{i}" in tensors',
+           'kept = [None if known is None else Kept(*known) for known in state["kept"]]',
+           'kept = [None for known in state["kept"]]',
            "a step that is resumed goes on over the whole vocabulary", "checkpoint_kept"),
     Mutant("replay-mass", "grpo_fast/train/metrics/samples.py",
            '"sampling/support_size/max": float(sizes.max())',

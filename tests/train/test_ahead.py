@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def holds(checkpoint, part):
-    """Whether a checkpoint has completions of a step under way (`step`), or sampled `ahead`."""
+    """Whether a checkpoint has completions of a step under way (`underway`), or sampled `ahead`."""
     return any(name.startswith(f"{part}/") for name in load_file(checkpoint / "state.safetensors"))
 
 
@@ -126,7 +126,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
     with pytest.raises(Stopped):
         run(tmp_path / "left", *words)
     [saved] = checkpoints_in(tmp_path / "left")
-    assert holds(saved, "ahead") and not holds(saved, "step")
+    assert holds(saved, "ahead") and not holds(saved, "underway")
     last = 0
     found = run(tmp_path / "left", *words, "resume=auto")
     assert found == {**whole, "page": found["page"]}

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.train import loop
+from grpo_fast.train import build, loop
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.runs import entry, resume
+from grpo_fast.train.runs import resume
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
 from grpo_fast.train.runs.run_state import RunState
@@ -140,7 +140,7 @@ OF_A_STEP = [
     ("underway.batch.parts.0.0", 10**9, "every completion once"),
     ("underway.batch.parts", [], "every completion once"),
     ("underway.batch.budget", 0, "underway.batch.budget"),
-    ("underway.batch.fixed", ["no_such"], "got another"),
+    ("underway.batch.fixed", ["no_such"], "underway.batch.fixed"),
     ("underway.prompts.0.prompt", 10**9, "got another"),
     ("underway.prompts.0.use", "eaten", "underway.prompts.0.use"),
     ("underway.prompts", [], "got another"),
@@ -149,7 +149,9 @@ OF_A_STEP = [
     ("underway.rollout.completion_ids.0.0", 10**6, "got another"),
     ("underway.rollout.completion_ids.0", [1] * 50, "got another"),
     ("underway.rollout.texts.0", 5, "underway.rollout.texts.0"),
-    ("underway.rewards", ["other"], "got another"),
+    ("underway.rewards", {"other": "underway/advantages"}, "got another"),
+    ("underway.advantages", "underway/total", "expected the name of a tensor that is there once"),
+    ("underway.advantages", [1.0], "expected the name of a tensor that is there once"),
     ("underway.updates.norms", [], "got another"),
     ("underway.updates.losses", DELETE, "underway.updates.losses: Field required"),
     ("underway", None, "has no place here"),
@@ -267,8 +269,8 @@ def test_places_that_are_none(folder, info):
 def test_state_tensors_that_are_too_many_or_too_few(left, tmp_path):
     for name, edit in (
         ("random/cpu", lambda t: t.pop("random/cpu")),
-        ("step/more", lambda t: t.update({"step/more": torch.ones(1)})),
-        ("step/advantages", lambda t: t.pop("step/advantages")),
+        ("underway/more", lambda t: t.update({"underway/more": torch.ones(1)})),
+        ("underway/advantages", lambda t: t.pop("underway/advantages")),
     ):
         folder = Path(shutil.copytree(left, tmp_path / name.replace("/", "-")))
         checkpoint = checkpoints_in(folder)[0]
@@ -489,7 +491,7 @@ def test_going_back_in_ones_own_folder(folder, monkeypatch):
 def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
     """39: a run that is still being written is no start, whatever lies there now."""
     lock = FolderLock(folder)
-    monkeypatch.setattr(entry, "find_start", lambda *_: pytest.fail("looked without the lock"))
+    monkeypatch.setattr(build, "find_start", lambda *_: pytest.fail("looked without the lock"))
     with pytest.raises(OutputFolderError, match="another process is writing"):
         run(folder, *WORDS, "resume=auto", "steps=3")
     lock.release()
@@ -500,7 +502,7 @@ def test_the_folder_is_locked_before_anyone_looks(folder, monkeypatch):
             FolderLock(folder)
         return resume.find_start(config, say)
 
-    monkeypatch.setattr(entry, "find_start", looking)
+    monkeypatch.setattr(build, "find_start", looking)
     run(folder, *WORDS, "resume=auto", "steps=3")
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from grpo_fast.data import reason
-from grpo_fast.rollout import Engine, Rollout, awake, stored
+from grpo_fast.rollout import Engine, Rollout, awake
 from grpo_fast.train.collect.prompts import PromptQueue
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.metrics.clock import Clock
@@ -100,16 +100,15 @@ class Ahead:
         """The step has taken over what there was."""
         self.found = None
 
-    def state(self) -> tuple[dict[str, Any] | None, stored.Tensors]:
-        """The rollout for a checkpoint, as JSON and tensors. One that fails is sampled again."""
+    def state(self) -> dict[str, Any] | None:
+        """The rollout for a checkpoint. One that fails is sampled again."""
         try:
             self.settle(Clock())
         except Exception as error:
             log.warning("the next step's completions are not in the checkpoint: %s", reason(error))
         if self.found is None:
-            return None, {}
-        lists, tensors = stored.store(self.found.rollout)
-        return {"rollout": lists, "seconds": self.found.seconds}, tensors
+            return None
+        return {"rollout": vars(self.found.rollout), "seconds": self.found.seconds}
 
-    def load(self, state: dict[str, Any], tensors: stored.Tensors) -> None:
-        self.found = Sampled(stored.restore(state["rollout"], tensors), state["seconds"])
+    def load(self, state: dict[str, Any]) -> None:
+        self.found = Sampled(Rollout.of_state(state["rollout"]), state["seconds"])

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
-from grpo_fast.rollout import Engine, Rollout, Sampling, stored
+from grpo_fast.rollout import Engine, Rollout, Sampling
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.ranks import distributed
+from grpo_fast.train.runs.schema import split
 
 OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
 
@@ -87,7 +89,8 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
         return own
     from safetensors.torch import load, save
 
-    lists, tensors = stored.store(own)
+    tensors: dict[str, Tensor] = {}
+    lists = split(vars(own), tensors)
     for name in OF_A_GROUP:
         lists[name] = lists[name][::group_size]
     packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
@@ -96,7 +99,10 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
     for theirs, data in said:
         for name in OF_A_GROUP:
             theirs[name] = [one for one in theirs[name] for _ in range(group_size)]
-        part = stored.restore(theirs, load(data.numpy().tobytes()))
+        known = load(data.numpy().tobytes())
+        theirs["sampling_logps"] = [known[name] for name in theirs["sampling_logps"]]
+        theirs["kept"] = [kept and [x and known[x] for x in kept] for kept in theirs["kept"]]
+        part = Rollout.of_state(theirs)
         for field in dataclasses.fields(Rollout):
             getattr(every, field.name).extend(getattr(part, field.name))
     return every

@@ -59,19 +59,13 @@ def audit(run: str | Path) -> Audit:
     rows = _rows(folder / "prompts.jsonl")
     checkpoint = newest(folder, notes.append)
     state = {} if checkpoint is None else read_state(checkpoint)
-    fates = [_fate(place, row, FATES[row["use"]]) for place, row in enumerate(rows)]
+    drawn = [(row, FATES[row["use"]]) for row in rows]
     underway = state.get("underway")
     if underway is not None and all(row["step"] < underway["number"] for row in rows):
-        waiting = enumerate(underway["prompts"], start=len(rows))
-        fates += [
-            _fate(place, row, FATES["dropped"] if row["use"] == "dropped" else WAITING)
-            for place, row in waiting
-        ]
+        ends = {"dropped": FATES["dropped"]}
+        drawn += [(row, ends.get(row["use"], WAITING)) for row in underway["prompts"]]
+    fates = [Fate(i, row["prompt"], row["step"], fate) for i, (row, fate) in enumerate(drawn)]
     return Audit(fates, list(_problems(fates, state.get("training_set"))), notes)
-
-
-def _fate(place: int, row: dict[str, Any], fate: str) -> Fate:
-    return Fate(place, row["prompt"], row["step"], fate)
 
 
 def _problems(fates: list[Fate], size: int | None) -> Iterator[str]:

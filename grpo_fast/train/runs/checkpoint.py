@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import CheckpointError
 from grpo_fast.train.files import sha256_of, sync
@@ -75,7 +77,7 @@ def write_checkpoint(
     """
     root = Path(run) / FOLDER
     final, part = root / name, root / f"{name}{UNFINISHED}"
-    if distributed.from_main(lambda: _is_written(final, about["run"])):
+    if distributed.from_main(lambda: is_whole(final) and read_manifest(final).run == about["run"]):
         return final
     try:
         with distributed.together(), _named(final):
@@ -101,13 +103,6 @@ def write_checkpoint(
             shutil.rmtree(part, ignore_errors=True)
         raise
     return final
-
-
-def _is_written(final: Path, run: str) -> bool:
-    try:
-        return problem_of(final) is None and read_manifest(final).run == run
-    except FormatError:
-        return False
 
 
 @contextmanager
@@ -164,9 +159,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return read_checked(Manifest, checkpoint / MANIFEST, MOST_BYTES)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The content of a checkpoint's state.json, checked. Raises ValueError with the field."""
-    state = read_checked(State, checkpoint / STATE)
+def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """The content of a checkpoint's state.json, checked. Raises ValueError with the field.
+
+    tensors: of the file beside it, each of which has one place; None: their names stay.
+    """
+    state = read_checked(State, checkpoint / STATE, tensors=tensors)
+    if tensors:
+        raise ValueError(f"{STATE}: the tensor {min(tensors)} has no place here")
     if state.step != order_of(checkpoint.name)[0]:
         expected = f"{STATE}: step: expected {order_of(checkpoint.name)[0]}, as its name says"
         raise ValueError(f"{expected}, got {state.step}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from grpo_fast.train.config import ModelConfig, RunConfig
+from grpo_fast.train.files import written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
@@ -15,6 +16,7 @@ from grpo_fast.train.runs.checkpoint import WEIGHTS, problem_of, read_state
 from grpo_fast.train.runs.folder import check_folder, claim_folder
 from grpo_fast.train.runs.storage import read_tensors
 from grpo_fast.train.update.critic import Critic, load_critic
+from grpo_fast.train.update.trainer import Trainer
 
 TOKENIZER = "tokenizer"
 
@@ -43,6 +45,16 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
     target = claim_folder(out)
     policy.save(target)
     return target
+
+
+def save_models(trainer: Trainer, folder: Path) -> None:
+    """What the run was for, behind its summary: a disk that is full costs no more than this."""
+    policy, critic = unsharded_models(trainer.config, trainer.policy, trainer.critic)
+    with distributed.together(), written(folder / "model"):
+        if distributed.is_main():
+            policy.save(folder / "model")
+            if critic is not None:
+                critic.save(folder / "critic")
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,13 @@ def fingerprints(config: RunConfig, questions: Sequence[Example]) -> dict[str, s
 
 def check_ranks(config: RunConfig, prints: dict[str, str]) -> None:
     """Raise a ValueError that names the rank and the keys where a rank differs from rank 0."""
-    if distributed.size() == 1:
-        return
-    settings = config.model_dump(mode="json")
-    text = json.dumps(settings, sort_keys=True)
-    every = distributed.gather({"settings": hashlib.sha256(text.encode()).hexdigest(), **prints})
-    apart = {rank: sorted(_changed(every[0], each)) for rank, each in enumerate(every)}
-    apart = {rank: keys for rank, keys in apart.items() if keys}
-    if not apart:
-        return
-    both = distributed.gather(settings)
+    every = distributed.gather([config.model_dump(mode="json"), prints])
     lines = []
-    for rank, keys in apart.items():
-        lines += [f"rank {rank}: {line}" for line in differences(both[0], both[rank])]
-        lines += [f"rank {rank}: {key} is another" for key in keys if key != "settings"]
-    raise ValueError("ranks: expected all to have what rank 0 has\n  " + "\n  ".join(lines))
+    for rank, (settings, theirs) in enumerate(every):
+        lines += [f"rank {rank}: {line}" for _, line in differences(every[0][0], settings)]
+        lines += [f"rank {rank}: {key} is another" for key in _changed(every[0][1], theirs)]
+    if lines:
+        raise ValueError("ranks: expected all to have what rank 0 has\n  " + "\n  ".join(lines))
 
 
 def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[str]) -> list[str]:
@@ -68,7 +60,7 @@ def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[st
 
     Raises ValueError with those that are not.
     """
-    changed = sorted(_changed(was, now))
+    changed = _changed(was, now)
     refused = [name for name in changed if name.partition(".")[0] not in allowed]
     if refused:
         kinds = sorted({name.partition(".")[0] for name in refused})
@@ -80,8 +72,8 @@ def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[st
     return changed
 
 
-def _changed(was: dict[str, str], now: dict[str, str]) -> Iterator[str]:
-    return (name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+def _changed(was: dict[str, str], now: dict[str, str]) -> list[str]:
+    return sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
 
 
 def _frozen_start(config: RunConfig) -> str | None:

@@ -34,13 +34,12 @@ from grpo_fast.train.runs.folder import (
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
-MODELS = ("model", "critic")
 # What a run reads, appends to, replaces or removes in a folder that it goes on in.
 TOUCHED = (CONFIG, f"{CONFIG}.tmp", *LOGS, COMPLETIONS, FOLDER, "completions.html", "curves.png",
-           "summary.json", "summary.json.tmp", *MODELS)  # fmt: skip
-# sections and keys that may change
-FREE = ("output_dir", "log", "checkpoint", "resume", "resume_allow", "rollout.vllm", "distributed",
-        "distributed_replicas", "distributed_timeout")  # fmt: skip
+           "summary.json", "summary.json.tmp", "model", "critic")  # fmt: skip
+# How settings that may change begin.
+FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
+        "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 
 
 class Start(NamedTuple):
@@ -70,14 +69,6 @@ class Start(NamedTuple):
 
 
 ANEW = Start()
-
-
-def lock_existing(folder: str | Path) -> FolderLock | None:
-    """The lock of a folder that exists; None where there is none yet, and so nothing to go on from.
-
-    Raises OutputFolderError where another process has it.
-    """
-    return FolderLock(folder) if os.path.isdir(folder) else None
 
 
 def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
@@ -124,9 +115,9 @@ def enter_folder(
     """
     if start.again:
         lock = lock or FolderLock(folder)
-        place = None if start.checkpoint is None else order_of(start.checkpoint.name)
-        for path in checkpoints_in(folder):
-            if place is not None and order_of(path.name) > place:
+        if start.checkpoint is not None:
+            place = order_of(start.checkpoint.name)
+            for path in (path for path in checkpoints_in(folder) if order_of(path.name) > place):
                 set_aside(path)
         return Path(folder), lock
     path = claim_folder(folder)
@@ -148,32 +139,24 @@ def check_same(was: dict[str, Any], config: RunConfig) -> None:
     steps: it may grow, where the learning rate does not depend on it.
     """
     now = config.model_dump(mode="json")
-    changed = [(key, line) for key, line in _differences(was, now, "") if not _is_free(key)]
+    changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
     steps = was.get("steps")
     if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
-        changed = [(key, line) for key, line in changed if key != "steps"]
+        changed.pop("steps", None)
     if changed:
         raise ValueError(
             "resume: expected the configuration that the run began with, came another\n  "
-            + "\n  ".join(line for _, line in changed)
+            + "\n  ".join(changed.values())
         )
 
 
-def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`key: old → new` of every setting in which two configurations differ."""
-    return [line for _, line in _differences(was, now, "")]
-
-
-def _differences(was: Any, now: Any, above: str) -> Iterator[tuple[str, str]]:
+def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted key, and `key: old → new`, of every setting in which two configurations differ."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
-            yield from _differences(was.get(key), now.get(key), f"{above}{key}.")
+            yield from differences(was.get(key), now.get(key), f"{above}{key}.")
     elif was != now or type(was) is not type(now):
         yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
 def _named(path: Path, say: Callable[[str], None]) -> Path:
@@ -193,18 +176,14 @@ def _named(path: Path, say: Callable[[str], None]) -> Path:
 
 def _check_files(run: Path) -> None:
     """Raise a ValueError for a link, a pipe or a device where a run reads or writes."""
-    inside = [run / name for name in (COMPLETIONS, FOLDER, *MODELS)]
-    names = [run / name for name in TOUCHED]
-    for path in (*names, *(file for folder in inside if not folder.is_symlink()
-                           for file in folder.glob("*"))):  # fmt: skip
+    for path in (run / name for name in TOUCHED):
         check_regular(path)
+        for inside in path.glob("*"):
+            check_regular(inside)
 
 
 def _check_log(path: Path, length: int) -> None:
-    try:
-        size = path.stat().st_size if path.is_file() else -1
-    except OSError:
-        size = -1
+    size = path.stat().st_size if path.is_file() else -1
     if size < length:
         came = f"{size} bytes" if size >= 0 else "no file"
         expected = f"at least {length} bytes in {path}, which its checkpoint has seen"

@@ -34,10 +34,13 @@ from grpo_fast.train.runs.checkpoint import (
     read_state,
     write_checkpoint,
 )
+from grpo_fast.train.runs.schema import split
 from grpo_fast.train.step import Step, restore
 from grpo_fast.train.update.trainer import Trainer
 
 STATE_TENSORS, TOKENIZER = "state.safetensors", "tokenizer"
+# Of a state; another machine may have no GPU, or more of them.
+MAY_CHANGE = {"config", "fingerprints", "training_set", "fallback", "random"}
 
 
 class RunState:
@@ -87,15 +90,14 @@ class RunState:
             expected = "expected optim.states: full, whose moments a file can hold"
             raise CheckpointError(f"checkpoint: {expected}, got {config.optim.states}")
         name = name_of(self.step, 0 if self.underway is None else self.underway.place)
-        wanted = config.checkpoint.best
-        value = None
-        if wanted is not None and self.underway is None:
-            value = self.metrics.get(wanted)
+        best = config.checkpoint.best if self.underway is None else None
+        value = None if best is None else self.metrics.get(best)
         self.report.sync()
         about = {"run": self.run, "step": self.step, "value": value}
-        state, tensors = self._state()
+        tensors: dict[str, Tensor] = {}
+        state = split(self._state(), tensors)
         weights = self._weights()
-        names = _names_of(weights)
+        names = {tensor: name for name, tensor in weights.items()}  # tensors hash by identity
         for who, optimizer in trainer.optimizers_by_name().items():
             weights |= _prefixed(f"optimizer.{who}", optimizer.moments(names))
 
@@ -122,25 +124,21 @@ class RunState:
             weights |= _prefixed("critic", trainer.critic.weights())
         return weights
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All of a checkpoint but the weights, as JSON and as tensors by name."""
+    def _state(self) -> dict[str, Any]:
+        """All of a checkpoint but the weights. Collective: a rank has its own part of a step."""
         trainer = self.trainer
-        numbers, of_step = (None, {}) if self.underway is None else self.underway.state()
-        coming, of_next = self.collector.ahead.state()
-        tensors = {f"random/{name}": value for name, value in self.random.items()}
-        tensors |= {f"step/{name}": value for name, value in of_step.items()}
-        tensors |= {f"ahead/{name}": value for name, value in of_next.items()}
         optimizers = trainer.optimizers_by_name().items()
-        state = {
+        return {
             "step": self.step, "before": self.before, "after": self.after, "metrics": self.metrics,
             "training_set": len(self.collector.queue.examples), "lengths": self.lengths,
             **self.collector.state_dict(),
             "optimizers": {who: optimizer.counters() for who, optimizer in optimizers},
-            "trainer": trainer.state_dict(), "underway": numbers, "ahead": coming,
+            "trainer": trainer.state_dict(),
+            "underway": None if self.underway is None else self.underway.state(),
+            "ahead": self.collector.ahead.state(), "random": self.random,
             "fallback": self.collector.engine.fallback,
             "fingerprints": self.fingerprints, "config": trainer.config.model_dump(mode="json"),
         }  # fmt: skip
-        return state, tensors
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint. Collective.
@@ -151,26 +149,27 @@ class RunState:
 
         trainer = self.trainer
         with _refused(folder), distributed.together():
-            state = read_state(folder)
+            state = read_state(folder, load_file(folder / STATE_TENSORS))
             weights = self._weights()
             names, own = storage.stored_names(folder / WEIGHTS), dict(weights)
             for who, optimizer in trainer.optimizers_by_name().items():
-                room = optimizer.room_for_moments(_below(f"optimizer.{who}", names), own)
+                start = f"optimizer.{who}."
+                stored = [name.removeprefix(start) for name in names if name.startswith(start)]
+                room = optimizer.room_for_moments(stored, own)
                 weights |= _prefixed(f"optimizer.{who}", room)
         with _refused(folder):
             storage.read_tensors(folder / WEIGHTS, weights)
         with _refused(folder), distributed.together():
-            tensors = load_file(folder / STATE_TENSORS)
-            self._load_state(folder, state, tensors)
+            self._load_state(folder, state)
         with _refused(folder):
-            again = self._state()  # collective: a rank has its own part of a step
+            again = self._state()
         with _refused(folder), distributed.together():
             if distributed.is_main():
-                _check_round_trip(*again, state, tensors)
-            _set_random_state(_below("random", tensors, "/"))
+                _check_round_trip(again, state)
+            _set_random_state(state["random"])
             self.random = _random_state()
 
-    def _load_state(self, folder: Path, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
         trainer = self.trainer
         for who, optimizer in trainer.optimizers_by_name().items():
             optimizer.load_counters(state["optimizers"][who])
@@ -183,11 +182,11 @@ class RunState:
         if state["underway"] is not None:
             _check_place(state["underway"], trainer.config, self.step + 1)
             self.underway = restore(
-                state["underway"], _below("step", tensors, "/"), self.collector.queue.examples,
-                trainer.config.minibatches, **trainer.batch_options(),
+                state["underway"], self.collector.queue.examples, trainer.config.minibatches,
+                **trainer.batch_options(),
             )  # fmt: skip
         if state["ahead"] is not None:
-            self.collector.ahead.load(state["ahead"], _below("ahead", tensors, "/"))
+            self.collector.ahead.load(state["ahead"])
         self._load_path(state["fallback"])
         if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
             self.run = read_manifest(folder).run
@@ -203,36 +202,19 @@ class RunState:
             self.report.note(f"resume: the run before sampled by its own loop, {now}")
 
 
-def _check_round_trip(
-    again: dict[str, Any], own: dict[str, Tensor], state: dict[str, Any], tensors: dict[str, Tensor]
-) -> None:
+def _check_round_trip(again: dict[str, Any], state: dict[str, Any]) -> None:
     """Raise a ValueError unless what was loaded, stored again, is what was read.
 
     Nothing is passed over, then, and nothing is filled in. What may change is left out.
     """
-    for key in sorted(again.keys() - {"config", "fingerprints", "training_set", "fallback"}):
-        if json.dumps(again[key], sort_keys=True) != json.dumps(state[key], sort_keys=True):
+    for key in sorted(again.keys() - MAY_CHANGE):
+        ours, theirs = (json.dumps(split(x[key], {}), sort_keys=True) for x in (again, state))
+        if ours != theirs:
             raise ValueError(f"{STATE}: {key} holds what this configuration has no place for")
-    either = {"random/cuda"}  # another machine may have none
-    for name in sorted((own.keys() ^ tensors.keys()) - either):
-        what = "is missing" if name in own else "has no place here"
-        raise ValueError(f"the tensor {name} in {STATE_TENSORS} {what}")
 
 
 def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _below(prefix: str, names: Any, mark: str = ".") -> Any:
-    """The names, or the items of a dict, that begin with the prefix, without it."""
-    start = f"{prefix}{mark}"
-    if isinstance(names, dict):
-        return {x.removeprefix(start): value for x, value in names.items() if x.startswith(start)}
-    return [x.removeprefix(start) for x in names if x.startswith(start)]
-
-
-def _names_of(weights: dict[str, Tensor]) -> dict[Tensor, str]:
-    return {tensor: name for name, tensor in weights.items()}  # by identity, as tensors hash
 
 
 def _check_ids(rollouts: Iterable[dict[str, Any]], rows: int) -> None:
@@ -277,5 +259,5 @@ def _random_state() -> dict[str, Tensor]:
 
 def _set_random_state(saved: dict[str, Tensor]) -> None:
     torch.set_rng_state(saved["cpu"])
-    if "cuda" in saved and torch.cuda.is_available():
+    if saved.get("cuda") is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

@@ -1,4 +1,4 @@
-"""What a checkpoint's JSON may hold: every field is checked once, when it is read.
+"""What a checkpoint's state may hold: every field is checked once, when it is read.
 
 A run's folder may be somebody else's. A counter that is negative, a text in place of a number, a
 field more or less, or a nesting without end is refused with the name of the field.
@@ -10,7 +10,8 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from torch import Tensor
 
 from grpo_fast.train.files import read_regular
 
@@ -30,6 +31,18 @@ FileName = Annotated[
         r"|tokenizer/[A-Za-z0-9_-]+\.(json|jinja|txt|model))$"
     ),
 ]
+
+
+def _tensor(name: Any, info: Any) -> Any:
+    """The tensor that stands in the file beside the JSON under this name, where it is given."""
+    if info.context is None:
+        return name
+    if not isinstance(name, str) or name not in info.context:
+        raise ValueError(f"expected the name of a tensor that is there once, got {name!r:.100}")
+    return info.context.pop(name)
+
+
+Stored = Annotated[Any, AfterValidator(_tensor)]
 
 
 def _part(_name: str, **fields: Any) -> Any:
@@ -70,6 +83,7 @@ Rewards = _part(
 Rollout = _part(
     "Rollout", prompts=list[Any], prompt_ids=list[list[Count]], completion_ids=list[list[Count]],
     texts=list[str], truncated=list[bool], weight_versions=list[int],
+    sampling_logps=list[Stored], kept=list[tuple[Stored, Stored, Stored | None] | None],
 )  # fmt: skip
 Ahead = _part("Ahead", rollout=Rollout, seconds=float)
 Asked = _part(
@@ -77,15 +91,17 @@ Asked = _part(
     use=Literal["kept", "filled", "dropped"],
 )  # fmt: skip
 Losses = _part(
-    "Losses", parts=list[tuple[dict[str, float], Count]], steps=Count, logps=Count
+    "Losses", parts=list[tuple[dict[str, Stored], Count]], optimizer_steps=Count,
+    logps=list[tuple[Stored, Stored]],
 )  # fmt: skip
 Updates = _part(
     "Updates", first=Count, norms=list[float], rates=list[float], losses=_many(list, Losses)
 )  # fmt: skip
-Batch = _part("Batch", parts=list[list[Count]], budget=Positive, fixed=list[str])
+Batch = _part("Batch", parts=list[list[Count]], budget=Positive, fixed=dict[str, list[Stored]])
 Underway = _part(
     "Underway", number=Count, epoch=Count, minibatch=Count, noise=Metrics | None,
-    metrics=Metrics | None, update_rows=list[Metrics], rollout=Rollout, rewards=list[str],
+    metrics=Metrics | None, update_rows=list[Metrics], rollout=Rollout,
+    total=Stored, rewards=dict[str, Stored], advantages=Stored,
     collected_metrics=Metrics, generated=Count, prompts=_many(list, Asked), batch=Batch,
     updates=Updates, seconds=dict[str, float], peaks=dict[str, Count],
 )  # fmt: skip
@@ -97,16 +113,33 @@ State = _part(
     optimizers=_many(dict, Literal["policy", "critic"], Counters), trainer=Trainer,
     underway=Underway | None, ahead=Ahead | None, fallback=str | None,
     fingerprints=dict[str, str],
-    config=dict[str, Any],
+    config=dict[str, Any], random=_part("Random", cpu=Stored, cuda=(Stored, None)),
 )  # fmt: skip
 
 Part = TypeVar("Part", bound=BaseModel)
 
 
-def read_checked(kind: type[Part], path: Path, most: int = MOST_BYTES) -> Part:
-    """The JSON of a regular file as a part of the schema. Raises ValueError with file and field."""
+def split(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
+    """A nested value for JSON: each tensor goes to `tensors`, its name stands in its place."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().cpu().clone()  # views of one storage are written apart
+        return name
+    if isinstance(value, dict):
+        return {k: split(x, tensors, f"{name}/{k}" if name else k) for k, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [split(x, tensors, f"{name}/{i}") for i, x in enumerate(value)]
+    return value
+
+
+def read_checked(
+    kind: type[Part], path: Path, most: int = MOST_BYTES, tensors: dict[str, Tensor] | None = None
+) -> Part:
+    """The JSON of a regular file as a part of the schema. Raises ValueError with file and field.
+
+    tensors: put in the places of their names, and taken out of the dict.
+    """
     try:
-        return kind.model_validate_json(read_regular(path, most))
+        return kind.model_validate_json(read_regular(path, most), context=tensors)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]

@@ -24,7 +24,7 @@ from grpo_fast.doctor.diagnosis import diagnose
 from grpo_fast.doctor.search import noise_of
 from grpo_fast.kernels import route
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.hf import TransformersEngine
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe

@@ -102,3 +102,17 @@ def check_places(places: Sequence[int], count: int) -> None:
     if len(places) != count or not rising:
         expected = f"expected {count} rising places from 0"
         raise ValueError(f"places: {expected}, got {list(places)[:8]}")
+
+
+def split_tensors(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
+    """A nested value for JSON: each tensor goes to `tensors`, its name stands in its place."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().cpu().clone()  # views of one storage are written apart
+        return name
+    if isinstance(value, dict):
+        return {
+            k: split_tensors(x, tensors, f"{name}/{k}" if name else k) for k, x in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [split_tensors(x, tensors, f"{name}/{i}") for i, x in enumerate(value)]
+    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +40,13 @@ from grpo_fast.train.report.silent_report import SilentReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.folder import FolderLock
-from grpo_fast.train.runs.resume import Start
+from grpo_fast.train.runs.resume import Start, enter_folder
 from grpo_fast.train.runs.run import Run
 from grpo_fast.train.runs.run_state import RunState
 from grpo_fast.train.runs.stopping import Stopping
-from grpo_fast.train.step import Step
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
+from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
 
 
@@ -123,7 +124,10 @@ def open_report(config: RunConfig, start: Start, lock: FolderLock | None) -> Run
     with distributed.together():
         if not distributed.is_main():
             return SilentReport(config.output_dir)
-        return RunReport(config.output_dir, config, start=start, lock=lock)
+        return RunReport(
+            config.output_dir, config, enter=partial(enter_folder, config.output_dir, start, lock),
+            lengths=start.lengths, is_resumed=start.checkpoint is not None, step=start.step,
+        )  # fmt: skip
 
 
 def run_steps(run: Run, collector: Collector, trainer: Trainer) -> None:

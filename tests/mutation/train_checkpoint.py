@@ -6,7 +6,7 @@ from tests.mutation.mutants import Mutant
 
 CHECKPOINT, RUN_STATE, UNDERWAY, RESUME, STOPPING, LINES, TRAINER, LOOP, OPTIMIZER, AUDIT, FOLDER = (
     f"grpo_fast/{x}.py"
-    for x in ("train/runs/checkpoint", "train/runs/run_state", "train/step", "train/runs/resume", "train/runs/stopping", "train/files", "train/update/trainer",
+    for x in ("train/runs/checkpoint", "train/runs/run_state", "train/update/step", "train/runs/resume", "train/runs/stopping", "train/files", "train/update/trainer",
               "train/loop", "train/update/optimizer", "train/runs/audit", "train/runs/folder")
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from grpo_fast.errors import Stopped
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
+from grpo_fast.train.report.report import RunReport
+from grpo_fast.train.runs.resume import ANEW, enter_folder
 from grpo_fast.train.runs.stopping import Stopping
 
 TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",
@@ -23,6 +26,11 @@ TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "dat
         "model.config.num_key_value_heads=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
         "rollout.max_new_tokens=6", "log.progress=false", "steps=3", "eval.every=2",
         "log.completions_every=1", "tokens_per_microbatch=30"]  # fmt: skip
+
+
+def opened(folder: Path, config: Any, **options: Any) -> RunReport:
+    """The report of a new run in this folder."""
+    return RunReport(folder, config, enter=partial(enter_folder, folder, ANEW), **options)
 
 
 def config_of(folder: Path, *overrides: str, recipe: str = "sort") -> Any:

@@ -14,8 +14,9 @@ import torch
 from grpo_fast.data import escape_control
 from grpo_fast.train.config.recipes import load_recipe, parse_config
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
-from grpo_fast.train.report.report import RunReport, final_line
+from grpo_fast.train.report.report import final_line
 from grpo_fast.train.runs.folder import OutputFolderError, check_folder, free_folder, run_folder
+from tests.train.resuming import opened
 from tests.train.test_completions import row
 
 
@@ -32,7 +33,7 @@ def config(**changes):
 
 
 def logged_run(folder, steps=40):
-    report = RunReport(folder, config(), stream=io.StringIO())
+    report = opened(folder, config(), stream=io.StringIO())
     constant = {
         "completions/mean_length": 5.0,
         "clip_ratio/region_mean": 0.1,
@@ -101,7 +102,7 @@ def test_folder_of_a_run(tmp_path):
 
 
 def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
-    report = RunReport(tmp_path / "a", config(), stream=io.StringIO())
+    report = opened(tmp_path / "a", config(), stream=io.StringIO())
     report.log(1, {"loss": torch.tensor(0.5), "kl": math.nan, "reward": math.inf, "num_tokens": 7})
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()  # not closed yet
     assert [json.loads(line) for line in lines] == [
@@ -123,7 +124,7 @@ def test_plain_progress_where_there_is_no_terminal(tmp_path):
         == "step 10/40 · held out: reward 0.500 ± 0.050 · strict 20.0% ± 5.0 · lenient 40.0% ± 5.0"
     )
     assert (len(lines), len(held_out)) == (25, 4)
-    quiet = RunReport(tmp_path / "b", config(log={"progress": False}), stream=io.StringIO())
+    quiet = opened(tmp_path / "b", config(log={"progress": False}), stream=io.StringIO())
     quiet.log(1, {"reward": 1.0})
     assert quiet._stream.getvalue() == ""
 
@@ -137,7 +138,7 @@ def test_live_progress_on_a_terminal(tmp_path, monkeypatch):
             return True
 
     stream = Terminal()
-    report = RunReport(tmp_path / "a", config(), stream=stream)
+    report = opened(tmp_path / "a", config(), stream=stream)
     report.log(
         3, {"reward": 0.5, "kl": 0.001, "completions/mean_length": 12.0, "perf/train_tok_s": 1234.0}
     )
@@ -154,7 +155,7 @@ def test_occupied_folder_is_refused(tmp_path):
     with pytest.raises(
         OutputFolderError, match=r"output_dir: .*a is occupied \(it holds old.txt\)"
     ):
-        RunReport(tmp_path / "a", config())
+        opened(tmp_path / "a", config())
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["old.txt"]
     for wrong in (
         tmp_path / "a" / "old.txt",
@@ -166,7 +167,7 @@ def test_occupied_folder_is_refused(tmp_path):
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to("nowhere")
         with pytest.raises(OutputFolderError, match="output_dir: cannot use .* as a folder: "):
-            RunReport(wrong, config())
+            opened(wrong, config())
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):

@@ -69,10 +69,10 @@ def test_a_run_goes_to_its_tracker(tmp_path, fake):
 
 
 def test_what_has_no_number_is_not_logged(tmp_path, fake):
-    from grpo_fast.train.report.report import RunReport
+    from tests.train.resuming import opened
 
     config = load_recipe("sort", [*WORDS, "log.trackers=[trackio]"])
-    with RunReport(tmp_path / "a", config) as report:
+    with opened(tmp_path / "a", config) as report:
         report.log(1, {"loss": 0.5, "update": 1.0})  # of a step in several updates
         report.log(1, {"loss": math.nan, "reward": 1.0, "kl": math.inf})
     assert fake[0].rows == [(1, {"reward": 1.0})] and fake[0].finished == 1

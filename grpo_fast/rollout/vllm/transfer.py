@@ -83,7 +83,7 @@ def check_shapes(lm: Any, served: str, url: str) -> None:
             below = (n.removeprefix(f"{parent}.") for n in ours if n.startswith(f"{parent}."))
             own = {n.partition(".")[0] for n in below}
             found[parent] = count, len(own)
-        size = Counter({key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)})
+        size = Counter({key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)", text)})
         divided = "in_features" if text.startswith("RowParallel") else "output_features"
         size[divided] *= size.get("tp_size", 1)
         rows = size["org_vocab_size"] or size["num_embeddings"] or size["output_features"]

@@ -14,9 +14,9 @@ from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Rollout, Sampling
+from grpo_fast.rollout.completions import split_tensors
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.schema import split
 
 OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
 
@@ -90,7 +90,7 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
     from safetensors.torch import load, save
 
     tensors: dict[str, Tensor] = {}
-    lists = split(vars(own), tensors)
+    lists = split_tensors(vars(own), tensors)
     for name in OF_A_GROUP:
         lists[name] = lists[name][::group_size]
     packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,8 +31,6 @@ from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import Trackers
-from grpo_fast.train.runs.folder import FolderLock
-from grpo_fast.train.runs.resume import ANEW, Start, enter_folder
 
 LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
@@ -55,8 +53,10 @@ class RunReport:
     A context manager, which leaves the folder free for others; `close` alone keeps its lock.
 
     Args:
-        start: where the run begins. At a checkpoint the folder stays as it is until `begin`.
-        lock: of the folder, where the caller has it already.
+        enter: makes the folder and locks it, or puts it back to where the run begins.
+        lengths: bytes of metrics.jsonl and prompts.jsonl that stay.
+        is_resumed: the folder stays as it is until `begin`, when a checkpoint is loaded.
+        step: finished steps.
 
     Raises:
         OutputFolderError: `output_dir` holds files of something else (an earlier run), or cannot be
@@ -69,23 +69,25 @@ class RunReport:
         config: RunConfig,
         *,
         stream: TextIO | None = None,
-        start: Start = ANEW,
-        lock: FolderLock | None = None,
+        enter: Callable[[], tuple[Path, Any]],
+        lengths: tuple[int, int] = (0, 0),
+        is_resumed: bool = False,
+        step: int = 0,
     ) -> None:
-        self.folder, self._lock, self._start, self._config = Path(output_dir), lock, start, config
+        self.folder, self._lock, self._config = Path(output_dir), None, config
+        self._enter, self._lengths, self._step = enter, lengths, step
         self.total_steps = int(config.steps)
         self._has_begun = False
         self._stream = stream or sys.stdout
-        if start.checkpoint is None:
+        if not is_resumed:
             self.begin()
         self._progress = _start_bar(self._stream, self.total_steps) if config.log.progress else None
         self._plain = self._progress is None and config.log.progress
 
     def begin(self) -> None:
         """Take the folder over, as it was at the start: a checkpoint must be loaded before."""
-        config, start = self._config, self._start
-        self.folder, self._lock = enter_folder(self.folder, start, self._lock)
-        metrics, prompts = start.lengths
+        config, (metrics, prompts) = self._config, self._lengths
+        self.folder, self._lock = self._enter()
         with written(self.folder):
             save_config(config.model_copy(update={"resume": None}), self.folder / "config.yaml")
             self._metrics = JsonLines(self.folder / "metrics.jsonl", metrics)
@@ -93,7 +95,7 @@ class RunReport:
         most = config.log.page_megabytes * 2**20
         self._page = CompletionsPage(self.folder / "completions.html", self.folder.name, most)
         self._trackers = Trackers(config.log.trackers, self.folder, config.model_dump(mode="json"))
-        self._read_completions(start.step)
+        self._read_completions(self._step)
         self._has_begun = True
 
     def __enter__(self) -> RunReport:
@@ -119,7 +121,7 @@ class RunReport:
     def lengths(self) -> tuple[int, int]:
         """Bytes of metrics.jsonl and prompts.jsonl."""
         if not self._has_begun:
-            return self._start.lengths
+            return self._lengths
         return self._metrics.length, self._prompts.length
 
     def sync(self) -> None:

@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import CheckpointError
-from grpo_fast.train.files import sha256_of, sync
+from grpo_fast.train.config.schema import MOST_OF_STATE, Format, Manifest, Part, State
+from grpo_fast.train.files import read_regular, sha256_of, sync
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.schema import Format, Manifest, State, read_checked
 from grpo_fast.train.runs.storage import owned_files, write_tensors
 
 FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
@@ -246,3 +247,22 @@ def _files(folder: Path) -> list[Path]:
 def _synced_sum(file: Path) -> tuple[int, str]:
     sync(file)
     return sha256_of(file)
+
+
+def read_checked(
+    kind: type[Part],
+    path: Path,
+    most: int = MOST_OF_STATE,
+    tensors: dict[str, Tensor] | None = None,
+) -> Part:
+    """The JSON of a regular file as a part of the schema. Raises ValueError with file and field.
+
+    tensors: put in the places of their names, and taken out of the dict.
+    """
+    try:
+        return kind.model_validate_json(read_regular(path, most), context=tensors)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200]
+        at = f"{path.name}: {where}: " if where else f"{path.name}: "
+        raise ValueError(at + first["msg"]) from error

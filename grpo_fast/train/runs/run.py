@@ -23,7 +23,7 @@ from grpo_fast.train.metrics.losses import finite, is_zero_on_policy
 from grpo_fast.train.report.report import zero_line
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs.run_state import RunState
-from grpo_fast.train.step import Step
+from grpo_fast.train.update.step import Step
 
 
 class Run:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import CheckpointError, RankError
+from grpo_fast.rollout.completions import split_tensors
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.ranks import distributed
@@ -34,8 +35,7 @@ from grpo_fast.train.runs.checkpoint import (
     read_state,
     write_checkpoint,
 )
-from grpo_fast.train.runs.schema import split
-from grpo_fast.train.step import Step, restore
+from grpo_fast.train.update.step import Step, restore
 from grpo_fast.train.update.trainer import Trainer
 
 STATE_TENSORS, TOKENIZER = "state.safetensors", "tokenizer"
@@ -95,7 +95,7 @@ class RunState:
         self.report.sync()
         about = {"run": self.run, "step": self.step, "value": value}
         tensors: dict[str, Tensor] = {}
-        state = split(self._state(), tensors)
+        state = split_tensors(self._state(), tensors)
         weights = self._weights()
         names = {tensor: name for name, tensor in weights.items()}  # tensors hash by identity
         for who, optimizer in trainer.optimizers_by_name().items():
@@ -208,7 +208,9 @@ def _check_round_trip(again: dict[str, Any], state: dict[str, Any]) -> None:
     Nothing is passed over, then, and nothing is filled in. What may change is left out.
     """
     for key in sorted(again.keys() - MAY_CHANGE):
-        ours, theirs = (json.dumps(split(x[key], {}), sort_keys=True) for x in (again, state))
+        ours, theirs = (
+            json.dumps(split_tensors(x[key], {}), sort_keys=True) for x in (again, state)
+        )
         if ours != theirs:
             raise ValueError(f"{STATE}: {key} holds what this configuration has no place for")
 

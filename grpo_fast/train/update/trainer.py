@@ -20,13 +20,13 @@ from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
 from grpo_fast.train.ranks import distributed, sharding
-from grpo_fast.train.step import Step
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.budget import TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
 from grpo_fast.train.update.gradients import accumulate
 from grpo_fast.train.update.optimizer import Optimizer
 from grpo_fast.train.update.precompute import RewardKL, precompute
+from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.updates import Updates
 from grpo_fast.train.update.variance import gradient_variance
 

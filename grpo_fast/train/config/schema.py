@@ -6,16 +6,12 @@ field more or less, or a nesting without end is refused with the name of the fie
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
-from torch import Tensor
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
-from grpo_fast.train.files import read_regular
-
-MOST_BYTES = 1 << 30  # of state.json, which holds the completions of a step
+MOST_OF_STATE = 1 << 30  # of state.json, which holds the completions of a step
 LIMIT = 1 << 53  # numbers that JSON's readers agree on
 
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
@@ -117,31 +113,3 @@ State = _part(
 )  # fmt: skip
 
 Part = TypeVar("Part", bound=BaseModel)
-
-
-def split(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
-    """A nested value for JSON: each tensor goes to `tensors`, its name stands in its place."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().cpu().clone()  # views of one storage are written apart
-        return name
-    if isinstance(value, dict):
-        return {k: split(x, tensors, f"{name}/{k}" if name else k) for k, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [split(x, tensors, f"{name}/{i}") for i, x in enumerate(value)]
-    return value
-
-
-def read_checked(
-    kind: type[Part], path: Path, most: int = MOST_BYTES, tensors: dict[str, Tensor] | None = None
-) -> Part:
-    """The JSON of a regular file as a part of the schema. Raises ValueError with file and field.
-
-    tensors: put in the places of their names, and taken out of the dict.
-    """
-    try:
-        return kind.model_validate_json(read_regular(path, most), context=tensors)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))[:200]
-        at = f"{path.name}: {where}: " if where else f"{path.name}: "
-        raise ValueError(at + first["msg"]) from error

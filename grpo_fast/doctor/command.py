@@ -123,9 +123,9 @@ def examine(words: Sequence[str]) -> Report:
         diagnosis = None if asked.config is None else examine_engine(asked)
     with _working("self-tests of this machine, about a minute"):
         checks = self_checks() if asked.own.self_tests else []
-    title = ""
-    if asked.config is not None:
-        title = f"{asked.config.rollout.engine}: {asked.model or asked.own.recipe}"
+    if diagnosis is None:
+        return Report(checks)
+    title = f"{asked.config.rollout.engine}: {asked.model or asked.own.recipe}"
     return Report(checks, title, diagnosis)
 
 

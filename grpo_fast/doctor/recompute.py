@@ -146,8 +146,8 @@ class Recomputed:
         self._moved = {f"prompts moved by {n}": ids[n:] + ids[:n] for n in moves}
         tried = torch.stack([self.logps(view._replace(reading=name)) for name in self._moved])
         gaps = (tried - self.engine_logps).abs().split(lengths, dim=1)
-        best = [tried[gap.mean(1).argmin()].split(lengths)[i] for i, gap in enumerate(gaps)]
-        return torch.cat(best)
+        parts = zip(tried.split(lengths, dim=1), gaps, strict=True)
+        return torch.cat([part[gap.mean(1).argmin()] for part, gap in parts])
 
     def _hidden(self, view: View) -> tuple[Tensor, Head]:
         """The states (R, H) that predict the completions' tokens, and the model's head."""

@@ -125,14 +125,14 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """out = (or +=, in the dtype of d) Σ d·hidden over the places of each id, added in the order of
-    the rows; d = 0 adds nothing.
+    """out = (or +=) Σ d·hidden over the places of each id, added in the order of the rows, in the
+    dtype of d; d = 0 adds nothing.
     """
-    sums = out if add else out.new_zeros(out.shape, dtype=d.dtype)
+    sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
     sources = rows.rows if index is None else index[rows.rows]
     for block in _blocks(len(d), hidden):
         add_rows_(sums, rows.ids[block], scaled_rows(hidden[sources[block]].to(d.dtype), d[block]))
-    if not add:
+    if sums is not out:  # a narrower dW is rounded once
         out.copy_(sums)
 
 

@@ -405,3 +405,20 @@ def test_rows_that_do_not_count_may_hold_anything():
     whole = linear_logps(hidden, weight, ids, support=support_of(kept, EVERYTHING))
     assert not ours[~mask].any()
     torch.testing.assert_close(ours[mask], whole[mask], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
+    """Without the C++ kernels, where dW begins as zeros of the weight's own dtype."""
+    take("gathered", monkeypatch)
+    hidden = torch.randn(300, 2).to(dtype).requires_grad_()
+    weight = torch.randn(3, 2).to(dtype).requires_grad_()
+    support = Support(torch.tensor([0, 1] * 300), torch.arange(0, 601, 2))
+    logps = linear_logps(
+        hidden, weight, torch.zeros(300, dtype=torch.int64), support=support, backend="torch"
+    )
+    logps.sum().backward()
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    (h @ w[:2].T).log_softmax(-1)[:, 0].sum().backward()
+    ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    assert ((weight.grad.double() - w.grad).abs() <= ulp * w.grad.abs() + 1e-4).all()

@@ -87,7 +87,9 @@ def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=expected):
         loop.train(load_recipe("sort", [*WORDS, *words]))
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="log.trackers.0: .*'tensorboard'.*came 'tensorbord'"):
+    with pytest.raises(
+        ValueError, match="log.trackers.0: .*came 'tensorbord'; nearest: tensorboard"
+    ):
         load_recipe("sort", ["log.trackers=[tensorbord]"])
 
 

@@ -38,8 +38,6 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
     Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
     """
     device = _device(config.device)
-    if config.path is not None:
-        tokenizer = tokenizer or load_tokenizer(config)
     with torch.device("meta") if empty else nullcontext():
         if config.path is not None:
             model = _load_model(config, empty)
@@ -50,6 +48,7 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
         apply_options(model, config)
         if config.lora is not None:
             model = _with_adapter(model, config.lora, config.gradient_checkpointing)
+    tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
     _check_vocabulary(tokenizer, policy.lm.get_input_embeddings().weight.shape[0], policy.pad_id)

@@ -102,10 +102,10 @@ def start_warm(
     config: RunConfig, policy: Policy, questions: Sequence[Example], log: Callable[..., Any]
 ) -> None:
     """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
-    is_dealt = is_dealt_to(config)
+    is_dealt = is_dealt_to(config)  # asked before `alone`, inside which every rank is the main one
     alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
     with distributed.together(), alone:
-        if config.warm_start is not None and not is_dealt:
+        if not is_dealt:
             warm_start(policy, questions, config.warm_start, seed=config.seed, log=log)
 
 

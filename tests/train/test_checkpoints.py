@@ -19,7 +19,7 @@ from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.runs.storage import stored_names
-from grpo_fast.train.update import gradients as accumulate
+from grpo_fast.train.update import gradients
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.command_line import ROOT, invoke, refused
 from tests.tiny import tiny_folder
@@ -89,7 +89,7 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
     """No run draws from them; a dropout would, or an engine. What an evaluation, a rollout or a
     minibatch has drawn before it was left is drawn again.
     """
-    loss, decode = accumulate.policy_loss, hf.decode
+    loss, decode = gradients.policy_loss, hf.decode
 
     def with_dropout(*arguments):
         value, hidden, output = loss(*arguments)
@@ -99,7 +99,7 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch, shar
         torch.rand(3)
         return decode(*arguments, **options)
 
-    monkeypatch.setattr(accumulate, "policy_loss", with_dropout)
+    monkeypatch.setattr(gradients, "policy_loss", with_dropout)
     monkeypatch.setattr(hf, "decode", drawing)
     options = ["eval.batch_size=2", "rollout.dynamic={rounds: 1}", "rollout.batch_size=4",
                "steps=2", *PASSES]  # fmt: skip

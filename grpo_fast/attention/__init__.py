@@ -7,7 +7,7 @@ lines.
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.model import (
     NAME,
     check_supported,
@@ -23,8 +23,8 @@ __all__ = [
     "NAME",
     "Head",
     "PackedGroups",
-    "PackedLayout",
     "Share",
+    "TreeLayout",
     "check_supported",
     "check_tolerance",
     "disable_dropout",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.layout import TreeLayout
 
 # Token ids: a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
@@ -30,7 +30,7 @@ class PackedGroups:
     """
 
     input_ids: Tensor  # (1, T) int64
-    layout: PackedLayout
+    layout: TreeLayout
     # (R,) int64: row of T that predicts each completion token (a shared prompt's last row: G times)
     predicting: Tensor
     target_ids: Tensor  # (R,) int64: the completion tokens
@@ -105,7 +105,7 @@ def pack_groups(
 
 def _lay_out(
     units: Sequence[Group], device: torch.device | str
-) -> tuple[list[Tensor], PackedLayout, list[list[tuple[int, int]]]]:
+) -> tuple[list[Tensor], TreeLayout, list[list[tuple[int, int]]]]:
     """Segments of the row, their layout, and for each completion (row of the prompt's last token,
     first trunk row).
     """
@@ -132,7 +132,10 @@ def _lay_out(
         last_rows[unit] = row + len(prompt) - 1
         trunks.update({(unit, index): row + len(prompt) for index in going_on[unit]})
         row += lengths[-1]
-    layout = PackedLayout.of(lengths, device, sharing=[len(going_on[unit]) for unit in sharing])
+    parents = [-1] * len(sharing)
+    parents += [p for p, unit in enumerate(sharing) for _ in going_on[unit]]
+    parents += [-1] * (len(lengths) - len(parents))
+    layout = TreeLayout.of(lengths, device, parents=parents)
     starts = [
         [(last_rows[unit], trunks.get((unit, index), 0)) for index in range(len(completions))]
         for unit, (_, completions) in enumerate(units)

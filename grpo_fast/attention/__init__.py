@@ -16,13 +16,15 @@ from grpo_fast.attention.model import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.attention.packing import PackedGroups, Share, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
+from grpo_fast.attention.plans import Share, plan_packs, plan_trees, trunk_tokens
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 
 __all__ = [
     "NAME",
     "Head",
     "PackedGroups",
+    "PackedTree",
     "Share",
     "TreeLayout",
     "check_supported",
@@ -30,9 +32,11 @@ __all__ = [
     "disable_dropout",
     "head_of",
     "pack_groups",
+    "pack_tree",
     "packed_attention",
     "packed_rows_attention",
     "plan_packs",
+    "plan_trees",
     "register",
     "shared_prompt_supported",
     "small_windows",

@@ -67,6 +67,15 @@ class Spans:
         return max(self.keys)
 
     @cached_property
+    def seen(self) -> tuple[Spans, Tensor]:
+        """The spans that have queries, and the rows of their keys."""
+        sizes = zip(self.queries, self.keys, strict=True)
+        queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
+        seen = torch.tensor(self.queries) > 0
+        rows = seen.repeat_interleave(torch.tensor(self.keys)).nonzero()[:, 0].to(self.cu_k.device)
+        return Spans.of(queries, keys, self.cu_k.device, causal=self.causal), rows
+
+    @cached_property
     def blocks(self) -> list[Block]:
         """Spans of similar shape stacked, longest first, for kernels that take equal lengths
         (CPUs); keys without queries are left out.

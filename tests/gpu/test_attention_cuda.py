@@ -196,6 +196,7 @@ def stand_in_fa4():
     ):  # fmt: skip
         check_gradient_inputs(q, k, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
+        assert 0 not in spans.queries  # its first releases cannot
         rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, 0)
         return EXPLICIT.backward(dout, Saved(q, k, v, out, lse), spans, rule)
 

@@ -29,23 +29,20 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def entered(config: RunConfig) -> Iterator[tuple[Start, FolderLock | None]]:
-    """Where rank 0 finds that the run begins, and its lock of the folder, taken before it looks.
-
-    None: there is no folder yet, or this is another rank.
-    """
+def entered(config: RunConfig) -> Iterator[Start]:
+    """Lock the folder of a run, then look for its start: rank 0 does, for all."""
     with distributed.together():
         is_there = distributed.is_main() and os.path.isdir(config.output_dir)
         lock = FolderLock(config.output_dir) if is_there else None
 
     def start_of_main() -> list[Any]:
         start = find_start(config, log.warning)
-        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:]]
+        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:4]]
 
     try:
-        checkpoint, (metrics, prompts), *rest = distributed.from_main(start_of_main)
+        checkpoint, (metrics, prompts), again, prints = distributed.from_main(start_of_main)
         place = None if checkpoint is None else Path(checkpoint)
-        yield Start(place, (metrics, prompts), *rest), lock
+        yield Start(place, (metrics, prompts), again, prints, lock)
     finally:
         if lock is not None:
             lock.release()

@@ -1,4 +1,4 @@
-"""What a run is made of: its start, its inputs, its collector, and which rank makes what."""
+"""The parts of a run: its start, its inputs, its collector."""
 
 from __future__ import annotations
 

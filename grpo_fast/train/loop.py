@@ -54,7 +54,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         Stopped: (a SystemExit) a signal ended the run.
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
-    with distributed.joined(*ranks), entered(config) as start:
+    with distributed.process_group(*ranks), entered(config) as start:
         return _train(config, start)
 
 

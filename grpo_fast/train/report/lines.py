@@ -44,8 +44,8 @@ def memory_line(summary: Mapping[str, Any]) -> str:
     said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
     size = f"micro-batches of up to {summary['largest_microbatch']} tokens"
     grown = f"the whole process grew by {summary['process_growth'] / 2**30:.2f} GiB"
-    found = grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
-    return f"memory of a training step: {said} ({size}), {found}"
+    measured = grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
+    return f"memory of a training step: {said} ({size}), {measured}"
 
 
 def kernels_line(summary: Mapping[str, Any]) -> str:

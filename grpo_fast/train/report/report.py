@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it shows while it goes on.
+"""The files that a run writes, and the progress that it shows.
 
 In `output_dir`: config.yaml (the resolved configuration), metrics.jsonl (one JSON object per logged
 step, TRL's names, flushed line by line), prompts.jsonl (one per prompt that was asked),
@@ -138,7 +138,7 @@ class RunReport:
 
     @by_rank_0
     def sync(self) -> None:
-        """What was logged is on the disk."""
+        """Flush the logs to the disk."""
         self._metrics.sync()
         self._prompts.sync()
 

@@ -47,7 +47,7 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
 
 
 def save_models(trainer: Trainer, folder: Path) -> None:
-    """What the run was for, behind its summary: a disk that is full costs no more than this."""
+    """Save the trained models, after the summary: a full disk then costs no more than them."""
     policy, critic = unsharded_models(trainer.config, trainer.policy, trainer.critic)
     with distributed.together(), written(folder / "model"):
         if distributed.is_main():

@@ -99,9 +99,9 @@ class TokenBudget:
 
     def _lower(self, batch: StepBatch, reason: str) -> None:
         alone = all(len(micro) == 1 for micro in batch.micro_batches)
-        found = distributed.gather([alone, batch.largest])
-        largest = max(tokens for _, tokens in found)
-        if all(is_alone for is_alone, _ in found):
+        of_ranks = distributed.gather([alone, batch.largest])
+        largest = max(tokens for _, tokens in of_ranks)
+        if all(is_alone for is_alone, _ in of_ranks):
             raise ValueError(
                 f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
                 f"does not fit into memory ({reason}); `grpo-fast plan` shows what "

@@ -43,7 +43,7 @@ class Critic:
         self.trunk.model.train()
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the critic's own optimizer trains: the head, and a trunk of its own."""
+        """The parameters of the critic's own optimizer: the head, and a trunk of its own."""
         return [*self.head.parameters(), *([] if self.is_shared else self.trunk.trainable())]
 
     def optimizer(self, config: OptimConfig, total_steps: int) -> Optimizer:
@@ -172,9 +172,9 @@ def value_metrics(batch: StepBatch) -> dict[str, float]:
     counts = torch.cat(batch.of_each("completion_mask"))
     values = torch.cat(batch.of_each("old_values"))[counts]
     returns = torch.cat(batch.of_each("returns"))[counts]
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "value/mean": values.double().mean(),
         "value/error": (values - returns).double().square().mean(),
         "value/explained_variance": explained_variance(values, returns),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in metrics.items()}

@@ -90,16 +90,18 @@ def build_collector(
     )  # fmt: skip
 
 
-def is_dealt_to(config: RunConfig) -> bool:
+def is_dealt_to(kind: str | None) -> bool:
     """Whether this rank gets its shards from rank 0, which alone has the weights till then."""
-    return config.distributed in SHARDED and not distributed.is_main()
+    return kind in SHARDED and not distributed.is_main()
 
 
 def start_warm(
     config: RunConfig, policy: Policy, questions: Sequence[Example], log: Callable[..., Any]
 ) -> None:
     """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
-    is_dealt = is_dealt_to(config)  # asked before `alone`, inside which every rank is the main one
+    is_dealt = is_dealt_to(
+        config.distributed
+    )  # asked before `alone`, inside which every rank is the main one
     alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
     with distributed.together(), alone:
         if not is_dealt:

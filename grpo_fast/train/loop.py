@@ -66,8 +66,8 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     check_trackers(config.log.trackers)
     rewards, questions, prints = load_inputs(config, start)
     with distributed.together():
-        tokenizer = build_tokenizer(config, questions)
-        policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config))
+        tokenizer = build_tokenizer(config.model, config.data, questions)
+        policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config.distributed))
     if config.distributed not in SHARDED:
         distributed.align([policy.model])
     check_reference(config.reference, config.model, policy.tokenizer)
@@ -86,7 +86,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
             report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
             start_warm(config, policy, questions, report.log)
-        trainer = Trainer(config, policy, load_critic(config, policy))
+        trainer = Trainer(config, policy, load_critic(config.critic, config.model, policy))
         kernels = kernels_of(policy)
         report.note(kernels_line(kernels))
         collector = build_collector(config, policy, engine, rewards, PromptQueue(examples))

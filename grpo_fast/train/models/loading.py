@@ -18,8 +18,8 @@ import torch
 from grpo_fast.data import Example, reason, task_symbols
 from grpo_fast.data.model_files import check_fields, check_files
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
-from grpo_fast.train.config.reward_model import RewardModelConfig, ScorerConfig
+from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
+from grpo_fast.train.config.reward_model import ScorerConfig
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, without_bars
 from grpo_fast.train.models.self_check import self_check
@@ -160,16 +160,18 @@ def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
         )
 
 
-def build_tokenizer(config: RunConfig | RewardModelConfig, questions: Sequence[Example]) -> Any:
+def build_tokenizer(
+    model: ModelConfig | ScorerConfig, data: DataConfig, questions: Sequence[Example]
+) -> Any:
     """The tokenizer made from the training questions, or None where the model brings its own."""
-    if config.model.tokenizer == "symbols":
-        plain = config.data.model_copy(update={"shots_tokens": None})
+    if model.tokenizer == "symbols":
+        plain = data.model_copy(update={"shots_tokens": None})
         return build_symbol_tokenizer(task_symbols(plain))
-    if config.model.tokenizer is None:
+    if model.tokenizer is None:
         return None
     chosen = itertools.islice(questions, BPE_TEXTS)
     texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
-    return build_bpe_tokenizer(texts, config.model.vocab_size)
+    return build_bpe_tokenizer(texts, model.vocab_size)
 
 
 def _from_config(
@@ -181,7 +183,7 @@ def _from_config(
 
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
-    fields = {"vocab_size": len(tokenizer), **special, **more, **fields}
+    complete = {"vocab_size": len(tokenizer), **special, **more, **fields}
     try:
         check_fields(fields)
         _register(fields)
@@ -190,7 +192,7 @@ def _from_config(
         unknown = [name for name in fields if not hasattr(plain, name)]
         model = None
         if not unknown:
-            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**fields))
+            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**complete))
     except Exception as error:  # every architecture has its own words and classes for a misfit
         refuses = f"{fields['model_type']} refuses it"
         raise ValueError(f"model.config: {refuses}: {reason(error)}") from error

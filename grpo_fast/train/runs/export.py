@@ -71,7 +71,7 @@ def unsharded_models(
         if distributed.is_main():
             own = config.model.model_copy(update={"device": "cpu"})
             plain[0] = load_policy(own, policy.tokenizer)
-            plain[1] = load_critic(config, plain[0])
+            plain[1] = load_critic(config.critic, config.model, plain[0])
     both: tuple[Any, Any] = policy, critic
     for sharded, whole in zip(both, plain, strict=True):
         if sharded is not None:

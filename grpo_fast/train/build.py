@@ -99,9 +99,7 @@ def start_warm(
     config: RunConfig, policy: Policy, questions: Sequence[Example], log: Callable[..., Any]
 ) -> None:
     """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
-    is_dealt = is_dealt_to(
-        config.distributed
-    )  # asked before `alone`, inside which every rank is the main one
+    is_dealt = is_dealt_to(config.distributed)  # inside `alone` every rank is the main one
     alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
     with distributed.together(), alone:
         if not is_dealt:

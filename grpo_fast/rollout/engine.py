@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.sampler import Sampling, seed_of
+from grpo_fast.rollout.saved import Saved
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,9 @@ class Kept(NamedTuple):
     from, itself among it. An empty row is the whole vocabulary.
     """
 
-    ids: Tensor  # (nnz,) int32
-    offsets: Tensor  # (n + 1,) int64
-    mass: Tensor | None = None  # (n,) fp32: their probability before the others went; None: unknown
+    ids: Saved  # (nnz,) int32
+    offsets: Saved  # (n + 1,) int64
+    mass: Saved | None = None  # (n,) fp32: their probability before the others went; None: unknown
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import torch
 
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.train.report.loss_curves import clip_range, curve, plot_losses, read_drawing
+from grpo_fast.train.report.loss_curves import _config, clip_range, curve, plot_losses, read_drawing
 from tests.command_line import invoke, refused
 
 RATIOS = torch.linspace(0.103, 1.997, 96)  # no point lies on a bound of the clip
@@ -62,6 +62,7 @@ def test_the_words(tmp_path):
     assert drawing.losses == ["grpo", "cispo"] and drawing.advantages == [2.0]
     assert drawing.options == {"epsilon_low": 0.1}
     assert drawing.ratios[0] == 0.5 and drawing.ratios[-1] == 1.5
+    assert _config("grpo", drawing).epsilon_low == 0.1
     picture = tmp_path / "p.png"
     result = invoke("plot", "losses", "grpo", "advantage=1", "-o", str(picture))
     assert result.exit_code == 0 and result.output.strip() == str(picture) and picture.is_file()

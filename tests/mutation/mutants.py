@@ -206,6 +206,7 @@ SUITES: dict[str, list[str]] = {
     ],
     "code_tests_socket": ["tests/rewards/test_code_tests.py", "-k", "connected"],
     "code_tests_all": ["tests/rewards/test_code_tests.py", "-k", "hostile and writes"],
+    "code_tests_limit": ["tests/rewards/test_code_tests.py", "-k", "per_completion"],
     "code_tests_exit": ["tests/rewards/test_code_tests.py", "-k", "exits"],
     "code_tests_block": ["tests/rewards/test_code_tests.py", "-k", "last_block"],
     "code_tests_check": ["tests/rewards/test_code_tests.py", "-k", "preparations"],

@@ -128,7 +128,7 @@ MUTANTS = [
            "an answer that was given up is run", "code_tests_block"),
     Mutant("code-one-time-for-all", "grpo_fast/rewards/isolated.py",
            "self.timeout * max(1, count * self.per_sample)", "self.timeout",
-           "answers that hang take the others' time", "code_tests"),
+           "answers that hang take the others' time", "code_tests_limit"),
     Mutant("code-prepares", SANDBOX, "        if is_test(statement):\n", "        if True:\n",
            "a statement that prepares counts as a test", "code_tests_check"),
     # ---- rewards per token

@@ -28,12 +28,15 @@ def wrong(name: str, expected: str, got: object) -> ValueError:
 
 
 def head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", *, is_shard: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    names: tuple[str, str, str] = ("hidden", "lm_head_weight", "bias"),
+    *,
+    is_shard: bool = False,
 ) -> None:
-    """hidden (..., H), lm_head_weight (V, H) and bias (V,) fit each other; `prefix` of their
-    names. A shard may be empty.
-    """
-    like, name = f"{prefix}hidden", f"{prefix}lm_head_weight"
+    """hidden (..., H), weight (V, H) and bias (V,) fit each other. A shard may be empty."""
+    like, name, bias_name = names
     floating(like, hidden)
     floating(name, weight)
     if weight.dim() != 2:
@@ -50,9 +53,9 @@ def head(
         got = f"{weight.dtype}; cast one of them"
         raise wrong(name, f"the dtype of {like}, {hidden.dtype}", got)
     if bias is not None:
-        floating(f"{prefix}bias", bias)
-        _shape_is(f"{prefix}bias", bias, (weight.shape[0],), "(V,)")
-        _same_device(f"{prefix}bias", bias, hidden, like)
+        floating(bias_name, bias)
+        _shape_is(bias_name, bias, (weight.shape[0],), "(V,)")
+        _same_device(bias_name, bias, hidden, like)
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
@@ -114,9 +117,10 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         has_logits: the config's temperature is read.
     """
     is_config(config)
-    if config.kl_estimator == EXACT:
+    if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
-        raise wrong("kl_estimator", expected, f"{EXACT!r}, which linear_exact_kl computes")
+        got = f"{config.kl_estimator!r}, which linear_divergence computes"
+        raise wrong("kl_estimator", expected, got)
     like, advantages, cu_seqlens = given.like, given.advantages, given.cu_seqlens
     _mask_and_segments(given.completion_mask, cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

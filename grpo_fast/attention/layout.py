@@ -159,7 +159,7 @@ class PackedLayout:
         )
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """What a kernel derives from the layout: built once, for all layers."""
+        """Build a kernel's own table of this layout once, for all layers."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

@@ -15,11 +15,9 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted
 from grpo_fast.loss import autograd, call, checks, values
-from grpo_fast.loss.agreement import Agreement
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
-from grpo_fast.loss.pending import check_values, raise_pending
-from grpo_fast.loss.sharded import gathered, own_rows
-from grpo_fast.loss.supports import support_rows
+from grpo_fast.loss.ranks import Agreement, own_rows
+from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.config import choice, number
 from grpo_fast.objective.divergences import DIVERGENCES
 
@@ -159,40 +157,33 @@ def checked_teacher(
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
         raise checks.wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
-    _frozen(hidden=teacher.hidden, weight=teacher.weight, bias=teacher.bias)
-    own = own_rows if ranks.group is not None else lambda name, x, group: gathered(name, x)
-    with torch.no_grad():
-        teacher = teacher._replace(
-            weight=own("teacher.weight", teacher.weight, ranks.group),
-            bias=own("teacher.bias", teacher.bias, ranks.group),
-        )
-    names = ("teacher.hidden", "teacher.weight", "teacher.bias")
-    checks.head(
-        teacher.hidden, teacher.weight, teacher.bias, names, is_shard=ranks.group is not None
+    for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
+        _is_frozen(f"teacher.{name}", x)
+    teacher = teacher._replace(
+        weight=own_rows("teacher.weight", teacher.weight, ranks.group),
+        bias=own_rows("teacher.bias", teacher.bias, ranks.group),
     )
+    names = ("teacher.hidden", "teacher.weight", "teacher.bias")
+    is_shard = ranks.group is not None
+    checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
     if len(teacher.weight) != len(weight):
         advice = "slice both heads to the ids that the two tokenizers share"
         got = f"{len(teacher.weight)}; {advice}"
         raise checks.wrong("teacher.weight", f"the {len(weight)} rows of lm_head_weight", got)
-    _rows_are("teacher.hidden", teacher.hidden, like)
+    hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.rule(like, teacher.temperature, teacher.softcap, teacher.logit_scale, BACKENDS[0])
-    return teacher._replace(hidden=teacher.hidden.detach().reshape(-1, teacher.hidden.shape[-1]))
+    return teacher._replace(hidden=hidden)
 
 
 def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK:
-    ids, logps = teacher.ids, teacher.logps
-    checks.floating("teacher.logps", logps)
-    _frozen(logps=logps)
+    _is_frozen("teacher.logps", teacher.logps)
     number("teacher.floor", teacher.floor, "a number in (0, 1)", lambda x: 0 < x < 1)
-    for name, x in (("teacher.ids", ids), ("teacher.logps", logps)):
-        _rows_are(name, x, like)
-    if ids.dtype not in (torch.int64, torch.int32) or ids.shape != logps.shape:
-        expected = f"an int64 tensor of the shape of teacher.logps, {tuple(logps.shape)}"
-        raise checks.wrong("teacher.ids", expected, f"{ids.dtype} of {tuple(ids.shape)}")
-    K = ids.shape[-1]
-    if not 0 < K <= vocab:
-        raise checks.wrong("teacher.ids", f"1 to V = {vocab} ids a row", K)
-    ids, logps = ids.long().reshape(-1, K), logps.detach().reshape(-1, K)
+    logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
+    ids = _rows_like("teacher.ids", teacher.ids, checks.IDS, like).long()
+    K = logps.shape[1]
+    if ids.shape != logps.shape or not 0 < K <= vocab:
+        expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
+        raise checks.wrong("teacher.ids", expected, ids.shape[1])
     is_one = logps > -torch.inf
     sums = logps.double().exp().sum(1)
     # An empty place stands for no id: each gets a number of its own below 0.
@@ -216,20 +207,19 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     return teacher._replace(ids=ids, logps=logps)
 
 
-def _frozen(**tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
-            got = "one that does; detach it"
-            raise checks.wrong(f"teacher.{name}", "a tensor that requires no gradient", got)
+def _is_frozen(name: str, x: Any) -> None:
+    if isinstance(x, Tensor) and x.requires_grad:
+        got = "one that requires a gradient; detach it"
+        raise checks.wrong(name, "a tensor without a gradient", got)
 
 
-def _rows_are(name: str, x: Tensor, like: Tensor) -> None:
-    if not isinstance(x, Tensor) or tuple(x.shape[:-1]) != tuple(like.shape):
+def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
+    """(N, ·) from one row for each of `like`."""
+    checks.tensor(name, x, kind, beside=("hidden", like))
+    if tuple(x.shape[:-1]) != tuple(like.shape):
         expected = f"one row for each of the student's, {tuple(like.shape)}"
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise checks.wrong(name, expected, got)
-    if x.device != like.device:
-        raise checks.wrong(name, f"the device of hidden, {like.device}", x.device)
+        raise checks.wrong(name, expected, tuple(x.shape))
+    return x.reshape(-1, x.shape[-1])
 
 
 def _rows(
@@ -260,7 +250,7 @@ def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
     count, dtype = like.numel(), torch.promote_types(dtype, torch.float32)
     if weights is None:
         return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
-    checks.per_token("weights", weights, like)
+    checks.like_logps("weights", weights, like)
     own = weights.detach().reshape(-1).to(dtype, copy=True)
-    check_values([values.finite("weights", own, "finite numbers", "NaN or inf")][0], "auto")
+    check_values(values.finite("weights", own, "finite numbers", "NaN or inf"), "auto")
     return own

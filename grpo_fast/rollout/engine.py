@@ -1,4 +1,4 @@
-"""What every rollout engine is: prompts' token ids in, completions as they were sampled out.
+"""The contract of a rollout engine: token ids of prompts in, completions as sampled out.
 
 An engine samples with the weights that it was last given, and says of each completion which those
 were. Engines are built by name from the configuration; one that is not asked for is not imported.

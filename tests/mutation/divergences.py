@@ -194,7 +194,7 @@ MUTANTS = [
     bug(
         "teacher-gradient",
         DOOR,
-        "if x is not None and x.requires_grad:",
+        "if isinstance(x, Tensor) and x.requires_grad:",
         "if False:",
         "a teacher that wants a gradient silently gets none",
     ),

@@ -1,4 +1,4 @@
-"""What a varlen attention kernel offers, whoever made it."""
+"""The interface of every varlen attention kernel."""
 
 from __future__ import annotations
 

@@ -131,6 +131,15 @@ def support_doors(backend: str) -> Any:
     return importlib.import_module(f"grpo_fast.kernels.{folder}.support")
 
 
+@functools.cache
+def divergence_doors(backend: str) -> Any:
+    """The module that compares rows of logits (divergence_reference.py documents its doors)."""
+    name = "divergence_reference"
+    if backend == "cpu" and loader.load("divergence") is None:
+        name = "cpu.divergence"
+    return importlib.import_module(f"grpo_fast.kernels.{name}")
+
+
 def own_product(x: Tensor) -> bool:
     """Whether products with x as their second operand go through our own matrix product (csrc)
     instead of torch's.

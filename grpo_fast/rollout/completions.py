@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine

@@ -14,6 +14,7 @@ from typing import NamedTuple
 AREAS = (
     "objectives",
     "loss",
+    "divergences",
     "train",
     "train_checkpoint",
     "train_compare",
@@ -176,11 +177,7 @@ SUITES: dict[str, list[str]] = {
     "small_sets": ["tests/data/test_data.py", "tests/train/test_small_sets.py"],
     "levels": ["tests/loss/test_loss_traps.py", "-k", "summed or of_its_prob"],
     "advantages": ["tests/objective/test_advantages.py", "-k", "constant_baseline"],
-    "exact_kl": [
-        "tests/loss/test_exact_kl.py",
-        "-k",
-        "fp64 or excludes or one_chunk or certain or autocast",
-    ],
+    "divergence": ["tests/loss/test_divergence.py"],
     "exact_kl_training": ["tests/train/test_exact_kl_training.py", "-k", "not of_the_run"],
     "baseline": ["tests/train/test_running_baseline.py"],
     "lecture": ["tests/train/test_lecture.py", "-k", "not learns and not log and not saved"],

@@ -136,9 +136,10 @@ class RunConfig(Section):
         require(fits, "distributed_replicas", expected, self.distributed_replicas)
         if self.distributed not in SHARDED:
             return
-        exact = cast(Any, self.loss).kl_estimator == EXACT
+        estimator = cast(Any, self.loss).kl_estimator
         for refused, name, expected, came in (
-            (exact, "loss.kl_estimator", "an estimator, of the sampled tokens,", EXACT),
+            (estimator in EXACT, "loss.kl_estimator", "an estimator, of the sampled tokens,",
+             estimator),
             (self.log.grad_variance, "log.grad_variance", "false", "true"),
             (self.rollout.engine == "continuous", "rollout.engine",
              "transformers, or an engine of its own,", "continuous"),
@@ -176,7 +177,8 @@ class RunConfig(Section):
             fits = self.advantages == GAE
             require(fits, "kl.into", "loss unless advantages: gae", f"reward, {self.advantages}")
             expected = "an estimator, of the sampled tokens, beside kl.into: reward"
-            require(loss.kl_estimator != EXACT, "loss.kl_estimator", expected, EXACT)
+            fits = loss.kl_estimator not in EXACT
+            require(fits, "loss.kl_estimator", expected, loss.kl_estimator)
             fits = not loss.kl_times_ratio and OBJECTIVES[loss.loss_type].reference
             expected = "loss for a loss_type or kl_times_ratio with a KL of its own"
             require(fits, "kl.into", expected, "reward")

@@ -53,7 +53,7 @@ SELF_TEST_TOLERANCE = {
 
 
 class Kind(NamedTuple):
-    """What the choice depends on."""
+    """The properties of a call by which its kernel is chosen."""
 
     device: str
     dtype: torch.dtype

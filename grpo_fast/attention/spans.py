@@ -1,4 +1,4 @@
-"""What one varlen attention call attends to: span i of the queries to span i of the keys."""
+"""The spans of one varlen attention call: span i of the queries attends to span i of the keys."""
 
 from __future__ import annotations
 

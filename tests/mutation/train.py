@@ -23,7 +23,7 @@ MUTANTS = [
            "(self.seed, step), clock, ahead)", "(self.seed, 0), clock, ahead)",
            "every step draws the first one's random numbers", "train"),
     Mutant("train-skips-forgotten", OPTIMIZER,
-           "self.adam.step()\n            self._skipped_in_a_row = 0\n", "self.adam.step()\n",
+           "self.adam.step()\n            self.skipped_in_a_row = 0\n", "self.adam.step()\n",
            "three bad gradients in a whole run end it", "train"),
     Mutant("schedule-warmup-late", OPTIMIZER,
            "return (step + 1) / warmup", "return step / warmup",

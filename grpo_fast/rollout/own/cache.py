@@ -73,7 +73,7 @@ class Rule(NamedTuple):
 
 
 class Layer:
-    """What one layer keeps."""
+    """Keys and values of one layer."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
@@ -83,7 +83,7 @@ class Layer:
 
 
 class RolloutCache:
-    """What the completions of N prompts look back on.
+    """Keys and values of N prompts and of their completions, for the rollout.
 
     Args:
         lengths: of the prompts.

@@ -83,6 +83,12 @@ def plan_trees(
     return sorted(Trie.of_ids(told_apart(trunks_of(checked), apart)).packs(budget))
 
 
+def tree_tokens(samples: Sequence[Sample]) -> int:
+    """Distinct tokens of samples in one row, as `plan_trees` counts them."""
+    checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
+    return Trie.of_ids(trunks_of(checked)).below[0]
+
+
 def _shares(placed: Sequence[tuple[int, int]]) -> list[Share]:
     """One share for each group of a pack."""
     groups = groupby(placed, key=lambda place: place[0])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.data.example import DatasetError, need
+from grpo_fast.data.example import DatasetError, Example, need
 
 VERSION = 1  # of the schema
 DTYPES = {"int32": torch.int32, "int64": torch.int64}
@@ -69,6 +69,18 @@ def load_traces(path: str | Path) -> list[RecordedTrace]:
         raise DatasetError(f"{path}: expected JSON lines, got {error}") from error
     need(records, str(path), "at least one trace", "none")
     return read_traces([record for _, record in records], [where for where, _ in records])
+
+
+def trace_examples(path: str | Path) -> list[Example]:
+    """The tasks of a file of traces, in order of their first trace, as examples to go through."""
+    found = load_traces(path)
+    texts = {task: blake2b() for task in dict.fromkeys(trace.task for trace in found)}
+    for trace in found:
+        texts[trace.task].update(repr(trace.reward).encode())
+        for branch in trace.branches:
+            parts = (x for x in branch[:4] if x is not None)
+            texts[trace.task].update(b"".join(x.numpy().tobytes() for x in parts))
+    return [Example(task, None, None, {"digest": h.hexdigest()}) for task, h in texts.items()]
 
 
 def _lines(file: Path) -> list[str]:

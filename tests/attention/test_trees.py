@@ -262,6 +262,7 @@ def test_a_plan_cuts_below_the_branch_that_exceeds_it():
     assert plan_trees(samples, 14) == [[0, 1, 2]] and plan_trees(samples, 13) == [[0, 1], [2]]
     assert plan_trees(samples, 11) == [[0, 2], [1]]  # 4 + 2 + 3 + 2 = 11, and 4 + 2 + 3
     assert plan_trees(samples, 10) == [[0], [1], [2]]
+    assert plan_trees([], 10) == []
     with pytest.raises(ValueError, match="budget: expected at least 1"):
         plan_trees(samples, 0)
 

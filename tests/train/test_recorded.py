@@ -44,7 +44,7 @@ def settings(tmp_path, **changes):
         "output_dir": str(tmp_path / "run"), "model": {"path": "none"},
         "data": {"task": "traces", "path": str(RECORDED)}, "advantages": "centered",
         "rollout": {"group_size": 2, "prompts_per_step": 2}, "steps": 1,
-        "optim": {"lr": 1e-2}, "log": {"progress": False}, **changes,
+        "optim": {"lr": 1e-2, "schedule": "constant"}, "log": {"progress": False}, **changes,
     }  # fmt: skip
 
 
@@ -123,6 +123,11 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
     assert totals.items == count == 88
 
 
+def steps_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
 def test_a_run_trains_on_traces(tmp_path):
     """Weights move, a checkpointed run ends as one without a break, two passes have old logps."""
     config = settings(tmp_path, steps=3, inner_iterations=2, checkpoint={"every": 1})
@@ -130,16 +135,12 @@ def test_a_run_trains_on_traces(tmp_path):
     config["rollout"] |= {"prompts_per_step": 1, "correct_sampling": True}
     summary = train(parse_config(config))
     assert summary["steps"] == 3 and summary["num_tokens"] > 0
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = steps_of(tmp_path / "run")
     assert [row["reward"] for row in rows] == [0.5] * 3 and rows[0]["grad_norm"] > 0
     again = {**config, "output_dir": str(tmp_path / "other"), "steps": 2}
     train(parse_config(again))
-    train(parse_config({**again, "steps": 3}))
-    others = [
-        json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()
-    ]
+    train(parse_config({**again, "steps": 3, "resume": "auto"}))
+    others = steps_of(tmp_path / "other")
     assert [row["loss"] for row in others] == [row["loss"] for row in rows]
     weights = [load_file(f"{tmp_path}/{name}/model.safetensors") for name in ("run/model", "model")]
     assert all(not torch.equal(x, weights[1][name]) for name, x in weights[0].items())

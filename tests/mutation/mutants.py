@@ -109,6 +109,7 @@ SUITES: dict[str, list[str]] = {
     ],
     "checkpoint_attacks": ["tests/train/test_attacked_checkpoints.py"],
     "checkpoint_prints": ["tests/train/test_fingerprints.py"],
+    "ranks_order": ["tests/train/test_ranks.py", "-k", "no_order_behind"],
     "ranks_dealt": ["tests/train/test_ranks.py", "-k", "rank_0_reads"],
     "ranks_apart": ["tests/train/test_ranks.py", "-k", "differently or other_data"],
     "checkpoint_warm": ["tests/train/test_checkpoints.py", "-k", "warm_start"],

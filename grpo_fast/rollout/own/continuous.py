@@ -9,7 +9,6 @@ the batch, and it does not say which tokens a truncating sampler kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from grpo_fast.rollout.engine import (
     LENGTH,
     Completion,
     Engine,
-    Seed,
+    Request,
     say_that_kept_is_unknown,
     seed_for,
 )
@@ -56,18 +55,11 @@ class ContinuousEngine(Engine):
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
+        sampling, seed, places = request.sampling, request.seed, request.places
         if sampling.wants_kept:
             say_that_kept_is_unknown("continuous batching")
-        rows = [list(prompt) for prompt in prompts for _ in range(group_size)]
+        rows = [list(prompt) for prompt in request.prompts for _ in range(request.group_size)]
         number = seed_for("rollout", seed, *(places or ())) % 2**31
         size = sampling.batch_size or max(len(rows), 1)
         found: list[Completion] = []

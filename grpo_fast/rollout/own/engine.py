@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grpo_fast.attention import check_tolerance, small_windows
 from grpo_fast.errors import NonFiniteLogits
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
 from grpo_fast.rollout.own.decode import Decoded, decode
 from grpo_fast.rollout.own.kept import KeptIds
 from grpo_fast.rollout.sampler import Sampler, Sampling
@@ -39,15 +39,8 @@ class TransformersEngine(Engine):
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
+        prompts, sampling, group_size, seed, places = request
         length = sampling.max_new_tokens
         numbers = uniforms(seed, len(prompts), length, group_size=group_size, places=places)
         owners = [n for n in range(len(prompts)) for _ in range(group_size)]

@@ -117,10 +117,10 @@ class RewardSet:
         reasons: dict[str, Counter[str]] = {}
         total = torch.zeros(len(completions))
         for reward in self.rewards:
-            found = self._scores(reward, given)
-            scores = [math.nan if isinstance(value, str) else value for value in found]
+            values = self._scores(reward, given)
+            scores = [math.nan if isinstance(value, str) else value for value in values]
             per_fn[reward.name] = torch.tensor(scores, dtype=torch.float32)
-            reasons[reward.name] = Counter(value for value in found if isinstance(value, str))
+            reasons[reward.name] = Counter(value for value in values if isinstance(value, str))
             if reward.weight != 0:  # weight 0 means: only watch it
                 total = total + reward.weight * per_fn[reward.name]
             self._count(reward.name, reasons[reward.name].total(), len(completions))

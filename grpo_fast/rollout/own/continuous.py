@@ -62,13 +62,13 @@ class ContinuousEngine(Engine):
         rows = [list(prompt) for prompt in request.prompts for _ in range(request.group_size)]
         number = seed_for("rollout", seed, *(places or ())) % 2**31
         size = sampling.batch_size or max(len(rows), 1)
-        found: list[Completion] = []
+        completions: list[Completion] = []
         with self.policy.generation():
             self.policy.lm.set_attn_implementation(self.policy.generation_attn)
             for start in range(0, len(rows), size):
                 outputs = self._run(rows[start : start + size], sampling, number + start)
-                found += [self._completion(output) for output in outputs]
-        return found
+                completions += [self._completion(output) for output in outputs]
+        return completions
 
     def _run(self, rows: list[list[int]], sampling: Sampling, seed: int) -> list[Any]:
         """The finished requests of these prompts, in order."""

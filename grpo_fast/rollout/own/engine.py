@@ -54,24 +54,24 @@ class TransformersEngine(Engine):
                 runs = [(n, len(list(same))) for n, same in groupby(owners[part])]
                 chosen = [prompts[n] for n, _ in runs]
                 counts = [count for _, count in runs]
-                found = run(self.policy, chosen, counts, sampling, numbers[part])
-                completions += self._cut(found)
+                decoded = run(self.policy, chosen, counts, sampling, numbers[part])
+                completions += self._cut(decoded)
         return completions
 
-    def _cut(self, found: Decoded) -> list[Completion]:
+    def _cut(self, decoded: Decoded) -> list[Completion]:
         """Each completion up to its first EOS."""
-        eos = torch.tensor(sorted(self.policy.eos_ids), device=found.tokens.device)
-        ends = torch.isin(found.tokens, eos).cpu()
+        eos = torch.tensor(sorted(self.policy.eos_ids), device=decoded.tokens.device)
+        ends = torch.isin(decoded.tokens, eos).cpu()
         has_end = ends.any(1).tolist()
         lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1]).tolist()
-        logps = found.logps.cpu()
+        logps = decoded.logps.cpu()
         if any(row[:n].isnan().any() for row, n in zip(logps, lengths, strict=True)):
             raise NonFiniteLogits("the policy's logits are NaN or infinite")
-        kept = found.kept.by_completion(lengths)
+        kept = decoded.kept.by_completion(lengths)
         return [
             Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, own)
             for ids, row, n, ended, own in zip(
-                found.tokens.tolist(), logps, lengths, has_end, kept, strict=True
+                decoded.tokens.tolist(), logps, lengths, has_end, kept, strict=True
             )
         ]
 

@@ -220,10 +220,10 @@ class Asked(NamedTuple):
         return Kept(kept, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
 
-def grouped(found: Sequence[Collection[Completion]], request: Request) -> list[Completion]:
+def grouped(by_prompt: Sequence[Collection[Completion]], request: Request) -> list[Completion]:
     """G completions of each prompt, from what vLLM made of `Asked.parameters`."""
     copies = request.group_size if request.sampling.temperature == 0 else 1
-    completions = [one for group in found for _ in range(copies) for one in group]
+    completions = [one for group in by_prompt for _ in range(copies) for one in group]
     if request.sampling.wants_kept and any(one.kept is None for one in completions):
         say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
     return completions

@@ -70,8 +70,8 @@ class VLLMEngine(Engine):
         outputs = self.llm.generate(given, several, use_tqdm=False)
         served = [parsed(Choices, _as_served(output), "vLLM") for output in outputs]
         pairs = zip(served, wanted, strict=True)
-        found = [asked.completions(choices, one["n"], "vLLM") for choices, one in pairs]
-        return grouped(found, request)
+        completions = [asked.completions(choices, one["n"], "vLLM") for choices, one in pairs]
+        return grouped(completions, request)
 
 
 def _as_served(output: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from grpo_fast.rollout.engine import (
     awake,
     build_engine,
 )
+from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.prompts import check_prompts, encode_prompts
 from grpo_fast.rollout.sampler import Sampling
 
@@ -23,6 +24,7 @@ __all__ = [
     "NonFiniteLogits",
     "Request",
     "Rollout",
+    "SampledModel",
     "Sampling",
     "awake",
     "build_engine",

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     )
     from grpo_fast.objective.advantages import group_advantages
     from grpo_fast.objective.config import LossConfig
+    from grpo_fast.objective.corrections import Correction
 
 __version__ = "0.1.0"
 __all__ = [
+    "Correction",
     "LossConfig",
     "LossOutput",
     "Support",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Correction": "objective.corrections",
     "LossConfig": "objective.config",
     "Support": "kernels.support",
     "group_advantages": "objective.advantages",

@@ -15,6 +15,7 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import Given
 from grpo_fast.loss.sharded import is_sharded
 from grpo_fast.objective.config import LossConfig, choice, number
+from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -127,6 +128,10 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
     _same_device("advantages", advantages, like, "the logps")
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         per_token(name, getattr(given, name), like)
+    of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
+    if given.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
+        expected = f"the sampler's logps beside corrections of kind {of_sampler[0].kind!r}"
+        raise wrong("sampling_logps", expected, None)
     if has_logits and isinstance(config.temperature, Tensor):
         per_token("temperature", config.temperature, like)
     if config.uses_reference and given.ref_logps is None:

@@ -12,32 +12,27 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.objective.aggregation import AGGREGATIONS
+from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
-from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
+from grpo_fast.objective.losses import FP32_MAX, LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
 
-SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, EXACT),
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
-    "aggregation": AGGREGATIONS, "sampling_correction": SAMPLING_CORRECTIONS,
+    "aggregation": AGGREGATIONS,
 }  # fmt: skip
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
      lambda x: x >= 0),
-    (("sapo_temperature_pos", "sapo_temperature_neg", "sampling_ratio_cap", "delta", "softcap"),
-     "a finite number > 0", lambda x: x > 0),
-    (("entropy_coef", "off_policy_threshold"), "a finite number", lambda x: True),
+    (("sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap"), "a finite number > 0",
+     lambda x: x > 0),
+    (("entropy_coef",), "a finite number", lambda x: True),
     (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
     (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),
     (("top_entropy_quantile",), "a number in (0, 1]", lambda x: 0 < x <= 1),
     (("max_completion_length",), "a whole number of tokens > 0", lambda x: x > 0 and x == int(x)),
 )  # fmt: skip
-NULLABLE = (
-    "aggregation", "sampling_correction", "delta", "softcap", "off_policy_threshold",
-    "max_completion_length",
-)  # fmt: skip
-
-FP32_MAX = 3.4028234663852886e38
+NULLABLE = ("aggregation", "delta", "softcap", "max_completion_length")
 
 # Options that only some losses read: given to another one they would be ignored, so they are
 # refused (`reads`). Not the clip range: one range is kept while losses are tried in turn, and
@@ -87,14 +82,10 @@ class LossConfig:
             temperature`; temperature may be a float tensor with one value per token (the layout of
             `target_ids`).
     Filters and corrections
-        off_policy_threshold: drop completions with A < 0 whose mean(sampling_logp - logp) exceeds
-            it (DeepSeek-V3.2).
         top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps
             all).
-        sampling_correction: how `sampling_logps`, when given, reweights the policy loss by
-            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate",
-            "sequence_mask", or None.
-        sampling_ratio_cap: the bound of that ratio.
+        corrections: how `sampling_logps`, when given, weigh and mask the policy loss: one
+            `Correction` or several, as objects or as their fields; () for none.
     Entropy
         entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy
             without a bonus.
@@ -119,7 +110,6 @@ class LossConfig:
     max_completion_length: int | None = None
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
-    off_policy_threshold: float | None = None
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     vespo_k_pos: float = 2.0
@@ -129,8 +119,7 @@ class LossConfig:
     compute_entropy: bool = False
     dual_clip_c: float = 3.0
     cispo_bound: str = "raw"
-    sampling_correction: str | None = "token_truncate"
-    sampling_ratio_cap: float = 3.0
+    corrections: tuple[Correction, ...] = DEFAULT
 
     def __eq__(self, other: object) -> bool:
         """By value; a temperature tensor is equal to itself, as its hash says."""
@@ -146,12 +135,14 @@ class LossConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) is not None or name not in NULLABLE:
                 choice(name, getattr(self, name), choices)
+        object.__setattr__(self, "corrections", corrections_of(self.corrections))
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
+        plain["corrections"] = [dataclasses.asdict(x) for x in self.corrections]
         object.__setattr__(self, "_key", json.dumps(plain))
 
     @property
@@ -222,15 +213,12 @@ class LossConfig:
                     f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected "
                     f"the default {default!r}, got {value!r}"
                 )
-        if (
-            self.sampling_correction is None
-            and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap
-        ):
-            raise ValueError(
-                f"sampling_correction: sampling_ratio_cap = {self.sampling_ratio_cap!r} expects "
-                "one of "
-                f"{list(SAMPLING_CORRECTIONS)}, got None"
+        of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
+        if of_current and objective.window == "sum":
+            expected = (
+                f"'old/sampling' beside loss_type {self.loss_type!r}, whose weight has the rest"
             )
+            raise ValueError(f"corrections.ratio: expected {expected}, got {of_current[0].ratio!r}")
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -265,8 +253,8 @@ class LossConfig:
         return (
             OBJECTIVES[self.loss_type].window == "ratio"
             and self.importance_sampling_level == "token"
-            and self.off_policy_threshold is None
             and self.top_entropy_quantile == 1
+            and all(x.ratio == "old/sampling" for x in self.corrections)
         )
 
     def replace(self, **changes: Any) -> LossConfig:

@@ -12,7 +12,7 @@ import torch
 from grpo_fast import Support, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
-from tests import oracle_inputs
+from tests import oracle_inputs, oracles
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
@@ -73,8 +73,8 @@ EXTRAS = {
     "scale": dict(logit_scale=-1.4, temperature=0.7),
     "entropy bonus": dict(entropy_coef=0.2),
     "entropy quantile": dict(top_entropy_quantile=0.55, compute_entropy=True),
-    "correction": dict(sampling_correction="token_truncate"),
-    "off policy": dict(off_policy_threshold=0.07, softcap=2.0, entropy_coef=-0.1),
+    "correction": dict(corrections=oracles.WORDS["token_truncate"]),
+    "off policy": dict(corrections=[oracles.off_policy(0.07)], softcap=2.0, entropy_coef=-0.1),
 }
 
 

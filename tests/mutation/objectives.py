@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-LEAVES, CONFIG, KL, WEIGHTS, TOKENS, RATIOS, TERMS = (
+LEAVES, CONFIG, KL, WEIGHTS, TOKENS, RATIOS, TERMS, CORRECTIONS = (
     f"grpo_fast/objective/{x}.py"
-    for x in ("losses", "config", "kl", "aggregation", "tokens", "ratios", "coefficients")
+    for x in (
+        "losses", "config", "kl", "aggregation", "tokens", "ratios", "coefficients", "corrections",
+    )
 )
 
 MUTANTS = [
@@ -132,20 +134,34 @@ MUTANTS = [
     Mutant("ratio-overflow", RATIOS,
            "return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX))", "return Ratio(raw, raw)",
            "exp(logp - old_logp) overflows", "traps"),
-    Mutant("ratio-sampling-direction", RATIOS,
-           "torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0)",
-           "torch.nan_to_num(tokens.sampling_logps - old_logps, nan=0.0)",
+    Mutant("correction-direction", CORRECTIONS,
+           "torch.nan_to_num(above - below, nan=0.0)", "torch.nan_to_num(below - above, nan=0.0)",
            "the sampling ratio is upside down", "sampling"),
-    Mutant("ratio-sampling-nan", RATIOS,
-           "torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0)", "(old_logps - tokens.sampling_logps)",
+    Mutant("correction-nan", CORRECTIONS,
+           "torch.nan_to_num(above - below, nan=0.0)", "above - below",
            "a token that the sampler did not score poisons the batch", "sampling"),
-    Mutant("ratio-sampling-level", RATIOS,
-           "tokens.to_tokens(tokens.completion_sum(log_ratio))", "tokens.to_tokens(tokens.completion_mean(log_ratio))",
+    Mutant("correction-level", CORRECTIONS,
+           '"product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x))',
+           '"product": lambda tokens, x: tokens.to_tokens(tokens.completion_mean(x))',
            "the sampling ratio of a sequence is normalised by its length", "sampling"),
-    Mutant("ratio-sampling-mask-side", RATIOS,
-           "torch.where(ratio <= config.sampling_ratio_cap, ratio, 0.0)",
-           "torch.where(ratio >= config.sampling_ratio_cap, ratio, 0.0)",
+    Mutant("correction-mask-side", CORRECTIONS,
+           "kept & (log_ratio <= math.log(self.high))", "kept & (log_ratio >= math.log(self.high))",
            "keeps the ratios beyond the cap", "sampling"),
+    Mutant("correction-below", CORRECTIONS,
+           "kept = log_ratio >= math.log(self.low)", "pass",
+           "a lower bound keeps what lies below it", "sampling"),
+    Mutant("correction-worst-token", CORRECTIONS,
+           'if self.level == "worst_token":', "if False:",
+           "a token outside drops itself alone, not its completion", "sampling"),
+    Mutant("correction-negative", CORRECTIONS,
+           'if self.advantages == "negative" else kept', "if False else kept",
+           "the off-policy mask drops what has an advantage, too", "off_policy"),
+    Mutant("correction-rejections", RATIOS,
+           "kept if found.kept is None else kept & found.kept", "kept",
+           "of several rejections only the last one counts", "sampling"),
+    Mutant("correction-current", CONFIG,
+           'and all(x.ratio == "old/sampling" for x in self.corrections)', "",
+           "a ratio of the current policy is taken from the old one", "sampling"),
     Mutant("ratio-vespo-sampling-sign", RATIOS,
            "log_weight = log_weight + (", "log_weight = log_weight - (",
            "the sampling ratio divides VESPO's weight", "sampling"),
@@ -180,12 +196,6 @@ MUTANTS = [
     Mutant("terms-entropy-unit", TERMS,
            "share if tokens.unit is None else share * tokens.unit", "share",
            "an fp16 batch divides the bonus by the unit of its weights", "range"),
-    Mutant("terms-off-policy-side", TERMS,
-           "(tokens.advantages >= 0) | near", "(tokens.advantages <= 0) | near",
-           "drops completions with a positive advantage", "off_policy"),
-    Mutant("terms-off-policy-drift", TERMS,
-           "torch.nan_to_num(behaviour - logps, nan=0.0)", "torch.nan_to_num(logps - behaviour, nan=0.0)",
-           "the drift has the wrong sign", "off_policy"),
     Mutant("terms-quantile", TERMS,
            "quantile(entropy, 1 - config.top_entropy_quantile)", "quantile(entropy, config.top_entropy_quantile)",
            "keeps 1 - q of the tokens", "entropy"),
@@ -199,7 +209,7 @@ MUTANTS = [
            "tokens.token_weights * config.beta if has_kl else None", "tokens.token_weights if has_kl else None",
            "β is missing where a sweep forms the gradient", "kl"),
     Mutant("terms-by-row-sampling", TERMS,
-           "tokens.token_weights if sampling is None else tokens.token_weights * sampling", "tokens.token_weights",
+           "if read and tokens.old_logps is not None:", "tokens.token_weights",
            "a sweep that forms the gradient forgets the sampling ratio", "sampling"),
     Mutant("terms-by-row-nan-hidden", TERMS,
            "torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)", "losses, grad",

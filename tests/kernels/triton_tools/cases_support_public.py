@@ -26,6 +26,7 @@ from tests.loss_cases import (
     run,
     support_of,
 )
+from tests.oracles import off_policy
 
 LOSS_TOL, GRAD_TOL = 2e-6, 1e-5
 FUNCTIONS = ("linear", "logits")
@@ -62,7 +63,7 @@ EXTRAS = {
     "softcap": dict(softcap=3.0),
     "scale": dict(logit_scale=-1.4, temperature=0.7),
     "entropy bonus": dict(entropy_coef=0.2),
-    "off policy": dict(off_policy_threshold=0.07, softcap=2.0, entropy_coef=-0.1, beta=0.3),
+    "off policy": dict(corrections=[off_policy(0.07)], softcap=2.0, entropy_coef=-0.1, beta=0.3),
 }
 
 

@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
     "cispo_bound": "raw", "dual_clip_c": 3.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
     "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
-    "corrections": [{"kind": "truncate", "high": 3.0}],
+    "kl_clamp": None, "kl_input_clamp": None, "corrections": [{"kind": "truncate", "high": 3.0}],
 }  # fmt: skip
 
 AGGREGATED_BY = {  # default normaliser → the losses that have it
@@ -249,6 +249,18 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
     return value.detach() + gradient_of - gradient_of.detach()
 
 
+def kl_of(d: Tensor, o: SimpleNamespace) -> Tensor:
+    """The estimator of d, clamped; straight through, the clamps are its value's alone."""
+    most, reach = (math.inf if x is None else x for x in (o.kl_clamp, o.kl_input_clamp))
+
+    def clamped(name: str) -> Tensor:
+        return torch.clamp(KL_ORACLES[name](torch.clamp(d, -reach, reach)), -most, most)
+
+    if o.kl_estimator.endswith("+"):
+        return straight_through(clamped(o.kl_estimator[:-1]), d**2 / 2)
+    return clamped(o.kl_estimator)
+
+
 KL_ORACLES = {
     "k1": lambda d: -d,
     "abs": lambda d: d.abs(),
@@ -339,7 +351,7 @@ def completion_loss(
         loss = loss * weight
     kl = None
     if o.beta != 0 and o.loss_type not in ("kimi", "dro"):
-        kl = KL_ORACLES[o.kl_estimator](c.ref - c.logp)
+        kl = kl_of(c.ref - c.logp, o)
         if o.kl_times_ratio:
             kl = kl * ratio(c, o)  # the ratio before δ, gradient through both
         loss = loss + o.beta * kl

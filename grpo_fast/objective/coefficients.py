@@ -134,7 +134,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
         torch.where(weights == 0, 0.0, weights * slope),
     )
     if kl_weights is not None and ref_logps is not None:
-        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps)
+        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
         if config.kl_times_ratio:
             ratio = torch.exp(log_ratio)
             kl, kl_slope = kl * ratio, (kl_slope + kl) * ratio
@@ -177,7 +177,7 @@ def weighted_kl(
 ) -> tuple[Tensor, Tensor]:
     """(T,) KL as it enters the loss, before its weight; (T,) its gradient with its weight."""
     assert tokens.ref_logps is not None
-    kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps)
+    kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
     r = torch.exp(

@@ -24,22 +24,24 @@ CHOICES: dict[str, Collection[str]] = {
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
      lambda x: x >= 0),
-    (("sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap"), "a finite number > 0",
-     lambda x: x > 0),
+    (("sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap", "kl_clamp",
+      "kl_input_clamp"), "a finite number > 0", lambda x: x > 0),
     (("entropy_coef",), "a finite number", lambda x: True),
     (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
     (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),
     (("top_entropy_quantile",), "a number in (0, 1]", lambda x: 0 < x <= 1),
     (("max_completion_length",), "a whole number of tokens > 0", lambda x: x > 0 and x == int(x)),
 )  # fmt: skip
-NULLABLE = ("aggregation", "delta", "softcap", "max_completion_length")
+NULLABLE = (
+    "aggregation", "delta", "softcap", "max_completion_length", "kl_clamp", "kl_input_clamp",
+)  # fmt: skip
 
 # Options that only some losses read: given to another one they would be ignored, so they are
 # refused (`reads`). Not the clip range: one range is kept while losses are tried in turn, and
 # `replace` keeps one that was filled in.
 OWN_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
-    *VESPO_PARAMS, "kl_estimator", "kl_times_ratio",
+    *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
 )  # fmt: skip
 
 
@@ -75,6 +77,9 @@ class LossConfig:
             `ref_logps` is required when beta != 0. The losses refuse "exact": a trainer adds
             `grpo_fast.loss.exact_kl.linear_exact_kl` to them.
         kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
+        kl_clamp, kl_input_clamp: the KL's value, and the d = ref_logp - logp it is taken of, stay
+            in ± this; beyond it a token has no gradient (with k3+ and k1+ that of k2). None: no
+            clamp.
         For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no
         reference.
     Logits
@@ -120,6 +125,8 @@ class LossConfig:
     dual_clip_c: float = 3.0
     cispo_bound: str = "raw"
     corrections: tuple[Correction, ...] = DEFAULT
+    kl_clamp: float | None = None
+    kl_input_clamp: float | None = None
 
     def __eq__(self, other: object) -> bool:
         """By value; a temperature tensor is equal to itself, as its hash says."""
@@ -201,8 +208,11 @@ class LossConfig:
             raise ValueError(
                 "max_completion_length: aggregation 'fixed_length' expects a number, got None"
             )
-        if self.kl_times_ratio and self.kl_estimator == EXACT:
-            raise ValueError("kl_times_ratio: expected False beside kl_estimator 'exact', got True")
+        for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
+            value, default = getattr(self, name), getattr(LossConfig, name)
+            if value != default and self.kl_estimator == EXACT:
+                expected = f"{default} beside kl_estimator 'exact'"
+                raise ValueError(f"{name}: expected {expected}, got {value}")
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):
@@ -234,6 +244,12 @@ class LossConfig:
         }
         names = OBJECTIVES[self.loss_type].params
         return tuple(float(derived.get(name, getattr(self, name, None))) for name in names)
+
+    @property
+    def kl_limits(self) -> tuple[float, float]:
+        """The estimator's clamps, in its order."""
+        clamps = (self.kl_clamp, self.kl_input_clamp)
+        return tuple(float("inf") if x is None else float(x) for x in clamps)  # type: ignore[return-value]
 
     @property
     def uses_reference(self) -> bool:

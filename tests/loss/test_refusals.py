@@ -46,6 +46,8 @@ CONFIG = [
     *[("epsilon_high", dict(epsilon_high=x)) for x in (-0.1, NAN, INF, "0.2")],
     *[("beta", dict(beta=x)) for x in (-0.1, NAN, INF)],
     *[("delta", dict(delta=x)) for x in (0.0, -1.0, NAN)],
+    *[(k, {k: x}) for k in ("kl_clamp", "kl_input_clamp") for x in (0.0, -1.0, NAN, INF, "1")],
+    *[(k, {k: 1.0, "kl_estimator": "exact"}) for k in ("kl_clamp", "kl_input_clamp")],
     *[("softcap", dict(softcap=x)) for x in (0.0, -5.0, NAN)],
     *[("logit_scale", dict(logit_scale=x)) for x in (0.0, NAN, INF, 1e39)],
     *[("entropy_coef", dict(entropy_coef=x)) for x in (NAN, INF)],
@@ -116,6 +118,8 @@ READ_BY = {
     "vespo_lambda_neg": ({"vespo"}, 1.0),
     "kl_estimator": (set(LOSSES) - {"kimi", "dro"}, "k2"),
     "kl_times_ratio": (set(LOSSES) - {"kimi", "dro"}, True),
+    "kl_clamp": (set(LOSSES) - {"kimi", "dro"}, 10.0),
+    "kl_input_clamp": (set(LOSSES) - {"kimi", "dro"}, 20.0),
 }
 
 

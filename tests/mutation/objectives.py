@@ -7,7 +7,14 @@ from tests.mutation.mutants import Mutant
 LEAVES, CONFIG, KL, WEIGHTS, TOKENS, RATIOS, TERMS, CORRECTIONS = (
     f"grpo_fast/objective/{x}.py"
     for x in (
-        "losses", "config", "kl", "aggregation", "tokens", "ratios", "coefficients", "corrections",
+        "losses",
+        "config",
+        "kl",
+        "aggregation",
+        "tokens",
+        "ratios",
+        "coefficients",
+        "corrections",
     )
 )
 
@@ -209,7 +216,7 @@ MUTANTS = [
            "tokens.token_weights * config.beta if has_kl else None", "tokens.token_weights if has_kl else None",
            "β is missing where a sweep forms the gradient", "kl"),
     Mutant("terms-by-row-sampling", TERMS,
-           "if read and tokens.old_logps is not None:", "tokens.token_weights",
+           "if read and tokens.old_logps is not None:", "if False and tokens.old_logps is not None:",
            "a sweep that forms the gradient forgets the sampling ratio", "sampling"),
     Mutant("terms-by-row-nan-hidden", TERMS,
            "torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)", "losses, grad",

@@ -102,5 +102,5 @@ def policy_loss(
 def mean_kl(logps: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:
     """0-d: the KL to a reference that the loss does not read, over the tokens that count."""
     assert batch.ref_logps is not None
-    kl, _ = KL_ESTIMATORS[config.kl_estimator](batch.ref_logps - logps)
+    kl, _ = KL_ESTIMATORS[config.kl_estimator](batch.ref_logps - logps, *config.kl_limits)
     return kl[batch.completion_mask].sum() / max(batch.active_tokens, 1)

@@ -23,8 +23,13 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, group_advantages
-from grpo_fast.integrations.causal_lm import check_config, check_head, policy_logps, policy_loss
-from grpo_fast.integrations.ranks import joined
+from grpo_fast.integrations.causal_lm import (
+    check_config,
+    check_head,
+    metrics_of_ranks,
+    policy_logps,
+    policy_loss,
+)
 
 Batch = dict[str, Tensor]
 
@@ -125,7 +130,7 @@ class GRPOModule(LightningModule):
             seen.append({"loss": output.loss.detach(), "grad_norm": norm, **output.metrics})
         metrics = {name: torch.stack([update[name] for update in seen]).mean() for name in seen[0]}
         if self.trainer.world_size > 1:
-            metrics = joined(metrics, self.all_gather)
+            metrics = metrics_of_ranks(metrics, self.all_gather)
         groups = rewards.view(-1, self.group_size)
         metrics |= {
             "reward": rewards.mean(),

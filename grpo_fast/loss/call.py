@@ -15,8 +15,8 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
-from grpo_fast.loss.agreement import ALONE, Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
 
 P = ParamSpec("P")

@@ -25,7 +25,8 @@ BLOCK_T = 128
 def coefficients_kernel(
     logps_ptr, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
     losses_ptr, grad_logps_ptr, n_rows, p0, p1, p2, p3, kl_most, kl_reach,
-    OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
+    OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
+    KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows

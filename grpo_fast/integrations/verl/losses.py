@@ -5,7 +5,7 @@ under another name.
     handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
-verl trains in worker processes; `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl_plugin`
+verl trains in worker processes; `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`
 registers in each of them. Differences that are meant: what is masked is inert, whatever it holds; a
 batch without an active token gives loss 0 with zero gradients, not NaN; and the metrics of a call
 reach the host in one copy instead of one each.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, grpo_loss
-from grpo_fast.integrations.verl_losses import LOSSES, Batch
+from grpo_fast.integrations.verl.table import LOSSES, Batch
 
 # verl's loss_agg_mode → our normaliser, and the total of the whole step it divides by.
 AGGREGATION_MODES = {
@@ -82,7 +82,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     verl's arguments.
 
     Args:
-        loss_mode: a name of `grpo_fast.integrations.verl_losses.LOSSES`. clip_cov and kl_cov are
+        loss_mode: a name of `grpo_fast.integrations.verl.table.LOSSES`. clip_cov and kl_cov are
             not among them (they choose tokens by the batch's covariance, and at random), nor is
             bypass_mode (it calls others by name).
 

@@ -150,6 +150,16 @@ def rule(
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
 
 
+def prompt_items(value: Any, count: int, config: LossConfig) -> None:
+    """None beside whole groups of completions, or the tokens of each one's prompt."""
+    what, name = f"(B,) = ({count},), the tokens of each completion's prompt", "num_items_in_batch"
+    if value is None and count % (config.group_size or 1):
+        raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
+    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise wrong(name, f"None or {what},", got)
+
+
 def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
     """The tensors of a loss per token and per completion, in the layout of `given.like`.
 
@@ -185,6 +195,9 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         )
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(given, name)
+        if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
+            prompt_items(value, count, config)
+            continue
         if isinstance(value, Tensor) and value.numel() != 1:
             raise wrong(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
         if value is not None and not isinstance(value, Tensor):

@@ -30,10 +30,12 @@ RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
     (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),
     (("top_entropy_quantile",), "a number in (0, 1]", lambda x: 0 < x <= 1),
-    (("max_completion_length",), "a whole number of tokens > 0", lambda x: x > 0 and x == int(x)),
+    (("max_completion_length", "group_size"), "a whole number > 0",
+     lambda x: x > 0 and x == int(x)),
 )  # fmt: skip
 NULLABLE = (
     "aggregation", "delta", "softcap", "max_completion_length", "kl_clamp", "kl_input_clamp",
+    "group_size",
 )  # fmt: skip
 
 # Options that only some losses read: given to another one they would be ignored, so they are
@@ -72,6 +74,7 @@ class LossConfig:
         aggregation: how tokens are averaged; None takes the loss type's own
             (`objectives.OBJECTIVES`).
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
+        group_size: completions of a prompt, side by side; required by `aggregation="prompt_mean"`.
     KL to the reference
         beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`);
             `ref_logps` is required when beta != 0. The losses refuse "exact": a trainer adds
@@ -127,6 +130,7 @@ class LossConfig:
     corrections: tuple[Correction, ...] = DEFAULT
     kl_clamp: float | None = None
     kl_input_clamp: float | None = None
+    group_size: int | None = None
 
     def __eq__(self, other: object) -> bool:
         """By value; a temperature tensor is equal to itself, as its hash says."""
@@ -204,10 +208,10 @@ class LossConfig:
                 f"{list(objective.levels)}, "
                 f"got {self.importance_sampling_level!r}"
             )
-        if self.aggregation == "fixed_length" and self.max_completion_length is None:
-            raise ValueError(
-                "max_completion_length: aggregation 'fixed_length' expects a number, got None"
-            )
+        for name, aggregation in (("max_completion_length", "fixed_length"),
+                                  ("group_size", "prompt_mean")):  # fmt: skip
+            if self.aggregation == aggregation and getattr(self, name) is None:
+                raise ValueError(f"{name}: aggregation {aggregation!r} expects a number, got None")
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and self.kl_estimator == EXACT:

@@ -172,6 +172,38 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
     assert_same(function, case, run(function, case, layout=layout), **EXACT)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_the_mean_over_prompts(loss_type, layout, function):
+    """Of three prompts with two completions, one of them empty; and split where groups are not."""
+    mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
+    options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
+    case = make_case(39, mask=mask, **options, entropy_coef=0.1, top_entropy_quantile=0.7)
+    whole = run(function, case, layout=layout)
+    assert_same(function, case, whole, **EXACT)
+    tokens = mask.sum(1).double()
+    of_prompts = tokens.view(3, 2).sum(1).repeat_interleave(2)
+    case = case.with_options(top_entropy_quantile=1.0)
+    whole, parts = run(function, case, layout=layout), 0.0
+    for some in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        fields = {name: getattr(case, name)[some] for name in
+                  ("hidden", "ids", "mask", "advantages", "old", "ref")}  # fmt: skip
+        part = case.but(**fields, num_items=of_prompts[some], num_completions=6)
+        parts += run(function, part, layout=layout).loss
+    torch.testing.assert_close(parts, whole.loss)
+
+
+def test_the_mean_over_prompts_refuses():
+    case = make_case(39, **options_for("dapo", aggregation="prompt_mean", group_size=2))
+    for items in (None, 3.0, torch.ones(4), torch.full((5,), -1.0), torch.full((5,), math.nan)):
+        with pytest.raises(ValueError, match="num_items_in_batch: expected"):
+            run("logps", case.but(num_items=items))
+    for size in (None, 0, 1.5):
+        with pytest.raises(ValueError, match="group_size: "):
+            grpo_fast.LossConfig(aggregation="prompt_mean", group_size=size)
+
+
 def test_all_extras_at_once():
     options = options_for(
         "grpo", beta=0.3, kl_times_ratio=True, top_entropy_quantile=0.6,

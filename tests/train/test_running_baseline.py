@@ -52,9 +52,9 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
     """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
     kept = []
 
-    def recorded(self, rewards, *arguments):
-        advantages = whole(self, rewards, *arguments)
-        kept.append((rewards.double(), advantages.double()))
+    def recorded(self, scores, *arguments):
+        advantages = whole(self, scores, *arguments)
+        kept.append((scores.total.double(), advantages.double()))
         return advantages
 
     whole = Advantages.of

@@ -139,7 +139,7 @@ def test_the_tutorials_settings():
             "loss.corrections: expected rollout.correct_sampling: true",
         ),
         (
-            "loss.corrections=[{high:2}]",
+            'loss.corrections=[{"high":2}]',
             "loss.corrections: expected rollout.correct_sampling: true",
         ),
         ("loss.sampling_ratio_cap=2", "loss.corrections: expected rollout.correct_sampling: true"),

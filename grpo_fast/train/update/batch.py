@@ -37,6 +37,7 @@ class MicroBatch:
     old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
     returns: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
+    prompt_items: Tensor | None = None  # (B,) fp64: by what `aggregation: prompt_mean` divides
     is_idle: bool = False  # no token counts: another rank has one micro-batch more
 
     @classmethod
@@ -254,7 +255,15 @@ class StepBatch:
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self._packed([[shortest]]).idle()] * missing
-        items = sum(len(self.rollout.completion_ids[i]) for i in part if self._counts(i))
+        of_prompt = {
+            group[0] // self.group_size: sum(self._tokens(i) for i in group) for group in groups
+        }
+        # The loss takes len(part)/G for the number of prompts: here it is that of those present.
+        scale = len(groups) * self.group_size / len(part)
+        for batch in micro_batches:
+            own = [of_prompt[i // self.group_size] * scale for i in batch.chosen]
+            batch.prompt_items = torch.tensor(own, dtype=torch.float64, device=self.device)
+        items = sum(of_prompt.values())
         return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
 
     def _packed(self, chosen: list[list[int]]) -> MicroBatch:
@@ -268,10 +277,11 @@ class StepBatch:
     def _cost(self, group: Sequence[int]) -> int:
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
-    def _counts(self, i: int) -> bool:
-        """Whether the tokens of a completion do, as in `MicroBatch.pack`."""
+    def _tokens(self, i: int) -> int:
+        """The tokens of a completion that count, as in `MicroBatch.pack`."""
         cut = self.mask_truncated and self.rollout.truncated[i]
-        return not cut and not bool(self.advantages[i].isnan())
+        counts = not cut and not bool(self.advantages[i].isnan())
+        return len(self.rollout.completion_ids[i]) if counts else 0
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:

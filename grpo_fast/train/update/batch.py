@@ -261,8 +261,8 @@ class StepBatch:
         # The loss takes len(part)/G for the number of prompts: here it is that of those present.
         scale = len(groups) * self.group_size / len(part)
         for batch in micro_batches:
-            own = [of_prompt[i // self.group_size] * scale for i in batch.chosen]
-            batch.prompt_items = torch.tensor(own, dtype=torch.float64, device=self.device)
+            items_of = [of_prompt[i // self.group_size] * scale for i in batch.chosen]
+            batch.prompt_items = torch.tensor(items_of, dtype=torch.float64, device=self.device)
         items = sum(of_prompt.values())
         return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
 

@@ -196,7 +196,7 @@ def audit(
     run: Annotated[str, typer.Argument(help="The folder of a run, finished or not.")],
     debug: Debug = False,
 ) -> None:
-    """What became of each prompt that a run has drawn; status 1 where one was skipped."""
+    """List how each prompt that a run has drawn ended; status 1 where one was skipped."""
     from grpo_fast.train.runs.audit import audit as follow
 
     with told(debug):

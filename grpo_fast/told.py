@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: a sentence, and a status."""
+"""Turn expected errors of a command into one line on stderr and an exit status."""
 
 from __future__ import annotations
 

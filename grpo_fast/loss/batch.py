@@ -219,7 +219,7 @@ def _total(name: str, value: Total | None, places: _Places, validate: str) -> To
 
 
 def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
-    """What only the values of the active tokens can tell."""
+    """Refuse active tokens whose values are not finite (NaN alone for old_logps)."""
     found = values.finite("advantages", tokens.advantages, "finite numbers", "NaN or inf")
     if tokens.old_logps is not None:
         expected = "numbers at the active tokens"

@@ -50,7 +50,7 @@ untraced = functools.cache(torch.compiler.disable)
 
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
-    """What a loss returns.
+    """The result of a loss.
 
     Attributes:
         loss: 0-d fp32, with a gradient to hidden, weight and bias (or logits, or logps and

@@ -53,7 +53,7 @@ def why_of(error: BaseException) -> str:
 
 
 class Parameters(NamedTuple):
-    """What a function may be given by name, and what it cannot do without."""
+    """The columns that a function takes by name, and those that it needs."""
 
     takes: list[str] | None  # None: everything (`**columns`)
     needs: list[str]
@@ -116,7 +116,7 @@ def _run_file(path: str) -> ModuleType:
 
 
 def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[float | str]:
-    """What the function returns for `count` completions: floats, a text where there is no number.
+    """Call the function for `count` completions: floats, and a text where it gave no number.
 
     Awaits an awaitable. Raises whatever the function raises, and a RewardFailure for anything that
     is not one value per completion in their order.

@@ -1,4 +1,4 @@
-"""What a model's configuration and tokenizer say about rollouts: attention, last tokens, room."""
+"""Facts for rollouts from a model's configuration and tokenizer: attention, EOS, positions."""
 
 from __future__ import annotations
 

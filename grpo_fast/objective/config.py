@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import reprlib
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch import Tensor
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
-from grpo_fast.objective.losses import FP32_MAX, LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
+from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
+from grpo_fast.objective.refusals import choice, number
 
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, EXACT),
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
-    "aggregation": AGGREGATIONS,
+    "aggregation": AGGREGATIONS, "entropy_over": ("support", "vocabulary"),
 }  # fmt: skip
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
@@ -97,6 +97,9 @@ class LossConfig:
     Entropy
         entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy
             without a bonus.
+        entropy_over: beside a support every entropy is over the ids that the sampler kept
+            ("support"), so that a bonus spreads mass among those alone; or over the "vocabulary",
+            whose bonus also pulls at ids that could not be drawn, at the price of the dense head.
 
     Raises:
         ValueError: an option out of range, two that exclude each other, or one changed from its
@@ -131,6 +134,7 @@ class LossConfig:
     kl_clamp: float | None = None
     kl_input_clamp: float | None = None
     group_size: int | None = None
+    entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
         """By value; a temperature tensor is equal to itself, as its hash says."""
@@ -266,6 +270,11 @@ class LossConfig:
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     @property
+    def whole_entropy(self) -> bool:
+        """True when entropies are over the whole vocabulary, also beside a support."""
+        return self.needs_entropy and self.entropy_over == "vocabulary"
+
+    @property
     def is_token_local(self) -> bool:
         """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits
         is enough.
@@ -282,17 +291,3 @@ class LossConfig:
         they are).
         """
         return dataclasses.replace(self, **changes)
-
-
-def choice(name: str, value: Any, choices: Any) -> None:
-    """Raise a ValueError that lists the choices unless `value` is one of them."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
-
-
-def number(name: str, value: Any, expected: str, holds: Any) -> None:
-    """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # The kernels compute in fp32. The bound refuses NaN, too, and integers that no float can hold.
-    if not is_number or not abs(value) <= FP32_MAX or not holds(value):
-        raise ValueError(f"{name}: expected {expected}, got {reprlib.repr(value)}")

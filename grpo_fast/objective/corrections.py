@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective.losses import FP32_MAX, LOG_RATIO_MAX
+from grpo_fast.objective.refusals import choice, number
 from grpo_fast.objective.tokens import Tokens
 
 # What a ratio's log is pooled by: (T,) of the tokens → (T,).
@@ -61,15 +62,13 @@ class Correction:
 
     def __post_init__(self) -> None:
         for name, choices in WORDS.items():
-            if getattr(self, name) not in choices:
-                self._refuse(name, f"one of {list(choices)}")
+            choice(f"corrections.{name}", getattr(self, name), choices)
         # A ratio of 1 says that the policies agree: no bound may exclude it.
         for name, least, most in (("low", 0.0, 1.0), ("high", 1.0, FP32_MAX)):
-            x = getattr(self, name)
-            is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
-            if x is not None and not (is_number and least <= x <= most):
+            if (x := getattr(self, name)) is not None:
                 expected = "in [0, 1]" if name == "low" else ">= 1"
-                self._refuse(name, f"None or a number {expected} (the bounds must hold 1)")
+                expected = f"None or a number {expected} (the bounds must hold 1)"
+                number(f"corrections.{name}", x, expected, lambda x: least <= x <= most)  # noqa: B023
         if self.kind != "truncate" and self.low is None and self.high is None:
             self._refuse("low", f"a bound, low or high, of kind {self.kind!r}")
         for name, default in (("level", "worst_token"), ("advantages", "negative")):

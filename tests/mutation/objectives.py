@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
+ADVANTAGES = "grpo_fast/objective/advantages.py"
 LEAVES, CONFIG, KL, WEIGHTS, TOKENS, RATIOS, TERMS, CORRECTIONS = (
     f"grpo_fast/objective/{x}.py"
     for x in (
@@ -186,6 +187,24 @@ MUTANTS = [
     Mutant("ratio-vespo-sampling-level", RATIOS,
            "tokens.completion_sum if per_token else tokens.completion_mean", "tokens.completion_sum",
            "the sampling ratio of a sequence is multiplied once per token", "sampling"),
+    Mutant("advantages-others", ADVANTAGES,
+           "others = torch.where(own, torch.nan, r[:, None, :])", "others = r[:, None, :] + 0.0 * own",
+           "a reward is part of its own leave-one-out baseline", "advantage_modes"),
+    Mutant("advantages-gdpo-weights", ADVANTAGES,
+           "r.new_tensor([*weights] or [1.0] * len(r))", "r.new_tensor([1.0] * len(r))",
+           "GDPO's rewards weigh the same", "advantage_modes"),
+    Mutant("advantages-gdpo-missing", ADVANTAGES,
+           "grouped.isnan().any(0) if mode", "grouped.isnan().all(0) if mode",
+           "a completion without one of its verdicts has an advantage", "advantage_modes"),
+    Mutant("weights-prompt", WEIGHTS,
+           "lengths = num_items_in_batch\n", "pass\n",
+           "a prompt's completions weigh by their own lengths", "prompts"),
+    Mutant("entropy-inside", "grpo_fast/kernels/head/entropy.py",
+           "return lse, logps, self.known[2]", "return lse, logps, self.inside.logps(return_entropy=True)[2]",
+           "the entropy asked for over the vocabulary is that of the kept ids", "whole_entropy"),
+    Mutant("entropy-without-gradient", "grpo_fast/kernels/head/entropy.py",
+           "if g_entropy is None or not any(wanted):", "if True:",
+           "the bonus over the vocabulary has no gradient", "whole_entropy"),
     # ---- coefficients.py
     Mutant("terms-nan-hidden", TERMS,
            "is_lost = logps.isnan() | ratio.log.isnan()", "is_lost = logps > 0",

@@ -59,6 +59,17 @@ def test_every_loss(loss_type, level):
     check("linear", case, layout=LAYOUTS[level == "token"])
 
 
+@pytest.mark.parametrize("function", ["linear", "logits"])
+def test_entropies_over_the_whole_vocabulary_and_current_ratios(function):
+    corrections = [{"high": 1.5, "ratio": "current/sampling"},
+                   {"kind": "reject", "low": 0.5, "level": "geometric"}]  # fmt: skip
+    for more in ({}, {"corrections": corrections}):
+        options = options_for("dapo", entropy_coef=0.2, entropy_over="vocabulary", **more)
+        case = make_case(36, support=True, sampling=True, **options)
+        result = run(function, case, backend="triton")
+        assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
+
+
 EXTRAS = {
     "softcap": dict(softcap=3.0),
     "scale": dict(logit_scale=-1.4, temperature=0.7),

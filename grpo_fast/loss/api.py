@@ -204,7 +204,8 @@ def linear_grpo_loss(
         ref_logps: required when config.beta != 0.
         sampling_logps: of the sampler, for `config.sampling_correction` and
             `config.off_policy_threshold`.
-        num_items_in_batch: active tokens of the whole optimizer step, all micro-batches and ranks.
+        num_items_in_batch: active tokens of the whole optimizer step, all micro-batches and ranks;
+            with `aggregation="prompt_mean"` (B,), those of each completion's prompt.
         num_completions_in_batch: completions of the whole optimizer step.
         hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
             predict several (the last row of a shared prompt predicts the first token of every

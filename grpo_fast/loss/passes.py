@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.head.entropy import WholeEntropy
 from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep, linear_sweep
@@ -68,10 +69,20 @@ class LogitsSweep:
     held, has_entropy_gradient, filtered = None, True, None
 
     @classmethod
-    def of(cls, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> Sweep:
+    def of(
+        cls,
+        logits: Tensor,
+        out: Tensor | None,
+        rows: ActiveRows,
+        route: Route,
+        whole_entropy: bool = False,
+    ) -> Sweep:
         """The sweep over these rows, those with a support apart from the others."""
         if rows.support is None:
             return cls(logits, out, rows, route)
+        if whole_entropy:
+            whole = cls(logits, out, rows._replace(support=None), route)
+            return WholeEntropy(cls.of(logits, None, rows, route), whole)
         others = rows.support.others
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
@@ -151,7 +162,7 @@ class LogitsSweep:
         """Nothing is held."""
 
 
-Sweep = LinearHead | LogitsSweep | SupportSweep
+Sweep = LinearHead | LogitsSweep | SupportSweep | WholeEntropy
 
 
 def linear_loss(
@@ -171,6 +182,7 @@ def linear_loss(
         hidden, weight, bias, batch.rows, route,
         tolerance=options.grad_filter, entropy_gradient=batch.config.entropy_coef != 0,
         is_wide=needs_range(hidden.dtype), wants_weight=wanted.weight, shard=options.shard,
+        whole_entropy=batch.config.whole_entropy,
     )  # fmt: skip
     if not (any(wanted) and needs_range(hidden.dtype)):
         return _swept(head, batch, options, wanted)
@@ -198,7 +210,8 @@ def logits_loss(
     has_units = wanted.hidden and needs_range(logits.dtype)
     batch = batch.in_range() if has_units else batch
     out = logits if options.inplace else None
-    sweep = LogitsSweep.of(logits, out, batch.rows, rows_route(options.backend, logits))
+    route, whole = rows_route(options.backend, logits), batch.config.whole_entropy
+    sweep = LogitsSweep.of(logits, out, batch.rows, route, whole)
     result, unit = _swept(sweep, batch, options, wanted), batch.tokens.unit
     return result._replace(loss=result.loss / unit, units=1 / unit[None]) if has_units else result
 

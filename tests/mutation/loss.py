@@ -33,7 +33,7 @@ MUTANTS = [
            "torch.searchsorted(cu[1:-1], rows, right=True).flip(0)",
            "packed rows belong to the wrong completion", "logps"),
     Mutant("batch-weights-of-rows", BATCH,
-           "weights[places.segments]", "weights[places.segments.clamp(max=0)]",
+           ")[places.segments]  # fmt: skip", ")[places.segments.clamp(max=0)]  # fmt: skip",
            "every token has the first completion's weight", "logps"),
     Mutant("batch-target-shift", BATCH,
            "ids = places.picked(given.like)",

@@ -29,7 +29,7 @@ ERRORS = 4.0  # standard errors within which a mean ratio is taken for 1
 
 
 class Diagnosis(NamedTuple):
-    """What was found. All differences are nats per token, engine against trainer."""
+    """Differences in nats per token, engine against trainer, and their causes."""
 
     tokens: int
     mean: float  # of the absolute difference
@@ -187,7 +187,7 @@ def _ignored_update(
 
 
 def _not_found(recomputed: Recomputed, view: View) -> str:
-    """What is known of a difference without a cause.
+    """Describe a difference without a cause.
 
     The mean of p_trainer/p_engine over tokens that an engine draws from what it reports is 1. Of
     distributions that have little in common (FAR) no sample shows that.

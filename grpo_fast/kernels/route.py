@@ -55,7 +55,7 @@ class Kernels(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What runs for one head or one matrix of logits.
+    """The kernels that run for one head or one matrix of logits.
 
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".

@@ -68,7 +68,7 @@ def rows_of(offsets: Tensor, count: int) -> Tensor:
 
 
 class HeadRows(NamedTuple):
-    """What a head says of rows with a support."""
+    """Logits, statistics and slopes of the rows with a support."""
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows

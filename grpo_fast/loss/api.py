@@ -8,12 +8,11 @@ from torch import Tensor
 
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss import call, checks
-from grpo_fast.loss.agreement import Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions, sets
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
-from grpo_fast.loss.pending import raise_pending
-from grpo_fast.loss.sharded import own_rows
+from grpo_fast.loss.ranks import Agreement, own_rows
+from grpo_fast.loss.values import raise_pending
 from grpo_fast.objective.config import LossConfig
 
 __all__ = [

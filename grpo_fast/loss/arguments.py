@@ -1,4 +1,4 @@
-"""What a call is given, as objects: the same for checks, batches, passes and operators."""
+"""The arguments of a call as objects: the same for checks, batches, passes and operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_fast.objective.aggregation import Total
 
 
 class Given(NamedTuple):
-    """What a loss is given beside its tensors and its config."""
+    """The arguments of a loss beside its tensors and its config."""
 
     like: Tensor  # (B, L) or (T,): target_ids, or logps where there are none
     advantages: Tensor  # (B,), or the shape of like

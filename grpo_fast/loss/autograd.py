@@ -1,4 +1,4 @@
-"""What autograd sees of the passes, outside of torch.compile (operators.py has the rest).
+"""The autograd functions of the passes, outside of torch.compile (operators.py has the others).
 
 A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands
 them over, once, so that they can become `.grad` without a copy; a second backward through a

@@ -18,8 +18,6 @@ from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitRule
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Given, Targets
-from grpo_fast.loss.pending import check_values
-from grpo_fast.loss.supports import support_rows
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
@@ -89,7 +87,7 @@ def rows_of_targets(
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
         temperatures = places.owned(rule.temperature)
-        check_values(values.temperatures(temperatures, ""), "auto")
+        values.check_values(values.temperatures(temperatures, ""), "auto")
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
@@ -133,7 +131,7 @@ class _Places(NamedTuple):
         support = None
         if targets is not None and targets.support is not None:
             vocab = targets.vocab_size
-            support = support_rows(targets.support, self.kept, target_ids, vocab, validate)
+            support = values.support_rows(targets.support, self.kept, target_ids, vocab, validate)
         if targets is None or targets.hidden_rows is None:
             return ActiveRows(
                 self.num_rows, self.kept, target_ids, rule, self.kept, support=support
@@ -216,7 +214,7 @@ def _total(name: str, value: Total | None, places: _Places, validate: str) -> To
 
 
 def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
-    """What only the values of the active tokens can tell."""
+    """Refuse active tokens whose values are not finite (NaN alone for old_logps)."""
     found = values.finite("advantages", tokens.advantages, "finite numbers", "NaN or inf")
     if tokens.old_logps is not None:
         expected = "numbers at the active tokens"
@@ -226,4 +224,4 @@ def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) ->
         found += values.finite("ref_logps", tokens.ref_logps, expected, "NaN or inf")
     if isinstance(temperature, Tensor):
         found += values.temperatures(temperature, " at the active tokens")
-    check_values(found, validate)
+    values.check_values(found, validate)

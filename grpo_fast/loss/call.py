@@ -15,8 +15,8 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
-from grpo_fast.loss.agreement import ALONE, Agreement
 from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
 
 P = ParamSpec("P")
@@ -50,7 +50,7 @@ untraced = functools.cache(torch.compiler.disable)
 
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
-    """What a loss returns.
+    """The result of a loss.
 
     Attributes:
         loss: 0-d fp32, with a gradient to hidden, weight and bias (or logits, or logps and

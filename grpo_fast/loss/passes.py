@@ -35,7 +35,7 @@ UNCHANGED = nullcontext()
 
 
 class LossResult(NamedTuple):
-    """What every pass returns."""
+    """The result of every pass."""
 
     loss: Tensor  # 0-d
     logps: Tensor  # (N,)

@@ -18,7 +18,7 @@ Total = float | Tensor  # a number known on the host, or a 0-d tensor on a devic
 
 
 class Counts(NamedTuple):
-    """What a normaliser may divide by."""
+    """The counts that a normaliser may divide by."""
 
     tokens: Total | None  # num_items_in_batch; None: this call's own number of active tokens
     completions: Total  # num_completions_in_batch, else this call's B

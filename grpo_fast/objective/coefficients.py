@@ -22,8 +22,8 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """What a token-level loss needs of every row, all of it known before the forward pass; a view
-    of `Tokens`.
+    """The inputs of a token-level loss for every row, all known before the forward pass; a view of
+    `Tokens`.
     """
 
     advantages: Tensor  # (T,)

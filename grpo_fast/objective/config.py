@@ -59,7 +59,7 @@ def reads(objective: Objective, option: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """What `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss` compute (formulas: README.md).
+    """The options of `grpo_loss`, `linear_grpo_loss`, `logits_grpo_loss` (formulas: README.md).
 
     Objective
         loss_type: a name of `grpo_fast.objective.losses.OBJECTIVES`.

@@ -54,7 +54,7 @@ def why_of(error: BaseException) -> str:
 
 
 class Parameters(NamedTuple):
-    """What a function may be given by name, and what it cannot do without."""
+    """The columns that a function takes by name, and those that it needs."""
 
     takes: list[str] | None  # None: everything (`**columns`)
     needs: list[str]
@@ -117,8 +117,7 @@ def _run_file(path: str) -> ModuleType:
 
 
 def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
-    """What the function returns for `count` completions: a number or a number per token for each,
-    a text where there is neither.
+    """Call the function for `count` completions: a number, or one per token, else a text, for each.
 
     Awaits an awaitable. Raises whatever the function raises, and a RewardFailure for anything that
     is not one value per completion in their order.

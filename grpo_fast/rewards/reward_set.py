@@ -136,7 +136,7 @@ class RewardSet:
         return RewardResult(total, per_fn, reasons, per_token)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was lost so far, in plain lists and numbers: what a resumed run goes on with."""
+        """The failures so far, in plain lists and numbers, for a checkpoint."""
         with self._lock:
             recent = {name: [list(pair) for pair in calls] for name, calls in self._recent.items()}
             lost, errors = dict(self.failed_total), dict(self._last_error)

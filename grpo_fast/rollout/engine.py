@@ -1,4 +1,4 @@
-"""What every rollout engine is: prompts' token ids in, completions as they were sampled out.
+"""The contract of a rollout engine: token ids of prompts in, completions as sampled out.
 
 An engine samples with the weights that it was last given, and says of each completion which those
 were. Engines are built by name from the configuration; one that is not asked for is not imported.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.sampler import Sampling, seed_of
+from grpo_fast.rollout.saved import Saved
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,9 @@ class Kept(NamedTuple):
     from, itself among it. An empty row is the whole vocabulary.
     """
 
-    ids: Tensor  # (nnz,) int32
-    offsets: Tensor  # (n + 1,) int64
-    mass: Tensor | None = None  # (n,) fp32: their probability before the others went; None: unknown
+    ids: Saved  # (nnz,) int32
+    offsets: Saved  # (n + 1,) int64
+    mass: Saved | None = None  # (n,) fp32: their probability before the others went; None: unknown
 
 
 @functools.cache

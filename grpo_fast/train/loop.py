@@ -42,7 +42,6 @@ from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.folder import FolderLock
 from grpo_fast.train.runs.resume import Start, enter_folder
 from grpo_fast.train.runs.run import Run
-from grpo_fast.train.runs.run_state import RunState
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
@@ -98,18 +97,17 @@ def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str
         kernels = kernels_of(policy)
         report.note(kernels_line(kernels))
         collector = build_collector(config, policy, engine, rewards, PromptQueue(examples))
-        state = RunState(collector, trainer, report, prints)
+        run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
-            state.load(start.checkpoint)
+            run.load(start.checkpoint)
             with distributed.together():
                 report.begin()
             report.note(f"goes on from {start.checkpoint}")
         report.note(sampler_line(config.rollout.engine, engine.fallback))
-        run = Run(config, state, evaluate, engine)
         with run.saved_when_it_ends():
             run_steps(run, collector, trainer)
         summary = {
-            "before": state.before, "after": state.after, **kernels,
+            "before": run.state.before, "after": run.state.after, **kernels,
             **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
         }  # fmt: skip
         report.finish(summary)
@@ -147,13 +145,13 @@ def make_step(
     if step.collected is None:
         trainer.pack(step, collector.next(step.number, step.clock))
         rest(step)
-    collector.sample_ahead(step.number, step.clock)
+    collector.ahead.begin(step.number, step.clock)
     if step.metrics is not None:
         return
     for minibatch in trainer.remaining(step):  # of all passes over the batch
         trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer
         rest(step)
     step.clock.lap("train")
-    collector.settle(step.clock)
+    collector.ahead.settle(step.clock)
     trainer.finish(step)
     rest(step)

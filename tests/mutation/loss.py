@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-BATCH, VALUES, PENDING, PASSES, AUTOGRAD, SHARDED, CALL, OPERATORS = (
+BATCH, VALUES, PASSES, AUTOGRAD, RANKS, CALL, OPERATORS = (
     f"grpo_fast/loss/{x}.py"
-    for x in ("batch", "values", "pending", "passes", "autograd", "sharded", "call", "operators")
+    for x in ("batch", "values", "passes", "autograd", "ranks", "call", "operators")
 )  # fmt: skip
 RANGE, TYPES = (f"grpo_fast/kernels/{x}.py" for x in ("head/half_range", "types"))
 
@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant("graphs-ignored", AUTOGRAD,
            "return x if self.left_out is None else torch.where(self.left_out, 0.0, x)", "return x",
            "in a CUDA graph targets of -100 count", "graphs"),
-    # ---- pending.py and what it tells late
+    # ---- values told late
     Mutant("late-empty-completion", BATCH,
            "torch.searchsorted(cu[1:-1], rows, right=True)", "torch.searchsorted(cu[1:-1], rows)",
            "the first row of a completion belongs to the one before", "late"),
@@ -143,14 +143,14 @@ MUTANTS = [
     Mutant("late-wrapped-difference", VALUES,
            "falls = (cu[1:] < cu[:-1]).any()", "falls = (cu.diff() < 0).any()",
            "a fall whose difference wraps around is none", "late"),
-    Mutant("late-asked-twice", PENDING,
+    Mutant("late-asked-twice", VALUES,
            "_pending[:] = waiting", "_pending[:] = [x for x in _pending if not x.ready.query()]",
            "a check that arrives between two queries is dropped", "late"),
-    Mutant("late-first-only", PENDING,
+    Mutant("late-first-only", VALUES,
            "for check in arrived", "for check in arrived[:1]",
            "of the checks that have arrived one is told, the others are dropped", "late"),
-    # ---- sharded.py
-    Mutant("sharded-sum", SHARDED,
+    # ---- ranks.py
+    Mutant("sharded-sum", RANKS,
            "return reduced / ctx.mesh.size()", "return reduced",
            "the gradients of the ranks are summed, not averaged", "sharded"),
 ]  # fmt: skip

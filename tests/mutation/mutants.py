@@ -34,6 +34,7 @@ AREAS = (
     "forward_cuda",
     "integrations",
     "attention_cpu",
+    "trees",
     "windows",
     "rollout",
     "support",
@@ -219,6 +220,8 @@ SUITES: dict[str, list[str]] = {
     "causal_lm": ["tests/integrations/test_integration_examples.py", "-k", "heads_logits"],
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
+    "trees": ["tests/attention/test_trees.py"],
+    "tree_kernels": ["tests/attention/test_attention_kernels.py"],
     "csrc_sums": [
         "tests/loss/test_chunks.py",
         "tests/kernels/test_grad_filter.py",

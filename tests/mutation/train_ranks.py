@@ -37,7 +37,7 @@ MUTANTS = [
            "        nothing = self.completion_mask\n",
            "an idle micro-batch trains on another rank's completion", "ranks_few"),
     Mutant("ranks-not-in-step", BATCH,
-           "        missing = max(map(len, plans)) - len(micro_batches)\n", "        missing = 0\n",
+           "if missing := max(map(len, plans)) - len(micro_batches):", "if missing := 0:",
            "ranks make different numbers of micro-batches: with shards they wait for each other",
            "ranks_few"),
     Mutant("ranks-same-numbers", SHARES,

@@ -81,8 +81,8 @@ def header() -> str:
 
 
 def marker() -> str:
-    """What a library built with this header holds as a string: how a prebuilt one is known to have
-    the same leaves.
+    """The string that a library built with this header contains: by it a prebuilt one is known to
+    have the same leaves.
     """
     return marker_of(print_header(objective_leaves(), kl_leaves()))
 

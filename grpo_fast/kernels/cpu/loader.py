@@ -217,7 +217,7 @@ def compiler() -> list[str] | None:
 
 @functools.cache
 def _cpuinfo() -> str:
-    """What Linux says of the CPU; empty elsewhere."""
+    """The text of Linux's /proc/cpuinfo; empty elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -226,7 +226,7 @@ def _cpuinfo() -> str:
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """What this CPU can do, as Linux names it; elsewhere the name of the processor."""
+    """The CPU's features by Linux's names; elsewhere the name of the processor."""
     text = _cpuinfo()
     if not text:
         return (platform.machine(), platform.processor())

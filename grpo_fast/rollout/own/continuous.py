@@ -29,7 +29,7 @@ from grpo_fast.rollout.sampler import Sampling
 
 
 class ContinuousOptions(BaseModel):
-    """What `rollout.continuous` takes."""
+    """The options under `rollout.continuous`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

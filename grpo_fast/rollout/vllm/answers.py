@@ -1,4 +1,4 @@
-"""What both vLLM engines ask for, and the one door by which answers come in."""
+"""The requests of both vLLM engines, and the one door by which answers come in."""
 
 from __future__ import annotations
 

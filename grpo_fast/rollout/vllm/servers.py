@@ -52,7 +52,7 @@ class VLLMServers(Engine):
 
     @property
     def label(self) -> str:
-        """What a server calls these weights: of this run, so that no other's are taken for them."""
+        """The name of these weights on a server; it holds the run, so that no other's fit it."""
         return f"{self.run}-{self.version}"
 
     def check(self) -> None:
@@ -111,7 +111,7 @@ class VLLMServers(Engine):
         each(links, lambda link: link.finish(self.label))
 
     def _why(self) -> str:
-        """What the servers that are left out are left out for."""
+        """The errors for which servers are left out."""
         return "; ".join(str(x.error) for x in self.links if x.error is not None) or "none is up"
 
     # --------------------------------------------------------------------------- completions

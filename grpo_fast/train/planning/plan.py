@@ -110,17 +110,17 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
     shape = Shape.of(*_config_and_parameters(run, model))
-    rows = []
+    rows, gpu = [], own.gpu or _gpu_here()
     for label, changes in OPTIONS:
         changed = run.model_dump(mode="json")
         for key, value in changes.items():
             set_key(changed, key, value)
-        rows.append((label, predict_run(shape, parse_config(changed), "cuda")))
+        rows.append((label, predict_run(shape, parse_config(changed), "cuda", int(gpu * 1e9))))
     rollout = run.rollout
     completion, group = own.completion or rollout.max_new_tokens, own.group or rollout.group_size
     wanted = Case(own.prompt, completion, group)
     cases = [wanted, *(Case(*case) for case in CASES if case != wanted)]
-    return Plan(model, shape, own.gpu or _gpu_here(), rows, cases)
+    return Plan(model, shape, gpu, rows, cases)
 
 
 def render(found: Plan) -> list[Any]:

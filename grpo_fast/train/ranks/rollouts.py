@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Rollout, Sampling
-from grpo_fast.rollout.completions import split_tensors
 from grpo_fast.rollout.engine import Seed
+from grpo_fast.rollout.saved import split_tensors
 from grpo_fast.train.ranks import distributed
 
 OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
@@ -90,7 +91,7 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
     from safetensors.torch import load, save
 
     tensors: dict[str, Tensor] = {}
-    lists = split_tensors(vars(own), tensors)
+    lists = split_tensors(own, tensors)
     for name in OF_A_GROUP:
         lists[name] = lists[name][::group_size]
     packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
@@ -100,9 +101,18 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
         for name in OF_A_GROUP:
             theirs[name] = [one for one in theirs[name] for _ in range(group_size)]
         known = load(data.numpy().tobytes())
-        theirs["sampling_logps"] = [known[name] for name in theirs["sampling_logps"]]
-        theirs["kept"] = [kept and [x and known[x] for x in kept] for kept in theirs["kept"]]
-        part = Rollout.of_state(theirs)
+        part = TypeAdapter(Rollout).validate_python(theirs, context=known)
         for field in dataclasses.fields(Rollout):
             getattr(every, field.name).extend(getattr(part, field.name))
     return every
+
+
+def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal numbers 0 … n−1 to the ranks: the largest first, each to who has the least so far."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        least = min(range(ranks), key=loads.__getitem__)
+        hands[least].append(number)
+        loads[least] += costs[number]
+    return [sorted(hand) for hand in hands]

@@ -21,7 +21,6 @@ from grpo_fast.train.runs.checkpoint import (
     newest,
     order_of,
     problem_of,
-    read_state,
     set_aside,
 )
 from grpo_fast.train.runs.folder import (
@@ -31,6 +30,7 @@ from grpo_fast.train.runs.folder import (
     claim_folder,
     is_occupied,
 )
+from grpo_fast.train.runs.state import read_state
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
@@ -96,14 +96,13 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     if not is_own:
         check_folder(folder)
     state = read_state(checkpoint)
-    check_same(state["config"], config)
-    if state["step"] > config.steps:
+    check_same(state.config, config)
+    if state.step > config.steps:
         expected = f"expected a checkpoint of at most the {config.steps} steps of the run"
         raise ValueError(f"resume: {expected}, got {checkpoint}")
-    metrics, prompts = state["lengths"]
-    for name, length in zip(LOGS, (metrics, prompts), strict=True):
+    for name, length in zip(LOGS, state.lengths, strict=True):
         _check_log(source / name, length)
-    return Start(checkpoint, (metrics, prompts), is_own, state["fingerprints"])
+    return Start(checkpoint, state.lengths, is_own, state.fingerprints)
 
 
 def enter_folder(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
 from grpo_fast.train.ranks import distributed
@@ -25,6 +28,15 @@ GIB = 2**30
 
 # What allocators say when there is no room, beside torch.OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@dataclass
+class BudgetState:
+    """The budget as it was lowered, and the largest micro-batches so far."""
+
+    tokens: Positive
+    largest: Count
+    most_rows: Count
 
 
 class TokenBudget:
@@ -99,13 +111,11 @@ class TokenBudget:
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
 
-    def state_dict(self) -> dict[str, int]:
-        """The budget as it was found, and the largest micro-batches so far."""
-        return {"tokens": self.tokens, "largest": self.largest, "most_rows": self.most_rows}
+    def state_dict(self) -> BudgetState:
+        return BudgetState(self.tokens, self.largest, self.most_rows)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.tokens, self.largest = state["tokens"], state["largest"]
-        self.most_rows = state["most_rows"]
+    def load_state_dict(self, state: BudgetState) -> None:
+        self.tokens, self.largest, self.most_rows = dataclasses.astuple(state)
 
     @property
     def predicted_peak(self) -> int | None:

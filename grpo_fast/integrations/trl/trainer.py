@@ -29,17 +29,21 @@ from trl import GRPOTrainer
 
 from grpo_fast.attention import check_tolerance, small_windows
 from grpo_fast.integrations.fast_head import reshard
-from grpo_fast.integrations.packed import own_attention, pack_padded, take_packed_rows
-from grpo_fast.integrations.trl_forward import PackedCall, let_run_inside, packed_forward
-from grpo_fast.integrations.trl_fused import base_model, fused_head
-from grpo_fast.integrations.trl_groups import regroup, window_of
-from grpo_fast.integrations.trl_head import use_fast_head
-from grpo_fast.integrations.trl_options import (
+from grpo_fast.integrations.trl.forward import (
+    PackedCall,
+    let_run_inside,
+    packed_forward,
+    regroup,
+    window_of,
+)
+from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
+from grpo_fast.integrations.trl.options import (
     forward_reason,
     probe,
     single_pass,
     single_pass_reason,
 )
+from grpo_fast.integrations.trl.packed import own_attention, pack_padded, take_packed_rows
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +246,7 @@ class FastGRPOTrainer(GRPOTrainer):
         if pack is None:
             self.fast_path["loss"] = f"TRL's: {NO_PROMPT}"
             return super()._compute_loss(model, inputs)
-        job = single_pass(self, inputs, pack.target_ids.shape[0], **self._head.rule)
+        job = single_pass(self, inputs, pack.target_ids.shape[0], **self._head.rule._asdict())
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
             return super()._compute_loss(model, inputs)

@@ -154,7 +154,7 @@ def examine_engine(asked: Words) -> Diagnosis:
 def _policy_and_prompts(config: RunConfig, count: int) -> tuple[Any, list[Any]]:
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
-    policy = load_policy(config.model, build_tokenizer(config, questions))
+    policy = load_policy(config.model, build_tokenizer(config.model, config.data, questions))
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
     return policy, [example.prompt for example in examples[:count]]

@@ -24,18 +24,23 @@ R = TypeVar("R")
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
-def outside_of_graphs(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keep calls with the keyword `name` out of graphs of torch.compile, and all that they call."""
+def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Keep calls with one of these keywords out of graphs of torch.compile, and all that they
+    call; without names every call.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        default = inspect.signature(function).parameters[name].default
+        parameters = inspect.signature(function).parameters
 
         @functools.wraps(function)
         def door(*args: P.args, **keywords: P.kwargs) -> R:
-            if given := keywords.get(name):
+            name = next((x for x in names if keywords.get(x)), None)
+            if name or not names:
                 if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
-                    expected = f"{default} in a graph of torch.compile"
-                    raise checks.wrong(name, expected, type(given).__name__)
+                    if name is None:
+                        raise checks.wrong(function.__name__, "a call outside of a graph", "one in")
+                    expected = f"{parameters[name].default} in a graph of torch.compile"
+                    raise checks.wrong(name, expected, type(keywords[name]).__name__)
                 if "torch._dynamo" in sys.modules:  # its import takes seconds
                     return untraced(function)(*args, **keywords)
             return function(*args, **keywords)

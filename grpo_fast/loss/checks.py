@@ -72,12 +72,15 @@ def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) 
 
 
 def head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", *, is_shard: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    names: tuple[str, str, str] = ("hidden", "lm_head_weight", "bias"),
+    *,
+    is_shard: bool = False,
 ) -> None:
-    """hidden (..., H), lm_head_weight (V, H) and bias (V,) fit each other; `prefix` of their
-    names. A shard may be empty.
-    """
-    like, name = f"{prefix}hidden", f"{prefix}lm_head_weight"
+    """hidden (..., H), weight (V, H) and bias (V,) fit each other. A shard may be empty."""
+    like, name, bias_name = names
     tensor(like, hidden)
     tensor(name, weight)
     width, shape = tuple(hidden.shape)[-1:], tuple(weight.shape)
@@ -95,7 +98,7 @@ def head(
         got = f"{weight.dtype}; cast one of them"
         raise wrong(name, f"the dtype of {like}, {hidden.dtype}", got)
     if bias is not None:
-        tensor(f"{prefix}bias", bias, FLOATING, shape[:1], "(V,)", (like, hidden))
+        tensor(bias_name, bias, FLOATING, shape[:1], "(V,)", (like, hidden))
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
@@ -156,9 +159,10 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         has_logits: the config's temperature is read.
     """
     is_config(config)
-    if config.kl_estimator == EXACT:
+    if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
-        raise wrong("kl_estimator", expected, f"{EXACT!r}, which linear_exact_kl computes")
+        got = f"{config.kl_estimator!r}, which linear_divergence computes"
+        raise wrong("kl_estimator", expected, got)
     like, advantages, cu_seqlens = given.like, given.advantages, given.cu_seqlens
     like_logps("completion_mask", given.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)

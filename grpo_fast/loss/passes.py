@@ -175,12 +175,15 @@ def linear_loss(
     if not (any(wanted) and needs_range(hidden.dtype)):
         return _swept(head, batch, options, wanted)
     batch = batch.in_range()
-    result, unit = _swept(head, batch, options, wanted), batch.tokens.unit
-    kept = [narrowed(x, hidden.dtype) if x.numel() else (x, unit) for x in result.gradients]
+    return in_units(_swept(head, batch, options, wanted), batch.tokens.unit, hidden.dtype)
+
+
+def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
+    """What weights gave that were multiplied by `unit`: gradients in `dtype`, each with its own."""
+    kept = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
     units = torch.stack([x / unit for _, x in kept])
-    return result._replace(
-        loss=result.loss / unit, gradients=tuple(x for x, _ in kept), units=units
-    )
+    gradients = tuple(x for x, _ in kept)
+    return result._replace(loss=result.loss / unit, gradients=gradients, units=units)
 
 
 def logits_loss(

@@ -17,7 +17,7 @@ from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objecti
 
 SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CHOICES: dict[str, Collection[str]] = {
-    "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, EXACT),
+    "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, *EXACT),
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
     "aggregation": AGGREGATIONS, "sampling_correction": SAMPLING_CORRECTIONS,
 }  # fmt: skip
@@ -77,8 +77,8 @@ class LossConfig:
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
     KL to the reference
         beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`);
-            `ref_logps` is required when beta != 0. The losses refuse "exact": a trainer adds
-            `grpo_fast.loss.exact_kl.linear_exact_kl` to them.
+            `ref_logps` is required when beta != 0. The losses refuse "exact" and
+            "exact_reference_first": a trainer adds `linear_divergence` to them.
         kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
         For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no
         reference.
@@ -210,8 +210,9 @@ class LossConfig:
             raise ValueError(
                 "max_completion_length: aggregation 'fixed_length' expects a number, got None"
             )
-        if self.kl_times_ratio and self.kl_estimator == EXACT:
-            raise ValueError("kl_times_ratio: expected False beside kl_estimator 'exact', got True")
+        if self.kl_times_ratio and self.kl_estimator in EXACT:
+            beside = f"beside kl_estimator {self.kl_estimator!r}"
+            raise ValueError(f"kl_times_ratio: expected False {beside}, got True")
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):

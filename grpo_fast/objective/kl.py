@@ -55,8 +55,9 @@ def k1_straight_through(d):
     return -d, -d
 
 
-# Not an estimator: Σ_j p_j·(lp_j − ref_lp_j), which loss/exact_kl.py forms from both models' rows.
-EXACT = "exact"
+# No estimators: over the whole vocabulary, from both models' rows (objective/divergences.py); with
+# the policy first, as in the lecture, or with the reference first.
+EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 
 KL_ESTIMATORS: dict[str, Callable] = {
     "k1": k1,

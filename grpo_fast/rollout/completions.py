@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
+from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.prompts import Prompt, encode_for
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.saved import Saved
@@ -49,30 +52,45 @@ class Rollout:
 
 
 def generate(
-    policy: Any,
+    model: Any,
     prompts: Sequence[Prompt],
-    options: Sampling,
+    options: Sampling | None = None,
     *,
-    group_size: int,
-    seed: Seed,
+    group_size: int = 1,
+    seed: Seed = 0,
+    tokenizer: Any = None,
     engine: Engine | None = None,
     places: Sequence[int] | None = None,
+    **sampling: Any,
 ) -> Rollout:
-    """G = `group_size` completions of each prompt.
+    """G = `group_size` completions of each prompt, computed once for all of them::
+
+        done = generate(model, prompts, group_size=8, tokenizer=tokenizer, max_new_tokens=64)
+        rewards = [score(text) for text in done.texts]
 
     Args:
-        policy: a `Policy` (model, tokenizer, eos_ids, `generation()`).
-        prompts: texts, or chat messages for the tokenizer's template.
+        model: a transformers causal LM, or a peft model around one, which is left as it was; or the
+            trainer's `Policy`.
+        prompts: texts, chat messages for the tokenizer's template, or token ids.
+        options: how they are drawn; or the fields of `Sampling` as keywords.
         seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
             the completion's place and the token's position only, not on `options.batch_size`.
-        engine: who samples, with the weights it has; None: the policy itself.
+        tokenizer: the model's; a `Policy` has its own.
+        engine: who samples, with the weights it has; None: the model itself.
         places: of the prompts in the whole step's batch, rising; None: they are all of it.
 
     Raises:
         ValueError: a prompt that the tokenizer does not take, without tokens, with unknown ones,
-            or with too many for the model and `options.max_new_tokens`; places that do not rise.
-        NonFiniteLogits: the policy gives NaN.
+            or with too many for the model and `options.max_new_tokens`; places that do not rise;
+            a keyword that `Sampling` does not have, or does not take.
+        NonFiniteLogits: the model gives NaN.
     """
+    policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model
+    if options is not None and sampling:
+        raise ValueError(f"options: expected them or keywords, got both: {sorted(sampling)}")
+    options = options or Sampling(**sampling)
+    if group_size < 1:
+        raise ValueError(f"group_size: expected at least 1, got {group_size}")
     if places is not None:
         check_places(places, len(prompts))
     texts, ids = encode_for(policy, prompts, options.max_new_tokens)

@@ -77,7 +77,10 @@ ADDED = {
     "linear_grpo_loss": dict(hidden_rows=None, support=None, grad_filter=None, group=None),
     "logits_grpo_loss": dict(support=None),
 }
-NAMES = {*SIGNATURES, "LossConfig", "LossOutput", "Support", "group_advantages"}
+NAMES = {
+    *SIGNATURES, "LossConfig", "LossOutput", "Support", "group_advantages", "linear_divergence",
+    "TeacherHead", "TeacherTopK", "DivergenceTerm",
+}  # fmt: skip
 CONFIG = dict(
     loss_type="dapo", epsilon_low=0.2, delta=None, beta=0.0, kl_estimator="k3",
     kl_times_ratio=False, temperature=1.0, softcap=None, logit_scale=1.0,

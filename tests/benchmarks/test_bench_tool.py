@@ -449,6 +449,20 @@ def test_candidates_hold_the_shipped_configurations():
     assert {c.loop for c in every} == set(candidates.LOOPS)
 
 
+def test_no_row_of_a_candidate_is_swept_twice(monkeypatch):
+    """Logits of size 2: a target is likely enough for the first sweep, as in training."""
+    from grpo_fast.kernels.gpu import linear
+    from grpo_fast.kernels.gpu.math import FAR
+
+    monkeypatch.setattr(linear, "head_logps", lambda *head, **options: head)
+    candidate = next(c for c in candidates.candidates() if c.kind == "linear")
+    for width in (64, 896):
+        hidden, weight, _, targets, _ = candidates.call_of(candidate, 64, width, 4000, "cpu")()
+        logits = hidden.float() @ weight.float().T
+        far = logits.logsumexp(1) - logits.gather(1, targets[:, None])[:, 0]
+        assert far.max() < FAR.value and 1.5 < logits.std() < 2.5
+
+
 def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "RESULTS", tmp_path)
     rows = [c for c in candidates.candidates() if c[:2] == ("rows", "bfloat16")]

@@ -60,7 +60,7 @@ MUTANTS = [
            "        if value:\n", "        if False:\n",
            "an option that no schema knows is dropped in a graph", "carried"),
     Mutant("graph-door", CALL,
-           "if given := keywords.get(name):", "if given := False:",
+           "if name or not names:", "if not names:",
            "a graph is said to hold what it cannot", "table"),
     # ---- values.py
     Mutant("values-target-bound", VALUES,

@@ -81,7 +81,7 @@ MUTANTS = [
            "return [] if os.environ", "return [] if True or os.environ",
            "a dead rank 0 is not named", "ranks_ended"),
     Mutant("ranks-memory-alone", BUDGET,
-           "largest = max(tokens for _, tokens in found)", "largest = batch.largest",
+           "largest = max(tokens for _, tokens in of_ranks)", "largest = batch.largest",
            "out of memory leaves the ranks with different micro-batches", "ranks_memory"),
     Mutant("ranks-nobody-named", DISTRIBUTED,
            "        missing = _missing()\n", "        missing = []\n",

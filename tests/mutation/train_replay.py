@@ -18,7 +18,7 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
         "train/metrics/losses",
     )
 )
-DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
+DATA = "grpo_fast/train/config/data.py"
 AHEAD, TRAINER, STEPS, RUN, PLOT = (
     f"grpo_fast/{x}.py"
     for x in (
@@ -46,10 +46,6 @@ MUTANTS = [
            "support=None if batch.support is None else selected(batch.support, mask),",
            "support=None,",
            "the exact KL is over the whole vocabulary", "replay"),
-    Mutant("replay-exact-kl-empty-set", DOOR,
-           "kept = (counts == 0)[:, None].repeat(1, vocab_size)",
-           "kept = (counts < 0)[:, None].repeat(1, vocab_size)",
-           "a token that was not truncated has no distribution", "exact_kl"),
     Mutant("replay-order", BATCH,
            "    for i in chosen:\n        kept = rollout.kept[i]",
            "    for i in sorted(chosen):\n        kept = rollout.kept[i]",

@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant("zero-of-later-updates", "grpo_fast/train/runs/run.py",
            "is_first = trainer.updates_per_step == 1 and", "is_first =",
            "the loss of several updates is said to stay near 0", "zero_loss"),
-    Mutant("zero-lengths-turned", "grpo_fast/train/report/report.py",
+    Mutant("zero-lengths-turned", "grpo_fast/train/report/lines.py",
            '.by_length == (advantages == "opo")', '.by_length != (advantages == "opo")',
            "lengths are named where the loss does not weigh by them", "zero_loss"),
 ]  # fmt: skip

@@ -372,7 +372,7 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("grpo_fast.train.loop.run_steps", killed)
+        patched.setattr("grpo_fast.train.loop.make_step", killed)
         with pytest.raises(KeyboardInterrupt):
             run(early)
     (early / "metrics.jsonl").write_text('{"half": ')

@@ -63,45 +63,6 @@ class LinearConfig(NamedTuple):
     use_tma: bool = False
 
 
-class CudaConfig(NamedTuple):
-    """The forward kernel of csrc/cuda: a tile of BLOCK_T rows and BLOCK_V columns, its stages, the
-    buffers of a warp for what it stores, and 2 teams that take turns with tiles or 1 that shares
-    each.
-    """
-
-    block_t: int
-    block_v: int
-    stages: int
-    buffers: int
-    teams: int
-
-
-# What fits the shared memory and spills nothing, with what a tile reads from L2 per flop when two
-# blocks share a tile of W: turns at 128 x 192 1/109 byte, 128 x 128 and 64 x 256 1/85; no turns at
-# 128 x 256 1/128.
-CUDA_CONFIGS = (
-    CudaConfig(128, 192, 4, 3, 2),
-    CudaConfig(128, 256, 4, 2, 1),
-    CudaConfig(128, 128, 5, 2, 2),
-    CudaConfig(64, 256, 4, 2, 2),
-)
-FORWARDS = ("triton", "cuda")
-
-
-@functools.cache
-def forward_kernel() -> str:
-    """GRPO_FAST_FORWARD: which forward kernel a Hopper GPU takes for a call without options."""
-    choice = os.environ.get("GRPO_FAST_FORWARD", "triton")
-    if choice not in FORWARDS:
-        raise ValueError(f"GRPO_FAST_FORWARD: expected one of {list(FORWARDS)}, got {choice!r}")
-    return choice
-
-
-def cuda_config() -> CudaConfig:
-    """Tile of the forward kernel of csrc/cuda."""
-    return CUDA_CONFIGS[0]
-
-
 def architecture(device: torch.device) -> str:
     """`"sm_90"`, `"gfx942"`, … of the device a launch on `device` goes to; `"interpreter"` under
     TRITON_INTERPRET.

@@ -46,13 +46,27 @@ def linear_sweep(
     if support.others is not None:
         rest = rows.select(support.others)
         dense = LinearHead(hidden, weight, bias, rest, route, is_wide=True, **options)
-    cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    is_large = len(support.ids) * cost > len(support.places) * weight.shape[0]
-    form = DenseHead if is_large else GatheredHead
-    head = form(hidden, weight, bias, rows, route, is_wide=is_wide)
+    head = supported_head(hidden, weight, bias, rows, route, is_wide=is_wide)
     return SupportSweep(
         head, rows, route, dense, entropy_gradient=options.get("entropy_gradient", False)
     )
+
+
+def supported_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: ActiveRows,
+    route: Route,
+    *,
+    is_wide: bool,
+) -> GatheredHead | DenseHead:
+    """Logits in the support of these rows, in the way that costs less."""
+    assert rows.support is not None
+    cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
+    is_large = len(rows.support.ids) * cost > len(rows.support.places) * weight.shape[0]
+    form = DenseHead if is_large else GatheredHead
+    return form(hidden, weight, bias, rows, route, is_wide=is_wide)
 
 
 class SupportSweep:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import check_tolerance, small_windows
+from grpo_fast.attention import check_supported, check_tolerance, small_windows
 from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
 from grpo_fast.rollout.own.decode import Decoded, decode
@@ -50,17 +50,16 @@ class TransformersEngine(Engine):
     ) -> list[Completion]:
         length = sampling.max_new_tokens
         numbers = uniforms(seed, len(prompts), length, group_size=group_size, places=places)
-        owners = [n for n in range(len(prompts)) for _ in range(group_size)]
-        size = sampling.batch_size or max(len(owners), 1)
+        rows = [prompt for prompt in prompts for _ in range(group_size)]
+        size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            by_loop = not owners or (self.fallback or why_unsuited(self.policy)) is None
+            by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
-            for start in range(0, len(owners), size):
+            for start in range(0, len(rows), size):
                 part = slice(start, start + size)
-                runs = [(n, len(list(same))) for n, same in groupby(owners[part])]
-                chosen = [prompts[n] for n, _ in runs]
-                counts = [count for _, count in runs]
+                runs = [(prompt, len(list(same))) for prompt, same in groupby(rows[part])]
+                chosen, counts = map(list, zip(*runs, strict=True))
                 found = run(self.policy, chosen, counts, sampling, numbers[part])
                 completions += self._cut(found)
         return completions
@@ -131,6 +130,7 @@ def why_unsuited(policy: Any) -> str | None:
 
 def compare(policy: Any) -> str | None:
     """Greedy completions of two prompts, past any EOS, by the loop and by the model in one pass."""
+    check_supported(policy.lm)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [
         [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))

@@ -87,7 +87,7 @@ class Ahead:
         clock.lap("ahead")
 
     def rollout(self, clock: Clock) -> Rollout | None:
-        """That of the step that begins, if there is one; its seconds count there.
+        """The rollout of the step that begins, if there is one; its seconds count there.
 
         It stays until the step calls `done`: one that is left before it has all its completions
         begins again.

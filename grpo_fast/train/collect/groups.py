@@ -32,7 +32,7 @@ class PromptRecord:
 
 
 class Drawn(NamedTuple):
-    """What was sampled for some prompts, the G completions of each side by side."""
+    """Scored completions of some prompts, the G of each side by side."""
 
     asked: list[Asked]  # of each group
     rollout: Rollout
@@ -70,7 +70,7 @@ class Drawn(NamedTuple):
 
 
 def uses_of(judged: Tensor, wanted: int) -> list[Use]:
-    """What becomes of each group: kept with a spread; without one filled in, or dropped.
+    """The use of each group: kept where its rewards differ, else filled in or dropped.
 
     `wanted` groups are kept or filled in; lost samples (NaN) make no spread.
     """

@@ -41,7 +41,7 @@ LossSettings = _loss_settings()
 
 
 class LogConfig(Section):
-    """What is written while the run goes on."""
+    """Logs, tables, pictures and trackers of a run."""
 
     completions_every: Count = 10  # steps between tables of completions; 0: none
     completions: Positive = 8  # how many in each at least: groups are whole
@@ -54,7 +54,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What of a run is kept to resume from, beside the checkpoint of a run that is ended."""
+    """When checkpoints are written, and how many stay. A run that is ended writes one, too."""
 
     every: Count = 0  # steps between checkpoints; 0: only when a signal or an error ends the run
     keep: Positive = 2  # the newest ones
@@ -136,9 +136,10 @@ class RunConfig(Section):
         require(fits, "distributed_replicas", expected, self.distributed_replicas)
         if self.distributed not in SHARDED:
             return
-        exact = cast(Any, self.loss).kl_estimator == EXACT
+        estimator = cast(Any, self.loss).kl_estimator
         for refused, name, expected, came in (
-            (exact, "loss.kl_estimator", "an estimator, of the sampled tokens,", EXACT),
+            (estimator in EXACT, "loss.kl_estimator", "an estimator, of the sampled tokens,",
+             estimator),
             (self.log.grad_variance, "log.grad_variance", "false", "true"),
             (self.rollout.engine == "continuous", "rollout.engine",
              "transformers, or an engine of its own,", "continuous"),
@@ -176,7 +177,8 @@ class RunConfig(Section):
             fits = self.advantages == GAE
             require(fits, "kl.into", "loss unless advantages: gae", f"reward, {self.advantages}")
             expected = "an estimator, of the sampled tokens, beside kl.into: reward"
-            require(loss.kl_estimator != EXACT, "loss.kl_estimator", expected, EXACT)
+            fits = loss.kl_estimator not in EXACT
+            require(fits, "loss.kl_estimator", expected, loss.kl_estimator)
             fits = not loss.kl_times_ratio and OBJECTIVES[loss.loss_type].reference
             expected = "loss for a loss_type or kl_times_ratio with a KL of its own"
             require(fits, "kl.into", expected, "reward")

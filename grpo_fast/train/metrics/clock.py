@@ -78,11 +78,11 @@ class Work:
         self.peak = peak_flops(head.device) if is_dense else None
 
     def forward(self, tokens: int, rows: int) -> int:
-        """Of `tokens` in the trunk, `rows` of which reach the head."""
+        """The flops of a forward pass of `tokens`, `rows` of which reach the head."""
         return 2 * (self.trunk * tokens + self.head * rows)
 
     def update(self, tokens: int, rows: int) -> int:
-        """Forward and backward."""
+        """The flops of a forward and a backward pass."""
         weights = self.trained_trunk * tokens + self.trained_head * rows
         return 2 * self.forward(tokens, rows) + 2 * weights
 

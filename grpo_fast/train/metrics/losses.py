@@ -68,7 +68,7 @@ class LossMetrics:
             self.logps += other.logps
 
     def of_all_ranks(self) -> LossMetrics:
-        """What all ranks have added, on each of them: of an optimizer step, once it is made."""
+        """The metrics of an optimizer step on all ranks together. Collective."""
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)

@@ -32,12 +32,12 @@ def generate(
     engine: Engine | None = None,
 ) -> Rollout:
     """`rollout.generate` by all ranks: the same completions on any number of them."""
-    given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
+    keywords: Any = {"group_size": group_size, "seed": seed, "engine": engine}
     if distributed.size() == 1:
-        return rollout.generate(policy, prompts, options, **given)
+        return rollout.generate(policy, prompts, options, **keywords)
     is_apart = engine is not None and engine.is_apart
     with policy.apart() if is_apart else policy.whole(), distributed.together():
-        own = generate_share(policy, prompts, options, **given)
+        own = generate_share(policy, prompts, options, **keywords)
     return join_ranks(own, group_size)
 
 
@@ -72,15 +72,15 @@ def score(
         return rewards.score(reward_set, examples, texts, ids)
 
     def scored() -> dict[str, Any]:
-        found = rewards.score(reward_set, examples, texts, ids)
-        per_fn = {name: values.tolist() for name, values in found.per_fn.items()}
-        return {"total": found.total.tolist(), "per_fn": per_fn, "reasons": found.reasons}
+        scores = rewards.score(reward_set, examples, texts, ids)
+        per_fn = {name: values.tolist() for name, values in scores.per_fn.items()}
+        return {"total": scores.total.tolist(), "per_fn": per_fn, "reasons": scores.reasons}
 
-    found = distributed.from_main(scored)
+    scores = distributed.from_main(scored)
     return RewardResult(
-        torch.tensor(found["total"]),
-        {name: torch.tensor(values) for name, values in found["per_fn"].items()},
-        {name: Counter(why) for name, why in found["reasons"].items()},
+        torch.tensor(scores["total"]),
+        {name: torch.tensor(values) for name, values in scores["per_fn"].items()},
+        {name: Counter(why) for name, why in scores["reasons"].items()},
     )
 
 

@@ -69,15 +69,15 @@ def read_metrics(run: str | Path) -> Rows:
 
 def series(rows: Rows, metric: str) -> Series:
     """(step, value) of one metric, where it was logged for a step and an axis can have it."""
-    found = []
+    points = []
     for index, row in enumerate(rows):
         if "update" in row:  # one of several in a step, which has a row of its own
             continue
         value, step = row.get(metric), row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
         if numbers and abs(value) < LARGEST and abs(step) < LARGEST:
-            found.append((float(step), float(value)))
-    return found
+            points.append((float(step), float(value)))
+    return points
 
 
 def smooth(points: Series) -> Series:

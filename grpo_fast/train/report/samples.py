@@ -58,7 +58,7 @@ def token_advantages(advantages: Tensor, lengths: Sequence[int]) -> list[Tensor]
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text, special tokens too.
+    """The text that each token adds, special tokens too.
 
     A character of several tokens stands at the last of them, the ones before are empty.
     """

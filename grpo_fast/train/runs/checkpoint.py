@@ -196,7 +196,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing, changed, or not its own.
+    """Name the fault of a checkpoint: a file that is missing, changed, or not its own.
 
     None: nothing. Raises FormatError for one of another version.
     """
@@ -254,9 +254,9 @@ def prune(latest: Path, keep: int) -> None:
         if manifest.run == run and order_of(path.name) <= place:
             values[path] = -math.inf if manifest.value is None else manifest.value
     best = max(values, key=lambda path: (values[path], order_of(path.name)))
-    kept = {*list(values)[:keep], *([best] if values[best] > -math.inf else [])}
+    spared = {*list(values)[:keep], *([best] if values[best] > -math.inf else [])}
     for path in values:
-        if path not in kept:
+        if path not in spared:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -47,7 +47,7 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
 
 
 def save_models(trainer: Trainer, folder: Path) -> None:
-    """What the run was for, behind its summary: a disk that is full costs no more than this."""
+    """Save the trained models, after the summary: a full disk then costs no more than them."""
     policy, critic = unsharded_models(trainer.config, trainer.policy, trainer.critic)
     with distributed.together(), written(folder / "model"):
         if distributed.is_main():
@@ -71,7 +71,7 @@ def unsharded_models(
         if distributed.is_main():
             own = config.model.model_copy(update={"device": "cpu"})
             plain[0] = load_policy(own, policy.tokenizer)
-            plain[1] = load_critic(config, plain[0])
+            plain[1] = load_critic(config.critic, config.model, plain[0])
     both: tuple[Any, Any] = policy, critic
     for sharded, whole in zip(both, plain, strict=True):
         if sharded is not None:

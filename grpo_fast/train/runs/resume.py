@@ -50,12 +50,14 @@ class Start(NamedTuple):
         lengths: bytes of metrics.jsonl and prompts.jsonl that were written until then.
         again: files of this run lie in the folder already.
         fingerprints: of data, rewards and reference, as the checkpoint has them.
+        lock: of the folder, taken before anybody looked; None: it was not there yet.
     """
 
     checkpoint: Path | None = None
     lengths: tuple[int, int] = (0, 0)
     again: bool = False
     fingerprints: dict[str, str] = {}  # noqa: RUF012 (nobody writes into it)
+    lock: FolderLock | None = None
 
     @property
     def source(self) -> Path | None:
@@ -105,22 +107,20 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     return Start(checkpoint, state.lengths, is_own, state.fingerprints)
 
 
-def enter_folder(
-    folder: str | Path, start: Start, lock: FolderLock | None = None
-) -> tuple[Path, FolderLock]:
+def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
     """The folder of a run, made and locked, as it was when `start` was written.
 
     Newer checkpoints are set aside; the logs of another run are copied into a new folder.
     """
     if start.again:
-        lock = lock or FolderLock(folder)
+        lock = start.lock or FolderLock(folder)
         if start.checkpoint is not None:
             place = order_of(start.checkpoint.name)
             for path in (path for path in checkpoints_in(folder) if order_of(path.name) > place):
                 set_aside(path)
         return Path(folder), lock
     path = claim_folder(folder)
-    lock = lock or FolderLock(path)
+    lock = start.lock or FolderLock(path)
     check_folder(path)  # two that came at the same time: the second finds it occupied
     if start.source is not None:
         for name in (*LOGS, COMPLETIONS):

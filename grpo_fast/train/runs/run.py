@@ -30,7 +30,8 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import EvalResult
 from grpo_fast.train.metrics.losses import finite, is_zero_on_policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.report import RunReport, zero_line
+from grpo_fast.train.report.lines import zero_line
+from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs import storage
 from grpo_fast.train.runs.checkpoint import (

@@ -94,7 +94,7 @@ class MicroBatch:
 
 
 class Totals(NamedTuple):
-    """Of an optimizer step, on all ranks together: what its losses are divided by."""
+    """The normalisers of an optimizer step, on all ranks together."""
 
     items: int  # tokens that count
     completions: int
@@ -103,7 +103,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
-        """Of one rank alone."""
+        """The totals of one rank's micro-batches."""
         items = max(1, sum(batch.active_tokens for batch in minibatch))
         completions = sum(len(batch) for batch in minibatch)
         trunk = sum(batch.trunk_tokens for batch in minibatch)

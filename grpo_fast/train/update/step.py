@@ -45,7 +45,7 @@ class Updates:
         return len(self) / self.per_pass
 
     def merged(self, losses: Sequence[LossMetrics] | None = None) -> LossMetrics:
-        """Of all updates, or of some; the logps are those of the first pass."""
+        """The losses of all updates, or of some, as one; the logps are those of the first pass."""
         seen = LossMetrics()
         for index, each in enumerate(self.losses if losses is None else losses):
             seen.extend(each, with_logps=index < self.per_pass)

@@ -152,7 +152,7 @@ class Trainer:
             batch, self.policy, temperature=float(loss.temperature),
             keep_old=self.updates_per_step > 1 or in_reward,
             reference=self.reference if self.reads_reference else None,
-            exact=loss.kl_estimator == EXACT, critic=self.critic,
+            exact=loss.kl_estimator in EXACT, critic=self.critic,
             reward_kl=RewardKL(self.beta.value, loss.kl_estimator) if in_reward else None,
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""On a Hopper GPU: the forward kernel of csrc/cuda against fp64, with every configuration.
+"""On a Hopper GPU: the forward kernel in CUDA C++ against fp64, with every configuration.
 
-Run by `benchmarks/gpu_session.sh --part forward-tests`; skipped where there is no such GPU. What
-these see first: a wrong wgmma or TMA encoding, a launch that is refused, a hang.
+Run by `benchmarks/gpu_session.sh --part forward-tests`, 128 x 192 in the first call; skipped where
+there is no such GPU. What these see first: a wrong wgmma or TMA encoding, a launch that is refused,
+a hang.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not (IS_HOPPER and HAS_TRITON), reason="no NVIDIA GPU of compute 9.0"),
 ]
+CONFIGS: tuple = ()
+SHAPES: tuple = ()
 if HAS_TRITON:
+    from benchmarks.gpu.cuda_forward.kernel import CONFIGS, using
+    from benchmarks.gpu.cuda_forward.parity import PLAIN, SHAPES, assert_right, make, written
     from grpo_fast import LossConfig, linear_grpo_loss
-    from grpo_fast.kernels.gpu import forward_cuda, linear
-    from grpo_fast.kernels.gpu.configs import CUDA_CONFIGS
+    from grpo_fast.kernels.gpu import linear
     from grpo_fast.kernels.types import LogitRule
-    from tests.kernels.cuda_tools.parity import PLAIN, SHAPES, assert_right, make, written
-else:
-    CUDA_CONFIGS, SHAPES = (), ()
 
 # And: many tiles for every cluster; more rows than are swept at once; a real vocabulary.
 LARGE = ((4096, 896, 32000), (16500, 64, 2000), (200, 4096, 151936))
 REPEATS = 200
 
 
-@pytest.fixture(params=CUDA_CONFIGS, ids=lambda c: "x".join(map(str, c)))
-def config(request, monkeypatch):
-    monkeypatch.setattr(forward_cuda, "forward_kernel", lambda: "cuda")
-    monkeypatch.setattr(forward_cuda, "cuda_config", lambda: request.param)
-    return request.param
+@pytest.fixture(params=CONFIGS, ids=lambda c: "x".join(map(str, c)))
+def config(request):
+    with using(request.param) as started:
+        yield request.param
+    assert started, "no call was taken"
 
 
 @pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
@@ -68,11 +69,12 @@ def test_a_row_depends_on_itself_alone(config):
     assert torch.equal(again[1], stats[1][few]) and torch.equal(some, out[few])
 
 
-def test_the_loss(config, monkeypatch):
+@pytest.mark.parametrize("tile", CONFIGS, ids=lambda c: "x".join(map(str, c)))
+def test_the_loss(tile):
     """Loss and gradients as with the Triton kernel, within the bar of bf16 gradients."""
     hidden, weight, _, target = make(300, 256, 3000, "cuda")
 
-    def run() -> list[torch.Tensor]:
+    def run():
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
         advantages = torch.tensor([0.7, -1.2], device="cuda")
@@ -81,7 +83,8 @@ def test_the_loss(config, monkeypatch):
         )
         return [result.loss.detach(), *torch.autograd.grad(result.loss, leaves)]
 
-    found = run()
-    monkeypatch.setattr(forward_cuda, "forward_kernel", lambda: "triton")
+    with using(tile) as started:
+        found = run()
+    assert started
     for value, expected in zip(found, run(), strict=True):
         assert (value - expected).float().norm() <= 3e-3 * expected.float().norm() + 1e-6

@@ -1,5 +1,5 @@
-"""csrc/cuda/forward.cu on a CPU, thread by thread, with the functions of emulated.h in the place of
-Hopper's instructions and a driver that starts it: forward_cuda.py runs as it is.
+"""forward.cu on a CPU, thread by thread, with the functions of emulated.h in the place of Hopper's
+instructions and a driver that starts it: kernel.py runs as it is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.cuda_forward import kernel
+from benchmarks.gpu.cuda_forward.kernel import FOLDER, CudaConfig
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.gpu import forward_cuda
-from grpo_fast.kernels.gpu.configs import CudaConfig
 
-TOOLS = Path(__file__).resolve().parent
 FLAGS = ("-std=c++20", "-O2", "-pthread", "-Wno-unknown-pragmas")
 LIBRARY, RACES = ("-shared", "-fPIC"), ("-fsanitize=thread", "-g")
 
@@ -28,35 +27,31 @@ LIBRARY, RACES = ("-shared", "-fPIC"), ("-fsanitize=thread", "-g")
 def built(config: CudaConfig, *, store: bool, flags: tuple[str, ...] = LIBRARY) -> Path:
     """The driver with this kernel, or with `RACES` a program."""
     folder = Path(tempfile.mkdtemp(prefix="grpo-fast-emulator-"))
-    (folder / "constants.h").write_text(forward_cuda.constants(config, store=store))
-    includes = [f"-I{path}" for path in (folder, loader.source_folder() / "cuda", TOOLS)]
-    command = [*loader.compiler(), *FLAGS, *flags, *includes, str(TOOLS / "forward.cpp")]
+    (folder / "constants.h").write_text(kernel.constants(config, store=store))
+    includes = [f"-I{path}" for path in (folder, FOLDER)]
+    command = [*loader.compiler(), *FLAGS, *flags, *includes, str(FOLDER / "forward.cpp")]
     done = subprocess.run(
         [*command, "-o", str(folder / "forward")], capture_output=True, text=True, timeout=300
     )
-    if done.returncode:  # the word of `python -m tests.mutation` for a bug that is none
+    if done.returncode:
         raise RuntimeError(f"the compiler failed with status {done.returncode}\n{done.stderr}")
     return folder / "forward"
 
 
 class Emulator:
-    """In the place of a GPU with `clusters` pairs of multiprocessors; `swept`: calls so far."""
+    """In the place of a GPU with `clusters` pairs of multiprocessors."""
 
     def __init__(self, monkeypatch: Any, config: CudaConfig) -> None:
-        self.clusters, self.swept = 2, 0
+        self.clusters = 2
         self.library = ctypes.CDLL(str(built(config, store=True)))
-        self.sweep = forward_cuda.sweep
         stream, here = SimpleNamespace(cuda_stream=0), contextlib.nullcontext()
         for name, value in (
-            ("forward_kernel", lambda: "cuda"),
             ("architecture", lambda device: "sm_90"),
-            ("cuda_config", lambda: config),
             ("compiled", self.compiled),
-            ("loaded", forward_cuda.loaded.__wrapped__),
+            ("loaded", kernel.loaded.__wrapped__),
             ("library", lambda: self.library),
-            ("sweep", self.counted),
         ):
-            monkeypatch.setattr(forward_cuda, name, value)
+            monkeypatch.setattr(kernel, name, value)
         monkeypatch.setattr(torch.cuda, "get_device_properties", self.properties)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "device", lambda device: here)
@@ -67,7 +62,3 @@ class Emulator:
     def compiled(self, config: CudaConfig, *, store: bool) -> tuple[bytes, str]:
         self.library = ctypes.CDLL(str(built(config, store=store)))
         return b"", ""
-
-    def counted(self, *arguments: Any) -> torch.Tensor:
-        self.swept += 1
-        return self.sweep(*arguments)

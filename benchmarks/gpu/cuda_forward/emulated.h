@@ -1,4 +1,4 @@
-// The functions of csrc/cuda/ptx.h on a CPU: every CUDA thread is a thread of the host.
+// The functions of ptx.h on a CPU: every CUDA thread is a thread of the host.
 //
 // What runs by itself on the GPU runs here as late as the instructions allow: a product reads its
 // tiles when somebody waits for it, a store its buffer when somebody waits for that. Code that gives

@@ -16,7 +16,7 @@
 //
 // The sums of a row within a tile have one order, whatever the batch around it.
 //
-// kBlockT, kBlockV, kStages, kBuffers, kTeams, kStore and wgmma() come from forward_cuda.py, the
+// kBlockT, kBlockV, kStages, kBuffers, kTeams, kStore and wgmma() come from kernel.py, the
 // instructions from ptx.h.
 
 constexpr int kBlockH = 64;          // 128 bytes of bf16: one swizzled row of a tile

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.exact import logps_bar
 from grpo_fast.kernels.gpu import exponentials
 from grpo_fast.kernels.types import LogitRule
 from tests.kernels.triton_tools import formulas
 
 BF16_UNIT = 2.0**-8  # half a unit in the last place: the relative error of one rounding
-LP_BAR = 1e-5
 PLAIN = LogitRule(1.0, None, 1.0)
 # Fewer rows than a warp, a block, a cluster, and more; a last tile of columns of 1, 104 and 192; a
 # depth of one stage that is not full, of fewer stages than the ring has, of more, of no multiple.
@@ -46,7 +46,8 @@ def assert_right(head: Head, rule: LogitRule, stats, units=None, out=None) -> No
     hidden, weight, _, target = head
     z, slope = formulas.final(hidden.double() @ weight.double().T, *rule)
     for actual, expected in zip(stats[:2], formulas.statistics(z, target), strict=False):
-        assert (actual - expected).abs().max() <= LP_BAR
+        bar = logps_bar(hidden.shape[1], hidden.device.type)
+        assert (actual - expected).abs().max() <= bar
     if out is None:
         return
     g = torch.linspace(-1, 1, len(target), device=out.device)

@@ -1,36 +1,48 @@
-"""The forward kernel of csrc/cuda, emulated on the CPU, behind the doors of the Triton kernels:
+"""The forward kernel in CUDA C++, emulated on the CPU, behind the doors of the Triton kernels:
 against fp64 and against the interpreted slice_kernel.
 
-Run by test_triton_interpreter.py in a process of its own.
+Run by tests/benchmarks/test_cuda_candidate.py in a process of its own, some of it; by hand all:
+`TRITON_INTERPRET=1 python -m pytest --noconftest benchmarks/gpu/cuda_forward/cases_emulated.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from benchmarks.gpu.cuda_forward import kernel
+from benchmarks.gpu.cuda_forward.emulator import Emulator
+from benchmarks.gpu.cuda_forward.kernel import CONFIGS, CudaConfig
+from benchmarks.gpu.cuda_forward.parity import BF16_UNIT, PLAIN, SHAPES, assert_right, make, written
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.gpu import forward_cuda, linear
-from grpo_fast.kernels.gpu.configs import CUDA_CONFIGS
+from grpo_fast.kernels.gpu import linear
 from grpo_fast.kernels.types import LogitRule
-from tests.kernels.cuda_tools.emulator import Emulator
-from tests.kernels.cuda_tools.parity import BF16_UNIT, PLAIN, SHAPES, assert_right, make, written
 from tests.kernels.triton_tools import interpreter  # noqa: F401 (it mends the interpreter's bf16)
 
 pytestmark = pytest.mark.skipif(loader.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """emulated(config): from there on the forward kernel of csrc/cuda runs, on the CPU."""
-    return lambda config=CUDA_CONFIGS[0]: Emulator(monkeypatch, config)
+def emulated(monkeypatch) -> Iterator[Callable]:
+    """emulated(config): from there on the kernel in CUDA C++ runs, on the CPU."""
+    with contextlib.ExitStack() as stack:
+
+        def start(config: CudaConfig = CONFIGS[0]) -> SimpleNamespace:
+            gpu = Emulator(monkeypatch, config)
+            return SimpleNamespace(gpu=gpu, started=stack.enter_context(kernel.using(config)))
+
+        yield start
 
 
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
-        *((config, shape) for config in CUDA_CONFIGS[:2] for shape in SHAPES),
-        *((config, SHAPES[-1]) for config in CUDA_CONFIGS[2:]),
+        *((config, shape) for config in CONFIGS[:2] for shape in SHAPES),
+        *((config, SHAPES[-1]) for config in CONFIGS[2:]),
     ],
     ids=lambda x: "x".join(map(str, x)),
 )
@@ -39,7 +51,7 @@ def test_against_fp64(emulated, config, shape):
     head, rule = make(*shape), LogitRule(0.9, None, 0.7)
     stats, units, out = written(head, rule)
     assert_right(head, rule, stats, units, out)
-    assert emulator.swept == 1
+    assert emulator.started == [len(head[3])]
 
 
 def test_without_exponentials_the_same_bits(emulated):
@@ -89,19 +101,19 @@ def test_nan_infinity_and_far_rows(emulated):
 
 
 @pytest.mark.parametrize("clusters", [1, 3])
-@pytest.mark.parametrize("config", CUDA_CONFIGS[:2], ids=lambda c: "x".join(map(str, c)))
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda c: "x".join(map(str, c)))
 def test_any_number_of_clusters_and_any_group(emulated, monkeypatch, config, clusters):
     """The same bits, whichever cluster takes a tile and in whatever order the tiles come; and rows
     that are swept in several calls.
     """
     head, emulator = make(520, 64, 400), emulated(config)
     expected = linear.head_logps(*head, PLAIN, return_entropy=False)[1]
-    emulator.clusters = clusters
-    monkeypatch.setattr(forward_cuda, "GROUP_BYTES", 2 * 2 * config.block_t * 64 * 2)  # two pairs
+    emulator.gpu.clusters = clusters
+    monkeypatch.setattr(kernel, "GROUP_BYTES", 2 * 2 * config.block_t * 64 * 2)  # two pairs
     p = linear.problem(*head, PLAIN)
-    assert forward_cuda.scalars_of(p, config).group == 2
+    assert kernel.scalars_of(p, config).group == 2
     assert torch.equal(linear.head_logps(*head, PLAIN, return_entropy=False)[1], expected)
-    assert emulator.swept == 2
-    monkeypatch.setattr(forward_cuda, "ROWS_AT_ONCE", 256)
+    assert emulator.started == [520, 520]
+    monkeypatch.setattr(kernel, "ROWS_AT_ONCE", 256)
     assert torch.equal(linear.head_logps(*head, PLAIN, return_entropy=False)[1], expected)
-    assert emulator.swept == 5
+    assert emulator.started[2:] == [256, 256, 8]

@@ -1,9 +1,13 @@
-"""The forward kernel in CUDA C++ (csrc/cuda), for Hopper: compiled with NVRTC, which comes with
-torch, when it is first called.
+"""A forward kernel in CUDA C++ for Hopper, beside Triton's slice_kernel: a candidate, which no GPU
+has run. Compiled with NVRTC, which comes with torch, when it is first called.
 
-It does what slice_kernel of linear.py does for a call without options: bf16, no bias, no soft cap,
-one temperature, no entropy, no stored logits. Its sums have another order, so their last bits
-differ from those of slice_kernel, which takes all other calls; the rows beside one that
+It becomes Hopper's default where the first GPU finds it right, and at least 5% faster than
+slice_kernel with stored exponentials at two of three hidden sizes (forward.py times both);
+otherwise it is deleted.
+
+It does what slice_kernel of kernels/gpu/linear.py does for a call without options: bf16, no bias,
+no soft cap, one temperature, no entropy, no stored logits. Its sums have another order, so their
+last bits differ from those of slice_kernel, which takes all other calls; the rows beside one that
 exponentials.py sweeps again get their exponentials from slice_kernel, too.
 
 HBM as there, but for the sums: 12·ceil(V/block_v) bytes per row.
@@ -11,29 +15,52 @@ HBM as there, but for the sums: 12·ceil(V/block_v) bytes per row.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.cpu.loader import source_folder
-from grpo_fast.kernels.gpu.configs import (
-    GROUP_BYTES,
-    CudaConfig,
-    architecture,
-    cuda_config,
-    forward_kernel,
-)
+from benchmarks.gpu.patch import patched
+from grpo_fast.kernels.gpu import exponentials, linear
+from grpo_fast.kernels.gpu.configs import GROUP_BYTES, architecture
 from grpo_fast.kernels.gpu.problem import Problem, is_aligned
+from grpo_fast.kernels.types import RowStats
 from grpo_fast.kernels.workspace import unset
 
+FOLDER = Path(__file__).resolve().parent
 ARCHITECTURE = "sm_90a"
 BLOCK_H, WARPS, THREADS, WARP_ROWS, ROW_BYTES = 64, 8, 384, 16, 128
 # The sums of this many rows at V = 151936 take 156 MB.
 ROWS_AT_ONCE = 16384
 LOG2E = 1.4426950408889634
+
+
+class CudaConfig(NamedTuple):
+    """A tile of BLOCK_T rows and BLOCK_V columns, its stages, the buffers of a warp for what it
+    stores, and 2 teams that take turns with tiles or 1 that shares each.
+    """
+
+    block_t: int
+    block_v: int
+    stages: int
+    buffers: int
+    teams: int
+
+
+# What fits the shared memory and spills nothing, with what a tile reads from L2 per flop when two
+# blocks share a tile of W: turns at 128 x 192 1/109 byte, 128 x 128 and 64 x 256 1/85; no turns at
+# 128 x 256 1/128.
+CONFIGS = (
+    CudaConfig(128, 192, 4, 3, 2),
+    CudaConfig(128, 256, 4, 2, 1),
+    CudaConfig(128, 128, 5, 2, 2),
+    CudaConfig(64, 256, 4, 2, 2),
+)
 
 
 class Scalars(ctypes.Structure):
@@ -47,8 +74,8 @@ class Scalars(ctypes.Structure):
 
 
 def takes(p: Problem, out: Tensor | None, raw_target: Tensor | None, *, entropy: bool) -> bool:
-    """Whether this call was asked to go here, and can."""
-    if forward_kernel() != "cuda" or architecture(p.hidden.device) != "sm_90":
+    """Whether this call can go here."""
+    if architecture(p.hidden.device) != "sm_90":
         return False
     temperature = p.rule.temperature
     if isinstance(temperature, Tensor) or not p.is_light or entropy:
@@ -103,14 +130,10 @@ def compiled(config: CudaConfig, *, store: bool) -> tuple[bytes, str]:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        expected = (
-            "expected 'triton' where cuda-bindings is missing, which CUDA builds of torch need"
-        )
-        raise ValueError(f"GRPO_FAST_FORWARD: {expected}, got 'cuda': {error}") from error
-    folder = source_folder() / "cuda"
-    body = (folder / "forward.cu").read_text()
+        raise ValueError(f"cuda-bindings: expected a CUDA build of torch, got {error}") from error
+    body = (FOLDER / "forward.cu").read_text()
     source = '#include "ptx.h"\n' + constants(config, store=store) + product(config.block_v) + body
-    headers = [(folder / "ptx.h").read_bytes()], [b"ptx.h"]
+    headers = [(FOLDER / "ptx.h").read_bytes()], [b"ptx.h"]
     status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"forward.cu", 1, *headers)
     options = [f"--gpu-architecture={ARCHITECTURE}", "-std=c++17", "--fmad=false"]
     options.append("--ptxas-options=-v")
@@ -119,7 +142,7 @@ def compiled(config: CudaConfig, *, store: bool) -> tuple[bytes, str]:
     nvrtc.nvrtcGetProgramLog(program, log)
     said = log.decode(errors="replace").strip("\0\n ")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(f"csrc/cuda/forward.cu does not compile: {status.name}\n{said}")
+        raise RuntimeError(f"forward.cu does not compile: {status.name}\n{said}")
     cubin = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
     nvrtc.nvrtcGetCUBIN(program, cubin)
     nvrtc.nvrtcDestroyProgram(program)
@@ -179,17 +202,35 @@ class TensorMap:
         )  # fmt: skip
 
 
-def partial_sums(
-    p: Problem, out: Tensor | None, raw_target: Tensor | None
-) -> Iterator[tuple[slice, Tensor]]:
-    """Rows, and (3, tiles of columns, rows) sums of theirs, some rows at a time.
+@contextlib.contextmanager
+def using(config: CudaConfig) -> Iterator[list[int]]:
+    """Inside, calls that this kernel can take go to it; yields the rows of each start."""
+    started: list[int] = []
+    shipped = linear.statistics
 
-    `out` (T, V) bf16 receives their exponentials, for (T,) raw logits of the targets.
-    """
-    for start in range(0, p.hidden.shape[0], ROWS_AT_ONCE):
-        part = slice(start, min(start + ROWS_AT_ONCE, p.hidden.shape[0]))
-        stored = None if out is None else (out[part], raw_target[part])
-        yield part, sweep(p._replace(hidden=p.hidden[part], target_ids=p.target_ids[part]), stored)
+    def statistics(
+        p: Problem,
+        *,
+        return_entropy: bool,
+        out: Tensor | None = None,
+        raw_target: Tensor | None = None,
+    ) -> RowStats:
+        rows = p.hidden.shape[0]
+        if not (rows and takes(p, out, raw_target, entropy=return_entropy)):
+            return shipped(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
+        lse, logps = (
+            unset(torch.empty, rows, dtype=torch.float32, device=p.hidden.device) for _ in range(2)
+        )
+        for first in range(0, rows, ROWS_AT_ONCE):
+            part = slice(first, min(first + ROWS_AT_ONCE, rows))
+            stored = None if out is None else (out[part], raw_target[part])
+            some = p._replace(hidden=p.hidden[part], target_ids=p.target_ids[part])
+            started.append(part.stop - part.start)
+            linear.join(some, sweep(some, stored, config), (lse[part], logps[part], None))
+        return lse, logps, None
+
+    with patched(linear, statistics=statistics), patched(exponentials, statistics=statistics):
+        yield started
 
 
 def scalars_of(p: Problem, config: CudaConfig) -> Scalars:
@@ -200,9 +241,12 @@ def scalars_of(p: Problem, config: CudaConfig) -> Scalars:
     return Scalars(rows, columns, -(-depth // BLOCK_H), pairs, tiles, group, scale, scale * LOG2E)
 
 
-def sweep(p: Problem, stored: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Start the kernel over all rows and columns; (3, tiles of columns, T)."""
-    config, device = cuda_config(), p.hidden.device
+def sweep(p: Problem, stored: tuple[Tensor, Tensor] | None, config: CudaConfig) -> Tensor:
+    """Start the kernel over all rows and columns: (3, tiles of columns, T) sums.
+
+    `stored`: (T, V) bf16 which receives the exponentials, and (T,) raw logits of the targets.
+    """
+    device = p.hidden.device
     scalars = scalars_of(p, config)
     shape = (3, scalars.column_tiles, scalars.rows)
     partial = unset(torch.empty, shape, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-// A CUDA driver that knows one kernel, the forward kernel, and emulates it: what forward_cuda.py
+// A CUDA driver that knows one kernel, the forward kernel, and emulates it: what kernel.py
 // calls, and for a thread sanitizer a program that starts the kernel once.
 #include "emulated.h"
 

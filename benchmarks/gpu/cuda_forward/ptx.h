@@ -1,7 +1,7 @@
 // The instructions of Hopper that CUDA C++ has no words for, one function each, named after what it
 // does. Addresses of shared memory are 32-bit offsets, those of a barrier among them.
 //
-// tests/kernels/cuda_tools/emulated.h has the same functions for a CPU.
+// emulated.h has the same functions for a CPU.
 #pragma once
 
 using int64_t = long long;
@@ -117,7 +117,7 @@ DEVICE void wait_for_stores() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
-// ---- matrix products of a warpgroup: wgmma() itself is written by forward_cuda.py ----
+// ---- matrix products of a warpgroup: wgmma() itself is written by kernel.py ----
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -84,7 +84,7 @@ Kept = list[tuple[Tensor | None, Tensor | None]]
 def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
     ctx.set_materialize_grads(False)
     ctx.kept = kept_gradients(tensors, result.gradients, result.units)
-    outputs = result.loss, result.logps, result.entropy, result.filtered
+    outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
     ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
     return outputs
 

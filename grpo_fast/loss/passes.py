@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import narrowed, needs_range
 from grpo_fast.kernels.head.loop import LinearHead, joined
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep, linear_sweep
 from grpo_fast.kernels.route import Route, head_route, rows_route
+from grpo_fast.kernels.teachers import Divergence, DivergenceTerm
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
 from grpo_fast.kernels.workspace import unset
 from grpo_fast.loss import checks, values
@@ -42,6 +44,7 @@ class LossResult(NamedTuple):
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) where nobody wants one
     filtered: Tensor | None = None  # (2,) what grad_filter left out (kernels/head/grad_filter.py)
+    divergence: Tensor | None = None  # (N,) of a teacher (kernels/head/divergence.py)
     # (K,) fp32: what each gradient is to be multiplied by (kernels/head/half_range.py).
     units: Tensor | None = None
 
@@ -165,17 +168,54 @@ def linear_loss(
     """hidden → loss; gradients are (dH, dW, db)."""
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
-    wanted = Wanted(*options.wanted)
-    route = head_route(options.backend, weight, is_shard=options.shard is not None)
-    head = linear_sweep(
-        hidden, weight, bias, batch.rows, route,
-        tolerance=options.grad_filter, entropy_gradient=batch.config.entropy_coef != 0,
-        is_wide=needs_range(hidden.dtype), wants_weight=wanted.weight, shard=options.shard,
+    wanted, is_half = Wanted(*options.wanted), needs_range(hidden.dtype)
+    has_units = any(wanted) and is_half
+    batch = batch.in_range() if has_units else batch
+    term, tensors = options.divergence, (hidden, weight, bias)
+    is_wide = is_half or (term is not None and batch.rows.support is not None)
+    sweep: dict[str, Any] = dict(
+        entropy_gradient=batch.config.entropy_coef != 0, is_wide=is_wide,
+        wants_weight=wanted.weight, shard=options.shard,
     )  # fmt: skip
-    if not (any(wanted) and needs_range(hidden.dtype)):
-        return _swept(head, batch, options, wanted)
-    batch = batch.in_range()
-    return in_units(_swept(head, batch, options, wanted), batch.tokens.unit, hidden.dtype)
+    if term is not None:
+        result = _with_divergence(tensors, batch, options, term, wanted, sweep)
+    else:
+        route = head_route(options.backend, weight, is_shard=options.shard is not None)
+        sweep["tolerance"] = options.grad_filter
+        result = _swept(linear_sweep(*tensors, batch.rows, route, **sweep), batch, options, wanted)
+    return in_units(result, batch.tokens.unit, hidden.dtype) if has_units else result
+
+
+def _with_divergence(
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    batch: TokenBatch,
+    options: Options,
+    term: DivergenceTerm,
+    wanted: Wanted,
+    sweep: dict[str, Any],
+) -> LossResult:
+    """The loss and coef·Σ w·D: one pass; over a sampler's sets one after the other."""
+    route, rows = head_route(options.backend, tensors[1], is_shard=True), batch.rows
+    weights = term.coef * batch.tokens.token_weights
+    own: dict[str, Any] = dict(
+        teacher=term.teacher, divergence=Divergence(term.kind, term.beta), weights=weights
+    )
+    if rows.support is None:
+        head = DivergenceHead(*tensors, rows, route, **own | sweep, has_policy=True)
+        result, found = _swept(head, batch, options, wanted), head.values
+    else:
+        result = _swept(linear_sweep(*tensors, rows, route, **sweep), batch, options, wanted)
+        found, more = supported_divergence(
+            *tensors, rows, route, **own, wanted=wanted, is_wide=True
+        )
+        likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
+        gradients = tuple(
+            (x + y).to(x.dtype if like is None else like.dtype)
+            for x, y, like in zip(result.gradients, more, likes, strict=True)
+        )
+        result = result._replace(gradients=gradients)
+    loss = result.loss + weighted_sum(weights, found).to(result.loss.dtype)
+    return result._replace(loss=loss, divergence=rows.to_rows(found))
 
 
 def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:

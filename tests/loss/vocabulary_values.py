@@ -178,7 +178,7 @@ def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
 
 
 def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto") -> Found:
-    """`linear_divergence`, and a loss with a `DivergenceTerm`, from a teacher in the same shards."""
+    """`linear_divergence`, and a loss with a `DivergenceTerm`; the teacher is sharded alike."""
     case = make_case(4, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     g = torch.Generator().manual_seed(5)
     h, w, b = (torch.randn(*x, generator=g).to(dtype) for x in ((4, 40, 6), (23, 6), (23,)))

@@ -5,8 +5,6 @@ GRPO_FAST_LOG=1 prints each one the first time it is taken. Environment:
 
     GRPO_FAST_LOG=1                  say on stderr what runs
     GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `own_product`)
-    GRPO_FAST_FORWARD=triton|cuda    on Hopper, hidden -> log-probabilities without options: Triton,
-                                     or CUDA C++ (gpu/forward_cuda.py), which no GPU has run yet
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from torch import Tensor
 
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.gpu.configs import forward_kernel
 from grpo_fast.kernels.types import POSITIVE16
 from grpo_fast.objective.coefficients import row_coefficients
 
@@ -108,8 +105,6 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     stored: torch.dtype | None = None
     if name == "triton":
         stored = torch.bfloat16 if weight.dtype == torch.bfloat16 else None
-        if forward_kernel() == "cuda":
-            product += ", without options CUDA C++ on Hopper"
         return _said(name, "from hidden", product, stored)
     if (
         name == "cpu"

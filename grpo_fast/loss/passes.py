@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import narrowed, needs_range
-from grpo_fast.kernels.head.loop import LinearHead, joined
+from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep, linear_sweep
 from grpo_fast.kernels.route import Route, head_route, rows_route
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm
@@ -97,7 +97,7 @@ class LogitsSweep:
             yield slice(start, min(start + step, rows))
 
     def _active(self, parts: list, has_entropy: bool) -> tuple:
-        fields = joined(parts, self.logits)
+        fields = concat_chunks(parts, self.logits)
         if not has_entropy:
             fields = (*fields[:2], None, *fields[3:])
         return tuple(None if x is None else self.rows.active(x) for x in fields)

@@ -261,3 +261,35 @@ def gae(
         later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
         advantages, reach, decay = advantages + decay * later, 2 * reach, decay * decay
     return advantages.float()
+
+
+def process_advantages(
+    rewards: Tensor,  # (N*G, L)
+    *,
+    group_size: int,
+    eps: float = 1e-4,
+) -> Tensor:  # (N*G, L)
+    """Advantages per token of groups whose rewards are per token, without a critic.
+
+    Process supervision of DeepSeekMath (2402.03300, 4.1.3): every reward of a group, wherever it
+    stands, is normalised by the mean and the deviation of all of them, and the advantage of a token
+    is the sum of those that stand at it and behind it.
+
+    Args:
+        rewards: (N*G, L) group by group; NaN where a token has no reward of its own, as at the
+            padding. A completion of NaNs gets advantage 0.
+        group_size: G; must divide the number of completions.
+
+    Raises:
+        ValueError: another shape, infinite rewards, a group_size that is no divisor.
+    """
+    if not isinstance(rewards, Tensor) or rewards.dim() != 2 or rewards.isinf().any():
+        raise ValueError(f"rewards: expected finite ones of shape (N*G, L), got {_kind(rewards)}")
+    if not group_size >= 1 or len(rewards) % group_size:
+        raise ValueError(
+            f"group_size: expected a divisor of {len(rewards)} completions, got {group_size}"
+        )
+    # One row for all rewards of a group: the mean of the group's, not the mean of means.
+    grouped = rewards.double().reshape(len(rewards) // group_size, -1)
+    steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()
+    return steps.flip(-1).cumsum(-1).flip(-1).float()

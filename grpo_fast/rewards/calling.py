@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
+Score = float | list[float]  # of a completion, or of each of its tokens
 LOADED = 0  # the number of the first answer, which no request asked for
 
 
@@ -115,8 +116,9 @@ def _run_file(path: str) -> ModuleType:
     return module
 
 
-def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[float | str]:
-    """Call the function for `count` completions: floats, and a text where it gave no number.
+def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
+    """Call the function for `count` completions: a number or a number per token for each, a text
+    where it gave neither.
 
     Awaits an awaitable. Raises whatever the function raises, and a RewardFailure for anything that
     is not one value per completion in their order.
@@ -124,7 +126,7 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
     result = function(**arguments)
     if inspect.isawaitable(result):
         result = _awaited(result)
-    return [_number_or_text(value) for value in _values(result, count)]
+    return [_score_or_text(value) for value in _values(result, count)]
 
 
 def describe(error: BaseException) -> str:
@@ -168,6 +170,14 @@ def _values(result: Any, count: int) -> list[Any]:
         number = len(listed) if len(listed) < count else "more"
         raise WrongLength(f"expected {count} rewards, the function returned {number}")
     return listed
+
+
+def _score_or_text(value: Any) -> Score | str:
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, (list, tuple)):
+        return _number_or_text(values)
+    numbers = [_number_or_text(item) for item in values]
+    return next((item for item in numbers if isinstance(item, str)), numbers)  # type: ignore
 
 
 def _number_or_text(value: Any) -> float | str:

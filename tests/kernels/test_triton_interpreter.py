@@ -28,7 +28,6 @@ CASES = (
     "cases_support.py",
     "cases_support_public.py",
     "cases_loops.py",
-    "cases_forward_cuda.py",
 )
 
 

@@ -12,7 +12,7 @@ CRITIC, FIXED, BATCH, TRAINER, UPDATES, ACCUMULATE, OPTIMIZER = (
         "train/update/precompute",
         "train/update/batch",
         "train/update/trainer",
-        "train/update/updates",
+        "train/update/step",
         "train/update/gradients",
         "train/update/optimizer",
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from grpo_fast import group_advantages
+from grpo_fast.objective.advantages import process_advantages
 
 WITHOUT_GROUPS = ("rewards", "baseline")
 MODES = (
@@ -288,3 +289,40 @@ def test_gae_without_a_mask_and_its_limits():
         gae(rewards, values, mask=torch.ones(3))
     with pytest.raises(ValueError, match="rewards"):
         gae([[1.0]], values)
+
+
+def test_process_advantages_are_the_papers():
+    """DeepSeekMath 4.1.3, written out: normalise all step rewards of a group, sum those ahead."""
+    nan = float("nan")
+    rewards = torch.tensor([[nan, 1.0, nan, 0.0], [0.5, nan, nan, nan], [nan, nan, 3.0, 2.0],
+                            [nan, nan, nan, nan]])  # fmt: skip
+    found = process_advantages(rewards, group_size=2, eps=0.0)
+    first = [1.0, 0.0, 0.5]
+    mean, std = sum(first) / 3, torch.tensor(first).std().item()
+    a, b, c = ((x - mean) / std for x in first)
+    d = 0.5 / torch.tensor([3.0, 2.0]).std().item()
+    expected = [[a + b, a + b, b, b], [c, 0, 0, 0], [0.0, 0.0, 0.0, -d], [0.0] * 4]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_process_advantages_of_one_reward_each_are_the_group_advantages():
+    rewards = torch.tensor([1.0, 0.0, 4.0, 2.0, 7.0, 7.0])
+    table = torch.full((6, 3), float("nan"))
+    table[:, 2] = rewards
+    found = process_advantages(table, group_size=3)
+    expected = group_advantages(rewards, "normalized", group_size=3)
+    torch.testing.assert_close(found, expected[:, None].expand(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "size", "said"),
+    [
+        (torch.ones(4), 2, r"rewards: expected finite ones of shape \(N\*G, L\), got shape"),
+        (torch.full((2, 2), float("inf")), 2, "rewards: expected finite"),
+        (torch.ones(4, 2), 3, "group_size: expected a divisor of 4"),
+        (torch.ones(4, 2), 0, "group_size: expected a divisor of 4"),
+    ],
+)
+def test_process_advantages_refuse(rewards, size, said):
+    with pytest.raises(ValueError, match=said):
+        process_advantages(rewards, group_size=size)

@@ -170,7 +170,7 @@ def test_a_signal_while_the_engine_samples(tmp_path, monkeypatch, apart, fails, 
         apart[-1].moved.set()
         settle(self, clock)
         if fails and asked:
-            self.found = None
+            self.sampled = None
             raise RuntimeError("the server is gone")
 
     with monkeypatch.context() as patched:

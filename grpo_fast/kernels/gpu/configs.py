@@ -19,7 +19,7 @@ import torch
 # the number of rows. A program takes one slice of 128 rows: at 2752 rows (a chunk of 1 GiB at V =
 # 151936) and 4096 columns 814 of them fill 132 multiprocessors 6.2 times and the 7th round runs
 # nearly empty; 2048 columns leave 5% less idle. 1024 would leave another 3% and start twice as many
-# programs.
+# programs. A chunk of 8192 rows leaves 2% idle.
 SLICE_COLUMNS = 2048
 
 # Rows that are worked on side by side: what they hold of hidden is read again for every tile of W
@@ -63,59 +63,21 @@ class LinearConfig(NamedTuple):
     use_tma: bool = False
 
 
-class CudaConfig(NamedTuple):
-    """The forward kernel of csrc/cuda: a tile of BLOCK_T rows and BLOCK_V columns, its stages, the
-    buffers of a warp for what it stores, and 2 teams that take turns with tiles or 1 that shares
-    each.
-    """
-
-    block_t: int
-    block_v: int
-    stages: int
-    buffers: int
-    teams: int
-
-
-# What fits the shared memory and spills nothing, with what a tile reads from L2 per flop when two
-# blocks share a tile of W: turns at 128 x 192 1/109 byte, 128 x 128 and 64 x 256 1/85; no turns at
-# 128 x 256 1/128.
-CUDA_CONFIGS = (
-    CudaConfig(128, 192, 4, 3, 2),
-    CudaConfig(128, 256, 4, 2, 1),
-    CudaConfig(128, 128, 5, 2, 2),
-    CudaConfig(64, 256, 4, 2, 2),
-)
-FORWARDS = ("triton", "cuda")
-
-
-@functools.cache
-def forward_kernel() -> str:
-    """GRPO_FAST_FORWARD: which forward kernel a Hopper GPU takes for a call without options."""
-    choice = os.environ.get("GRPO_FAST_FORWARD", "triton")
-    if choice not in FORWARDS:
-        raise ValueError(f"GRPO_FAST_FORWARD: expected one of {list(FORWARDS)}, got {choice!r}")
-    return choice
-
-
-def cuda_config() -> CudaConfig:
-    """Tile of the forward kernel of csrc/cuda."""
-    return CUDA_CONFIGS[0]
-
-
 def architecture(device: torch.device) -> str:
     """`"sm_90"`, `"gfx942"`, … of the device a launch on `device` goes to; `"interpreter"` under
     TRITON_INTERPRET.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
-    return _architecture(device.index if device.type == "cuda" else None)
+    return _architecture(device.index if device.type == "cuda" and device.index is not None else -1)
 
 
 @functools.cache
-def _architecture(index: int | None) -> str:
+def _architecture(index: int) -> str:
     from triton.runtime import driver
 
-    target = driver.active.get_current_target()
+    with torch.cuda.device(index):  # Triton names the current device; -1 leaves it
+        target = driver.active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 

@@ -20,7 +20,6 @@ from two kernels that share this source.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -240,8 +239,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     in this place).
     """
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
-    on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with torch.cuda.device_of(tensor):
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.activity import Activity, active_rows
 from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gradients import ChunkGradients
-from grpo_fast.kernels.head.loop import LinearHead, joined
+from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
 from grpo_fast.kernels.head.products import matmul_wide
 from grpo_fast.kernels.head.support import supported_head
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks
@@ -95,7 +95,7 @@ class DivergenceHead(LinearHead):
             return d.matrix, part.grad_logps, here.grad_entropy
 
         gradients = self._sweep(wanted, policy)
-        return RowLoss(*joined(parts, self.hidden)), gradients
+        return RowLoss(*concat_chunks(parts, self.hidden)), gradients
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
@@ -235,7 +235,7 @@ def supported_divergence(
     found = doors.row_divergence_(
         z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
     )
-    values = support.joined(found.values.to(w.dtype), of_others)
+    values = support.merge_rows(found.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, source.nothing()
     return values, source.gradients(y, w, None, wanted, others)

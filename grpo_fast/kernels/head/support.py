@@ -109,7 +109,7 @@ class SupportSweep:
         if self.dense is not None:
             others = self.dense.logps(return_entropy=return_entropy, keep=keep)
         lse, logps, entropy = (
-            None if x is None else self.support.joined(x, y)
+            None if x is None else self.support.merge_rows(x, y)
             for x, y in zip(found.stats, others, strict=True)
         )
         assert lse is not None and logps is not None

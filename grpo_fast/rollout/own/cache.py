@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import PackedLayout, packed_attention, window_as_mask, window_of
+from grpo_fast.attention import TreeLayout, packed_attention, window_as_mask, window_of
 from grpo_fast.kernels.cpu import decode as cpp
 
 NAME = "grpo_cached"
@@ -96,7 +96,7 @@ class RolloutCache:
     ) -> None:
         self.lengths, self.most, self.device = list(lengths), most, device
         self.layers: dict[nn.Module, Layer] = {}
-        self.layout: PackedLayout | None = None  # of the prompts that pass through; None: decoding
+        self.layout: TreeLayout | None = None  # of the prompts that pass through; None: decoding
         self.time = 0  # tokens of each completion that the cache holds
         self.seat(counts)
 

@@ -1,4 +1,4 @@
-"""What a completion is worth against its group, or against a running baseline."""
+"""Advantages of completions, against their group or a running baseline."""
 
 from __future__ import annotations
 

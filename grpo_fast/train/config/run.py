@@ -41,7 +41,7 @@ LossSettings = _loss_settings()
 
 
 class LogConfig(Section):
-    """What is written while the run goes on."""
+    """Logs, tables, pictures and trackers of a run."""
 
     completions_every: Count = 10  # steps between tables of completions; 0: none
     completions: Positive = 8  # how many in each at least: groups are whole
@@ -54,7 +54,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What of a run is kept to resume from, beside the checkpoint of a run that is ended."""
+    """When checkpoints are written, and how many stay. A run that is ended writes one, too."""
 
     every: Count = 0  # steps between checkpoints; 0: only when a signal or an error ends the run
     keep: Positive = 2  # the newest ones

@@ -1,4 +1,4 @@
-"""What is computed once for a batch and stays while it is used: log-probs, values, advantages."""
+"""Tensors that stay fixed over all updates on a batch: old and reference logps, values, GAE."""
 
 from __future__ import annotations
 
@@ -134,6 +134,6 @@ def estimate_advantages(
     returns = advantages + torch.where(counts, valued, 0.0)
     if config.whiten and counts.any():
         advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()
-    for name, found in (("token_advantages", advantages), ("returns", returns)):
-        rows = [row[:n].to(batch.device) for row, n in zip(found, lengths, strict=True)]
+    for name, padded in (("token_advantages", advantages), ("returns", returns)):
+        rows = [row[:n].to(batch.device) for row, n in zip(padded, lengths, strict=True)]
         batch.set(name, rows)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.objective.aggregation import Total
 
 
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # the head is one rank's part of it
     inplace: bool = False  # the gradient is written over the logits
+    divergence: DivergenceTerm | None = None  # its teacher has one flat row for each target
 
 
 class RowOptions(NamedTuple):

@@ -37,6 +37,7 @@ from grpo_fast.kernels.gpu.math import (
     expm1_minus,
     finish,
     inverse_temperature,
+    log1p,
     scores,
 )
 from grpo_fast.kernels.types import LogitRule, RowLoss, RowStats
@@ -320,10 +321,9 @@ def row_grad_(
 
 @functools.cache
 def device_function(leaf: Callable) -> Any:
-    """A leaf of objectives.py or kl.py as a Triton function: the same source, with `tl` bound to
-    Triton.
-    """
-    return bind(leaf, tl, triton.jit, {"expm1": expm1, "expm1_minus": expm1_minus})
+    """A leaf of objective/ as a Triton function: the same source, with `tl` bound to Triton."""
+    words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
+    return bind(leaf, tl, triton.jit, words)
 
 
 def row_loss_(

@@ -100,6 +100,9 @@ class DivergenceHead(LinearHead):
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if not any(wanted):
+            return self._sweep(wanted, None)
+
         def policy(chunk: slice, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             stats: RowStats = tuple(None if x is None else x[chunk] for x in known)  # type: ignore[assignment]
             here = g[chunk], None if g_entropy is None else g_entropy[chunk]

@@ -227,6 +227,7 @@ SUITES: dict[str, list[str]] = {
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
     "trees": ["tests/attention/test_trees.py"],
+    "recorded": ["tests/integrations/test_trees.py"],
     "tree_kernels": ["tests/attention/test_attention_kernels.py"],
     "csrc_sums": [
         "tests/loss/test_chunks.py",

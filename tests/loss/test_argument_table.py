@@ -70,7 +70,6 @@ IN_CONFIG = {
 NEUTRAL = ("group", "backend", "validate", "inplace")  # they change no number
 NEEDS = {
     "num_items_in_batch": {"aggregation": "token_mean_global"},
-    "sampling_logps": {"corrections": {"kind": "truncate", "high": 1.1}},
 }
 
 

@@ -48,7 +48,12 @@ SUITES: dict[str, list[str]] = {
     "windows": ["tests/attention/test_windows.py"],
     "trl_window": ["tests/integrations/test_trl_parity.py", "-k", "test_families and moe"],
     "leaves": ["tests/objective/test_objectives.py"],
-    "estimators": ["tests/objective/test_objectives.py", "-k", "kl or k3"],
+    "estimators": [
+        "tests/objective/test_objectives.py",
+        "tests/objective/test_published_numbers.py",
+        "-k",
+        "kl or k3",
+    ],
     "traps": ["tests/loss/test_loss_traps.py"],
     "logps": ["tests/loss/test_loss_parity.py", "-k", "logps or totals or kl_estimators"],
     "kl": ["tests/loss/test_loss_parity.py", "-k", "kl"],

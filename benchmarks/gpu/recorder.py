@@ -177,12 +177,12 @@ def recording() -> Iterator[Recorder]:
         target_rows,
     )
     from grpo_fast.kernels.head import activity, loop
-    from grpo_fast.loss import batch, supports, values
+    from grpo_fast.loss import values
 
     recorder = Recorder()
 
     def copied(checks: list, validate: str) -> None:
-        """pending.check_values: flags are copied to the host, and nobody waits."""
+        """values.check_values: flags are copied to the host, and nobody waits."""
         torch.stack([flag for flag, _ in checks])
         recorder.add("copy of flags to the host")
 
@@ -233,9 +233,7 @@ def recording() -> Iterator[Recorder]:
             (linear, {"architecture": lambda device: "sm_90"}),
             (activity, {"read_later": later}),
             (activity.Activity, {"keep": keep}),
-            (values, {"check_values": copied}),
-            (batch, {"check_values": copied}),
-            (supports, {"check_values": copied, "_sizes": sizes}),
+            (values, {"check_values": copied, "_sizes": sizes}),
             (support, {"is_aligned": lambda x: True}),
             (loop.LinearHead, {"_padded": padded, "_finished": finished, "logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),

@@ -76,7 +76,7 @@ def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -
 def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[str, Step, Step]:
     """verl's FusedLinearForPPO with its default chunk, logps and entropy with a gradient each."""
     functional = packages.load_verl("verl.utils.experimental.torch_functional")
-    from grpo_fast.integrations.verl_head import FastLinearForPPO
+    from grpo_fast.integrations.verl.head import FastLinearForPPO
 
     random = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, generator=random, device=device).requires_grad_()

@@ -129,7 +129,7 @@ def make_trainers(
 
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
     from grpo_fast.integrations.trl import FastGRPOTrainer
-    from grpo_fast.integrations.trl_head import use_fast_head
+    from grpo_fast.integrations.trl.head import use_fast_head
 
     logging_of_transformers.disable_progress_bar()
     tokenizer = build_bpe_tokenizer(["What is 12 + 30? 42"], 260)

@@ -23,8 +23,13 @@ from lightning import LightningModule
 from torch import Tensor, nn
 
 from grpo_fast import LossConfig, group_advantages
-from grpo_fast.integrations.causal_lm import check_config, check_head, policy_logps, policy_loss
-from grpo_fast.integrations.ranks import joined
+from grpo_fast.integrations.causal_lm import (
+    check_config,
+    check_head,
+    metrics_of_ranks,
+    policy_logps,
+    policy_loss,
+)
 
 Batch = dict[str, Tensor]
 
@@ -125,7 +130,7 @@ class GRPOModule(LightningModule):
             seen.append({"loss": output.loss.detach(), "grad_norm": norm, **output.metrics})
         metrics = {name: torch.stack([update[name] for update in seen]).mean() for name in seen[0]}
         if self.trainer.world_size > 1:
-            metrics = joined(metrics, self.all_gather)
+            metrics = metrics_of_ranks(metrics, self.all_gather)
         groups = rewards.view(-1, self.group_size)
         metrics |= {
             "reward": rewards.mean(),
@@ -148,7 +153,7 @@ class GRPOModule(LightningModule):
         return torch.cat(parts), slice(start, start + x.shape[0])
 
     def _totals(self, batch: Batch) -> dict[str, Any]:
-        """What the loss divides by where ranks share a step: DDP takes the mean of their losses."""
+        """Totals that the loss divides by where ranks share a step (DDP averages losses)."""
         ranks = self.trainer.world_size
         if ranks == 1:
             return {}

@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What runs for one head or one matrix of logits.
+    """The kernels that run for one head or one matrix of logits.
 
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
@@ -129,6 +129,15 @@ def support_doors(backend: str) -> Any:
     if not folder:
         return support_reference
     return importlib.import_module(f"grpo_fast.kernels.{folder}.support")
+
+
+@functools.cache
+def divergence_doors(backend: str) -> Any:
+    """The module that compares rows of logits (divergence_reference.py documents its doors)."""
+    name = "gpu.divergence" if backend == "triton" else "divergence_reference"
+    if backend == "cpu" and loader.load("divergence") is None:
+        name = "cpu.divergence"
+    return importlib.import_module(f"grpo_fast.kernels.{name}")
 
 
 def own_product(x: Tensor) -> bool:

@@ -18,8 +18,6 @@ from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitRule
 from grpo_fast.loss import checks, values
 from grpo_fast.loss.arguments import Given, Targets
-from grpo_fast.loss.pending import check_values
-from grpo_fast.loss.supports import support_rows
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
@@ -89,7 +87,7 @@ def rows_of_targets(
     places = _Places(len(flat), index, flat, flat)
     if isinstance(rule.temperature, Tensor):
         temperatures = places.owned(rule.temperature)
-        check_values(values.temperatures(temperatures, ""), "auto")
+        values.check_values(values.temperatures(temperatures, ""), "auto")
         rule = rule._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
@@ -133,7 +131,7 @@ class _Places(NamedTuple):
         support = None
         if targets is not None and targets.support is not None:
             vocab = targets.vocab_size
-            support = support_rows(targets.support, self.kept, target_ids, vocab, validate)
+            support = values.support_rows(targets.support, self.kept, target_ids, vocab, validate)
         if targets is None or targets.hidden_rows is None:
             return ActiveRows(
                 self.num_rows, self.kept, target_ids, rule, self.kept, support=support
@@ -189,22 +187,27 @@ def _segments(
 
 def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) -> Tokens:
     advantages = given.advantages
-    items = _total("num_items_in_batch", given.num_items_in_batch, places, validate)
+    items, by_prompt = given.num_items_in_batch, config.aggregation == "prompt_mean"
+    if not by_prompt:
+        items = _total("num_items_in_batch", items, places, validate)
+    elif isinstance(items, Tensor):
+        items = values.prompt_items(items.detach().to(places.lengths.device), validate)
     completions = _total(
         "num_completions_in_batch", given.num_completions_in_batch, places, validate
     )
     weights = step_weights(
         str(config.aggregation), places.lengths, places.segments.shape[0],
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
-        num_completions_in_batch=completions,
-    )  # fmt: skip
+        num_completions_in_batch=completions, group_size=config.group_size,
+    )[places.segments]  # fmt: skip
+    # The mean of an entropy bonus: over the prompts where that of the loss is.
+    share = weights if by_prompt else None if items is None else 1.0 / items
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:
         per_token = places.owned(advantages)
     return Tokens(
-        per_token, weights[places.segments], None if items is None else 1.0 / items, places.lengths,
-        places.segments, places.owned(given.old_logps),
+        per_token, weights, share, places.lengths, places.segments, places.owned(given.old_logps),
         places.owned(given.ref_logps), places.owned(given.sampling_logps),
     )  # fmt: skip
 
@@ -216,7 +219,7 @@ def _total(name: str, value: Total | None, places: _Places, validate: str) -> To
 
 
 def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) -> None:
-    """What only the values of the active tokens can tell."""
+    """Refuse active tokens whose values are not finite (NaN alone for old_logps)."""
     found = values.finite("advantages", tokens.advantages, "finite numbers", "NaN or inf")
     if tokens.old_logps is not None:
         expected = "numbers at the active tokens"
@@ -226,4 +229,4 @@ def _check_values(tokens: Tokens, temperature: float | Tensor, validate: str) ->
         found += values.finite("ref_logps", tokens.ref_logps, expected, "NaN or inf")
     if isinstance(temperature, Tensor):
         found += values.temperatures(temperature, " at the active tokens")
-    check_values(found, validate)
+    values.check_values(found, validate)

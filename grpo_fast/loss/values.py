@@ -1,21 +1,99 @@
 """Every refusal of a value: a ValueError that names the argument, what was expected and what came.
 
-pending.py says when a value on a device is looked at.
+Values on the CPU, and all of them under `validate="full"`, are checked at once. On a GPU under
+"auto" a flag is computed there and copied to the host behind the work; the next call that finds it
+there raises. Nothing is read or written out of bounds meanwhile: ids and offsets are clamped.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.route import support_doors
+from grpo_fast.kernels.support import Support, SupportRows, rows_of
+from grpo_fast.kernels.workspace import on_its_way
 from grpo_fast.loss.checks import wrong
-from grpo_fast.loss.pending import Check, check_values, elements, told_late
 from grpo_fast.objective.aggregation import Total
 
 NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
 NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"
+Check = tuple[Tensor, str]  # a 0-d bool, and what to say where it is set
+
+
+# ---- when a value is looked at
+
+
+class _Pending(NamedTuple):
+    flags: Tensor  # (K,) bool on the host, valid once `ready`
+    ready: torch.cuda.Event
+    messages: tuple[str, ...]
+
+
+_pending: list[_Pending] = []
+_lock = threading.Lock()
+
+
+def told_late(x: Tensor, validate: str) -> bool:
+    """Whether what is wrong with x is told when it has reached the host: the work meets it."""
+    return x.is_cuda and validate == "auto"
+
+
+def raise_pending() -> None:
+    """Raise what earlier calls on a GPU found wrong, all that has arrived."""
+    if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    arrived: list[_Pending] = []
+    waiting: list[_Pending] = []
+    with _lock:
+        for check in _pending:  # each is asked once: it may arrive at any time
+            (arrived if check.ready.query() else waiting).append(check)
+        _pending[:] = waiting
+    messages = [
+        message
+        for check in arrived
+        for flag, message in zip(check.flags.tolist(), check.messages, strict=True)
+        if flag
+    ]
+    if messages:
+        text = "; ".join(dict.fromkeys(messages))
+        raise ValueError(f"{text} (in an earlier call; validate='full' checks at once)")
+
+
+def check_values(checks: list[Check], validate: str) -> None:
+    """A ValueError for the first flag that is set: at once, or when it has reached the host."""
+    if not checks or is_capturing(checks[0][0]):
+        return
+    if told_late(checks[0][0], validate):
+        flags, messages = zip(*checks, strict=True)
+        host, ready = on_its_way(torch.stack(flags))
+        with _lock:
+            _pending.append(_Pending(host, ready, messages))
+        return
+    for flag, message in checks:
+        if flag:
+            raise ValueError(message)
+
+
+def elements(x: Tensor, odd: Tensor, expected: str, on_device: str) -> Check:
+    """The elements of x: where some are `odd`, the first of them and how many.
+
+    Args:
+        expected: the beginning of the sentence, up to ", got".
+        on_device: what came, where saying more would cost a sync.
+    """
+    flag = odd.any()
+    if x.device.type != "cpu" or not flag:
+        return flag, f"{expected}, got {on_device}"
+    return flag, f"{expected}, got {x[odd][0].item():g} ({int(odd.sum())} of {x.numel()} values)"
+
+
+# ---- one kind of value each
 
 
 def total(name: str, value: Total | None, validate: str) -> Total | None:
@@ -23,13 +101,20 @@ def total(name: str, value: Total | None, validate: str) -> Total | None:
     if not isinstance(value, Tensor):
         return value
     if value.is_cpu:
-        found = float(value)
-        if not 0 < found < math.inf:
-            raise wrong(name, "a number > 0", found)
-        return found
+        number = float(value)
+        if not 0 < number < math.inf:
+            raise wrong(name, "a number > 0", number)
+        return number
     bad = ~((value > 0) & torch.isfinite(value))
     check_values([(bad, f"{name}: expected a number > 0")], validate)
     return value.double()
+
+
+def prompt_items(x: Tensor, validate: str) -> Tensor:
+    """(B,) numbers >= 0 in fp64."""
+    bad = ~((x >= 0) & torch.isfinite(x))
+    check_values([(bad.any(), "num_items_in_batch: expected numbers >= 0")], validate)
+    return x.double()
 
 
 def mask(x: Tensor, kept: Tensor, validate: str) -> None:
@@ -73,8 +158,8 @@ def finite(name: str, x: Tensor, expected: str, odd: str) -> list[Check]:
     """No NaN or inf (odd = "NaN or inf"), or no NaN; a sum finds one in one operation."""
     if x.device.type == "cpu" and math.isfinite(x.sum().item()):
         return []
-    found = x.isnan() if odd == "NaN" else ~torch.isfinite(x)
-    return [elements(x, found, f"{name}: expected {expected}", odd)]
+    is_odd = x.isnan() if odd == "NaN" else ~torch.isfinite(x)
+    return [elements(x, is_odd, f"{name}: expected {expected}", odd)]
 
 
 def temperatures(x: Tensor, where: str) -> list[Check]:
@@ -86,3 +171,71 @@ def logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
     """Refuse a target whose logit is -inf: it has no finite loss."""
     if x.numel():
         check_values([(x.amin() == -torch.inf, message)], validate)
+
+
+# ---- a caller's `Support` as rows for the kernels
+
+
+def support_rows(
+    support: Support,
+    kept: Tensor | None,  # (T,) int64: the active ones of the caller's targets; None: all
+    target_ids: Tensor,  # (T,) int64 of the active ones
+    vocab_size: int,
+    validate: str,
+) -> SupportRows | None:
+    """The active rows that have a set, in memory of their own; None where none has.
+
+    On a GPU the host learns here how many rows and ids there are: one copy that it waits for.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    count = len(support.ids)
+    bounds = offsets(support.offsets, count, validate, "support.offsets", "nnz")
+    starts, lengths = bounds[:-1], bounds.diff()
+    if kept is not None:
+        starts, lengths = starts[kept], lengths[kept]
+    has_set = lengths > 0
+    count, total = _sizes(has_set, lengths)
+    if count == 0:
+        return None
+    own = others = None
+    if count < len(lengths):
+        own, others = (
+            torch.nonzero_static(x, size=n)[:, 0]
+            for x, n in ((has_set, count), (~has_set, len(lengths) - count))
+        )
+        starts, lengths, target_ids = (x[own] for x in (starts, lengths, target_ids))
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    columns = support.ids.to(torch.int64, copy=True)
+    if total < len(columns):  # what lies between the sets of the active rows is not looked at
+        rows = rows_of(bounds, total)
+        places = starts[rows] - bounds[rows] + torch.arange(total, device=columns.device)
+        columns = columns[places]
+    expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
+    columns = ids("support.ids", columns, vocab_size, validate, expected=expected)
+    doors = support_doors("cpu" if columns.is_cpu else "torch")
+    places, repeated = doors.target_places(columns, bounds, target_ids, vocab_size)
+    _check(target_ids, places, repeated, validate)
+    if told_late(places, validate):
+        places = places.clamp(min=0)
+    return SupportRows(own, others, columns, bounds, places)
+
+
+def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
+    """How many rows have a set, and how many ids these have."""
+    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
+    return count, total
+
+
+def _check(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
+    """Every target in its row, and no id twice in one."""
+    missing, twice = (places < 0).any(), repeated >= 0
+    one = "support: expected every active target among its own ids"
+    other = "support.ids: expected no id twice in one row"
+    if missing.device.type == "cpu" and missing:
+        count, first = int((places < 0).sum()), int(target_ids[places < 0][0])
+        one += f", got {count} that are not, the first of them target id {first}"
+    if twice.device.type == "cpu" and twice:
+        other += f", got id {int(repeated)} twice"
+    check_values([(missing, one), (twice, other)], validate)

@@ -2,7 +2,16 @@
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
 from grpo_fast.rollout.completions import Rollout, generate
-from grpo_fast.rollout.engine import Completion, Engine, EngineName, Kept, awake, build_engine
+from grpo_fast.rollout.engine import (
+    Completion,
+    Engine,
+    EngineName,
+    Kept,
+    Request,
+    awake,
+    build_engine,
+)
+from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.prompts import check_prompts, encode_prompts
 from grpo_fast.rollout.sampler import Sampling
 
@@ -13,7 +22,9 @@ __all__ = [
     "EngineName",
     "Kept",
     "NonFiniteLogits",
+    "Request",
     "Rollout",
+    "SampledModel",
     "Sampling",
     "awake",
     "build_engine",

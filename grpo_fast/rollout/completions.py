@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
+from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.prompts import Prompt, encode_for
 from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.saved import Saved
 
 
 @dataclass
@@ -21,7 +23,7 @@ class Rollout:
     prompts: list[str] = field(default_factory=list)  # of each completion (so each G times)
     prompt_ids: list[list[int]] = field(default_factory=list)
     completion_ids: list[list[int]] = field(default_factory=list)  # up to and with the first EOS
-    sampling_logps: list[Tensor] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
+    sampling_logps: list[Saved] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
     texts: list[str] = field(default_factory=list)  # completions without special tokens
     truncated: list[bool] = field(default_factory=list)  # it did not end with an EOS
     kept: list[Kept | None] = field(default_factory=list)  # what each was drawn from
@@ -32,16 +34,17 @@ class Rollout:
         self.kept = self.kept or [None] * count
         self.weight_versions = self.weight_versions or [0] * count
 
-    @classmethod
-    def of_state(cls, state: dict[str, Any]) -> Rollout:
-        """The rollout whose `vars` a checkpoint has. Raises ValueError for uneven lists."""
-        count = len(state["texts"])
-        if any(len(values) != count for values in state.values()):
+    def check(self, vocab_size: int) -> None:
+        """Raise a ValueError for uneven lists, or for a token id that no model of this size has."""
+        count = len(self.texts)
+        if any(len(values) != count for values in vars(self).values()):
             raise ValueError(f"rollout: expected lists of one length, {count} as its texts")
-        if [len(x) for x in state["sampling_logps"]] != [len(x) for x in state["completion_ids"]]:
+        if [len(x) for x in self.sampling_logps] != self.lengths:
             raise ValueError("rollout: expected a sampling_logp for each token of a completion")
-        kept = [None if known is None else Kept(*known) for known in state["kept"]]
-        return cls(**{**state, "kept": kept})
+        for ids in (*self.prompt_ids, *self.completion_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                expected = f"expected token ids from 0 to {vocab_size - 1}"
+                raise ValueError(f"rollout: {expected}, got {min(ids)} to {max(ids)}")
 
     @property
     def lengths(self) -> list[int]:
@@ -49,30 +52,45 @@ class Rollout:
 
 
 def generate(
-    policy: Any,
+    model: Any,
     prompts: Sequence[Prompt],
-    options: Sampling,
+    options: Sampling | None = None,
     *,
-    group_size: int,
-    seed: Seed,
+    group_size: int = 1,
+    seed: Seed = 0,
+    tokenizer: Any = None,
     engine: Engine | None = None,
     places: Sequence[int] | None = None,
+    **sampling: Any,
 ) -> Rollout:
-    """G = `group_size` completions of each prompt.
+    """G = `group_size` completions of each prompt, computed once for all of them::
+
+        done = generate(model, prompts, group_size=8, tokenizer=tokenizer, max_new_tokens=64)
+        rewards = [score(text) for text in done.texts]
 
     Args:
-        policy: a `Policy` (model, tokenizer, eos_ids, `generation()`).
-        prompts: texts, or chat messages for the tokenizer's template.
+        model: a transformers causal LM, or a peft model around one, which is left as it was; or the
+            trainer's `Policy`.
+        prompts: texts, chat messages for the tokenizer's template, or token ids.
+        options: how they are drawn; or the fields of `Sampling` as keywords.
         seed: an int or a tuple such as (seed, step). The random number of a token depends on it,
             the completion's place and the token's position only, not on `options.batch_size`.
-        engine: who samples, with the weights it has; None: the policy itself.
+        tokenizer: the model's; a `Policy` has its own.
+        engine: who samples, with the weights it has; None: the model itself.
         places: of the prompts in the whole step's batch, rising; None: they are all of it.
 
     Raises:
         ValueError: a prompt that the tokenizer does not take, without tokens, with unknown ones,
-            or with too many for the model and `options.max_new_tokens`; places that do not rise.
-        NonFiniteLogits: the policy gives NaN.
+            or with too many for the model and `options.max_new_tokens`; places that do not rise;
+            a keyword that `Sampling` does not have, or does not take.
+        NonFiniteLogits: the model gives NaN.
     """
+    policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model
+    if options is not None and sampling:
+        raise ValueError(f"options: expected them or keywords, got both: {sorted(sampling)}")
+    options = options or Sampling(**sampling)
+    if group_size < 1:
+        raise ValueError(f"group_size: expected at least 1, got {group_size}")
     if places is not None:
         check_places(places, len(prompts))
     texts, ids = encode_for(policy, prompts, options.max_new_tokens)
@@ -102,17 +120,3 @@ def check_places(places: Sequence[int], count: int) -> None:
     if len(places) != count or not rising:
         expected = f"expected {count} rising places from 0"
         raise ValueError(f"places: {expected}, got {list(places)[:8]}")
-
-
-def split_tensors(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
-    """A nested value for JSON: each tensor goes to `tensors`, its name stands in its place."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().cpu().clone()  # views of one storage are written apart
-        return name
-    if isinstance(value, dict):
-        return {
-            k: split_tensors(x, tensors, f"{name}/{k}" if name else k) for k, x in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [split_tensors(x, tensors, f"{name}/{i}") for i, x in enumerate(value)]
-    return value

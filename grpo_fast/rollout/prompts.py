@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_fast.data import reason
 
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token ids
 
 
 def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
@@ -39,27 +39,31 @@ def encode_for(
                 f"max_new_tokens: expected at most {room} behind a prompt of {len(tokens)} tokens "
                 f"(max_position_embeddings of the model: {policy.positions}), got {max_new_tokens}"
             )
-        if max(tokens) >= rows:
+        if min(tokens) < 0 or max(tokens) >= rows:
             raise ValueError(
                 f"prompts: expected token ids below {rows}, the rows of the model's embedding, "
-                f"got {max(tokens)} in {text[:60]!r}"
+                f"got {max(tokens) if min(tokens) >= 0 else min(tokens)} in {text[:60]!r}"
             )
     return texts, ids
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[list[str], list[list[int]]]:
-    """Text and token ids of each prompt; chat messages go through the tokenizer's template."""
+    """Text and token ids of each prompt; chat messages go through the template."""
     texts: list[str] = []
     ids: list[list[int]] = []
     for prompt in prompts:
         plain = isinstance(prompt, str)
         text: Any = prompt
+        is_encoded = not plain and all(isinstance(token, int) for token in text)
         try:
-            if not plain:  # the template writes the special tokens itself
-                text = tokenizer.apply_chat_template(
-                    prompt, tokenize=False, add_generation_prompt=True
-                )
-            encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
+            if is_encoded:
+                encoded, text = [*text], tokenizer.decode(text)
+            else:
+                if not plain:  # the template writes the special tokens itself
+                    text = tokenizer.apply_chat_template(
+                        prompt, tokenize=False, add_generation_prompt=True
+                    )
+                encoded = tokenizer(text, add_special_tokens=plain)["input_ids"]
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             taken = "expected what the tokenizer and its chat template take"
             came = str(prompt)[:60]

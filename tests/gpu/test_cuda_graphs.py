@@ -158,8 +158,7 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     """
     recorded(False)
     # The checks of values would copy their flags to the host, without waiting for them.
-    for module in ("values", "batch"):
-        monkeypatch.setattr(f"grpo_fast.loss.{module}.check_values", lambda checks, validate: None)
+    monkeypatch.setattr("grpo_fast.loss.values.check_values", lambda checks, validate: None)
 
     def on_its_way(x):  # pinned memory: what torch says without a GPU depends on its build
         raise RuntimeError("to the host")
@@ -205,7 +204,7 @@ def test_what_is_selected_away(monkeypatch, return_entropy):
         return [*results, *found, loss, *torch.autograd.grad(loss, leaves)]
 
     expected = run()
-    for module in ("loss.batch", "loss.pending", "kernels.head.activity"):
+    for module in ("loss.batch", "loss.values", "kernels.head.activity"):
         monkeypatch.setattr(f"grpo_fast.{module}.is_capturing", lambda x: True)
     monkeypatch.setattr(
         "grpo_fast.kernels.head.loop.active_rows", lambda g, _: torch.ones_like(g, dtype=torch.bool)

@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from grpo_fast import LossConfig
 from grpo_fast.integrations import trl as fast
 from grpo_fast.integrations.causal_lm import policy_loss
-from grpo_fast.integrations.trl_head import use_fast_head
+from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
 ROWS, PROMPT, COMPLETION = 4, 5, 6  # of one rank's micro-batch

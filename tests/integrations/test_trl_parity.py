@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("trl", minversion="1.16")
 trl = importlib.import_module("trl")
 cases = importlib.import_module("tests.integrations.trl_cases")
-fast = importlib.import_module("grpo_fast.integrations.trl")
+fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 
 if not cases.GSM8K.exists():
     print(f"GSM8K is absent ({cases.GSM8K.name}): made-up prompts")

@@ -14,10 +14,10 @@ import torch
 pytest.importorskip("trl", minversion="1.16")
 trl = importlib.import_module("trl")
 cases = importlib.import_module("tests.integrations.trl_cases")
-fast = importlib.import_module("grpo_fast.integrations.trl")
-forward = importlib.import_module("grpo_fast.integrations.trl_forward")
-options_module = importlib.import_module("grpo_fast.integrations.trl_options")
-packed = importlib.import_module("grpo_fast.integrations.packed")
+fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
+forward = importlib.import_module("grpo_fast.integrations.trl.forward")
+options_module = importlib.import_module("grpo_fast.integrations.trl.options")
+packed = importlib.import_module("grpo_fast.integrations.trl.packed")
 
 
 @pytest.fixture(scope="module")

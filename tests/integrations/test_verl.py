@@ -19,9 +19,9 @@ from tests.tiny import tiny_model
 
 core = trainer_packages.load_verl("verl.trainer.ppo.core_algos")
 ActorConfig = importlib.import_module("verl.workers.config").ActorConfig
-ours = importlib.import_module("grpo_fast.integrations.verl")
-losses = importlib.import_module("grpo_fast.integrations.verl_losses")
-head = importlib.import_module("grpo_fast.integrations.verl_head")
+ours = importlib.import_module("grpo_fast.integrations.verl.losses")
+losses = importlib.import_module("grpo_fast.integrations.verl.table")
+head = importlib.import_module("grpo_fast.integrations.verl.head")
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 MODES = (
@@ -323,7 +323,7 @@ print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearFor
 def test_plugin_in_a_worker_process():
     """verl imports the plugin in the middle of its own import, as in a Ray worker."""
     env = {
-        "VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl_plugin",
+        "VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl.plugin",
         "GRPO_FAST_VERL_HEAD": "1",
     }
     root = Path(__file__).resolve().parents[2]

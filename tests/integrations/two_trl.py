@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from trl import GRPOTrainer
 
 from grpo_fast.integrations.trl import FastGRPOTrainer
-from grpo_fast.integrations.trl_head import use_fast_head
+from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
 VOCABULARY = 260

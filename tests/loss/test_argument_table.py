@@ -70,7 +70,7 @@ IN_CONFIG = {
 NEUTRAL = ("group", "backend", "validate", "inplace")  # they change no number
 NEEDS = {
     "num_items_in_batch": {"aggregation": "token_mean_global"},
-    "sampling_logps": {"sampling_correction": "token_truncate", "sampling_ratio_cap": 1.1},
+    "sampling_logps": {"corrections": {"kind": "truncate", "high": 1.1}},
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.loss import batch, pending, values
+from grpo_fast.loss import batch, values
 from grpo_fast.loss.arguments import Given
 from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
 
@@ -43,10 +43,9 @@ class Event:
 def late(monkeypatch):
     """Checks of tensors of the CPU are told late; yields the list of those on their way."""
     waiting: list = []
-    for module in (pending, values):
-        monkeypatch.setattr(module, "told_late", lambda x, validate: validate == "auto")
-    monkeypatch.setattr(pending, "on_its_way", lambda flags: (flags.clone(), Event()))
-    monkeypatch.setattr(pending, "_pending", waiting)
+    monkeypatch.setattr(values, "told_late", lambda x, validate: validate == "auto")
+    monkeypatch.setattr(values, "on_its_way", lambda flags: (flags.clone(), Event()))
+    monkeypatch.setattr(values, "_pending", waiting)
     return waiting
 
 
@@ -58,7 +57,7 @@ def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype):
     assert lengths.shape == (B,) and (lengths >= 0).all() and lengths.sum() <= T
     assert segments.shape == (T,) and (segments >= 0).all() and (segments < B).all()
     with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets from 0 to T"):
-        pending.raise_pending()
+        values.raise_pending()
     with pytest.raises(ValueError, match="cu_seqlens: expected .*, got "):
         batch._segments(torch.zeros(T), cu, B, "full")
 
@@ -69,7 +68,7 @@ def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
     found, segments = batch._segments(torch.zeros(T), cu, len(lengths), "auto")
     assert found.tolist() == lengths
     assert segments.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
-    pending.raise_pending()
+    values.raise_pending()
 
 
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
@@ -108,23 +107,23 @@ def test_offsets_of_no_completion_are_refused_at_once():
 
 def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
     """Its event says no once, and yes from then on."""
-    check = pending._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
-    monkeypatch.setattr(pending, "_pending", [check])
-    pending.raise_pending()
-    assert pending._pending == [check]
+    check = values._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
+    monkeypatch.setattr(values, "_pending", [check])
+    values.raise_pending()
+    assert values._pending == [check]
     with pytest.raises(ValueError, match="x: expected 1"):
-        pending.raise_pending()
-    assert not pending._pending
+        values.raise_pending()
+    assert not values._pending
 
 
 def test_all_that_has_arrived_is_told_and_what_has_not_waits(monkeypatch):
     def check(flag, message, after=0):
-        return pending._Pending(torch.tensor([flag]), Event(after), (message,))
+        return values._Pending(torch.tensor([flag]), Event(after), (message,))
 
     late = check(True, "c: expected 3", after=1)
     checks = [check(True, "a: expected 1"), check(False, "no"), late, check(True, "b: expected 2")]
-    monkeypatch.setattr(pending, "_pending", checks)
+    monkeypatch.setattr(values, "_pending", checks)
     with pytest.raises(ValueError, match="a: expected 1; b: expected 2 .in an earlier call"):
-        pending.raise_pending()
+        values.raise_pending()
     with pytest.raises(ValueError, match="c: expected 3"):
-        pending.raise_pending()
+        values.raise_pending()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-LIGHTNING, RANKS, OPTIONS = (
-    f"grpo_fast/integrations/{x}.py" for x in ("lightning", "ranks", "trl_options")
+LIGHTNING, CAUSAL_LM, OPTIONS = (
+    f"grpo_fast/integrations/{x}.py" for x in ("lightning", "causal_lm", "trl/options")
 )
 
 MUTANTS = [
@@ -21,15 +21,15 @@ MUTANTS = [
     Mutant("ranks-padding-counts", LIGHTNING,
            "[part[:count] for", "[part[:] for", "a rank with fewer completions counts padding", "ranks"),
     Mutant("ranks-metrics-of-one", LIGHTNING,
-           "            metrics = joined(metrics, self.all_gather)", "            pass",
+           "            metrics = metrics_of_ranks(metrics, self.all_gather)", "            pass",
            "what is logged is that of one rank", "ranks"),
-    Mutant("ranks-counts-averaged", RANKS,
+    Mutant("ranks-counts-averaged", CAUSAL_LM,
            "        return values.sum()", "        return values.mean()",
            "a count is averaged over ranks", "ranks"),
-    Mutant("ranks-means-of-means", RANKS,
+    Mutant("ranks-means-of-means", CAUSAL_LM,
            "(values * tokens).sum() / tokens.sum().clamp(min=1)", "values.mean()",
            "a rank with few tokens weighs as much as one with many", "ranks"),
-    Mutant("ranks-nothing-is-least", RANKS,
+    Mutant("ranks-nothing-is-least", CAUSAL_LM,
            "values.masked_fill(nothing & ~nothing.all(), torch.inf)", "values",
            "the minimum is that of a rank without tokens", "ranks"),
     Mutant("trl-tokens-of-all", OPTIONS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-SAMPLER, HF, DECODE, CACHE, KEPT, ENGINE, CONTINUOUS = (
+SAMPLER, HF, DECODE, CACHE, KEPT, ENGINE, CONTINUOUS, MODEL = (
     f"grpo_fast/rollout/{x}.py"
     for x in (
         "sampler",
@@ -14,6 +14,7 @@ SAMPLER, HF, DECODE, CACHE, KEPT, ENGINE, CONTINUOUS = (
         "own/kept",
         "engine",
         "own/continuous",
+        "own/model",
     )
 )
 CPP, TILES = "csrc/api/decode.cpp", "grpo_fast/kernels/cpu/decode.py"
@@ -49,8 +50,17 @@ MUTANTS = [
            "LENGTH if ended else EOS, self.version, own)",
            "finished completions count as cut off", "rollout"),
     Mutant("rollout-batch-decides", HF,
-           "sampling, numbers[part])", "sampling, numbers[: len(owners[part])])",
+           "sampling, numbers[part])", "sampling, numbers[: len(rows[part])])",
            "every batch draws the first one's numbers", "rollout"),
+    Mutant("generate-leaves-eval", MODEL,
+           "                module.training = training", "                pass",
+           "somebody else's model stays in evaluation mode", "generate"),
+    Mutant("generate-leaves-casts", MODEL,
+           "                torch.clear_autocast_cache()", "                pass",
+           "weights that were cast without a graph serve the owner's next forward", "generate"),
+    Mutant("generate-same-prompt-twice", HF,
+           "groupby(rows[part])]", "groupby(rows[part], key=id)]",
+           "a prompt that stands there twice is computed twice", "generate"),
     Mutant("rollout-no-fallback", HF,
            "if worst <= max(check_tolerance(dtype),", "if worst <= max(1e9,",
            "a model that the loop computes wrongly samples by it", "decode"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-VOCABULARY, AGREEMENT = "grpo_fast/kernels/head/vocabulary.py", "grpo_fast/loss/agreement.py"
+VOCABULARY, AGREEMENT = "grpo_fast/kernels/head/vocabulary.py", "grpo_fast/loss/ranks.py"
 LOOP, REFERENCE = "grpo_fast/kernels/head/loop.py", "grpo_fast/kernels/reference.py"
 GRADIENT, ROWS = "csrc/rows/gradient.h", "csrc/api/rows.cpp"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-SETS, ROWS = "grpo_fast/loss/supports.py", "grpo_fast/kernels/support.py"
+SETS, ROWS = "grpo_fast/loss/values.py", "grpo_fast/kernels/support.py"
 SWEEP, GATHERED = "grpo_fast/kernels/head/support.py", "grpo_fast/kernels/head/gathered.py"
 REFERENCE, BATCH = "grpo_fast/kernels/support_reference.py", "grpo_fast/loss/batch.py"
 CPP, GATHER, CHUNK = "csrc/api/support.cpp", "csrc/gemm/gather.h", "csrc/rows/chunk.h"
@@ -14,10 +14,10 @@ MUTANTS = [
            "has_set = lengths > 0", "has_set = lengths > 1",
            "a set of one id is taken for the whole vocabulary", "support"),
     Mutant("support-offsets-shift", SETS,
-           "ids[starts[rows] - offsets[rows] +", "ids[starts[rows] - offsets[rows] - 1 +",
+           "starts[rows] - bounds[rows] +", "starts[rows] - bounds[rows] - 1 +",
            "behind a mask sets are read one place too early", "support"),
     Mutant("support-masked-sets", SETS,
-           "if total < len(ids):", "if total < 0:",
+           "if total < len(columns):", "if total < 0:",
            "the sets of masked targets stay where they are", "support"),
     Mutant("support-target-missing", SETS,
            "missing, twice = (places < 0).any()", "missing, twice = (places < -1).any()",
@@ -26,7 +26,7 @@ MUTANTS = [
            "repeated >= 0", "repeated > 2**40",
            "an id twice in a row is not refused", "support_refusals"),
     Mutant("support-ids-of-the-vocabulary", SETS,
-           'values.ids("support.ids", ids, vocab_size,', 'values.ids("support.ids", ids, vocab_size + 1,',
+           '("support.ids", columns, vocab_size,', '("support.ids", columns, vocab_size + 1,',
            "the first id beyond the vocabulary is let through", "support_refusals"),
     Mutant("support-others-lost", ROWS,
            ".index_copy_(0, self.others, others)", ".index_copy_(0, self.own, own)",
@@ -35,7 +35,7 @@ MUTANTS = [
            "return rows._replace(support=support)", "return rows",
            "beside hidden_rows the support is forgotten", "support"),
     Mutant("support-form", SWEEP,
-           "* cost > len(support.places)", "* cost < len(support.places)",
+           "* cost > len(rows.support.places)", "* cost < len(rows.support.places)",
            "large sets are gathered, small ones take the dense product", "support"),
     Mutant("support-entropy-slope", SWEEP,
            "slopes = None if g_entropy is not None else found.slopes", "slopes = found.slopes",
@@ -62,7 +62,7 @@ MUTANTS = [
            "torch.where(keys[1:] == keys[:-1]", "torch.where(keys[1:] == keys[:-1] - 1",
            "torch does not see an id twice", "support_doors"),
     Mutant("support-reference-places", REFERENCE,
-           "rows.offsets[here, None] + torch.arange(k", "rows.offsets[here, None] + torch.arange(1, k + 1",
+           "offsets[here, None] + torch.arange(k", "offsets[here, None] + torch.arange(1, k + 1",
            "every row begins one place too late", "support_doors"),
     Mutant("support-reference-order", REFERENCE,
            "for start in range(0, count, step):", "for start in reversed(range(0, count, step)):",

@@ -6,7 +6,7 @@ from tests.mutation.mutants import Mutant
 
 WINDOWS, MODEL = "grpo_fast/attention/windows.py", "grpo_fast/attention/model.py"
 CACHE, HF = "grpo_fast/rollout/own/cache.py", "grpo_fast/rollout/own/engine.py"
-POLICY, PACKED = "grpo_fast/train/models/policy.py", "grpo_fast/integrations/packed.py"
+POLICY, PACKED = "grpo_fast/train/models/policy.py", "grpo_fast/integrations/trl/packed.py"
 
 MUTANTS = [
     Mutant("window-of-the-mask-lost", WINDOWS,

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from grpo_fast import LossConfig
-from grpo_fast.integrations.causal_lm import check_head, policy_loss
-from grpo_fast.integrations.ranks import joined
+from grpo_fast.integrations.causal_lm import check_head, metrics_of_ranks, policy_loss
 
 
 class PolicyTrainer(Trainer):
@@ -62,5 +61,5 @@ class PolicyTrainer(Trainer):
         means = {name: torch.stack(values).mean() for name, values in self.seen.items()}
         self.seen.clear()
         if means and self.accelerator.num_processes > 1:
-            means = joined(means, lambda values: self.accelerator.gather(values[None]))
+            means = metrics_of_ranks(means, lambda values: self.accelerator.gather(values[None]))
         super().log({**{n: float(x) for n, x in means.items()}, **logs}, *args, **kwargs)

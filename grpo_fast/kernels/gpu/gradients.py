@@ -1,4 +1,4 @@
-"""What surrounds the two gradient GEMMs of exponentials (exponentials.py), one pass each.
+"""The passes around the two gradient GEMMs of exponentials (exponentials.py).
 
     times            by_row, by_target: dL/dlogps times the units of a row and of its target
     write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once

@@ -15,7 +15,7 @@ from grpo_fast.kernels.workspace import unset
 
 
 class Coefficients(NamedTuple):
-    """What turns exponentials into d-logits: by_row[:, None]·matrix, and by_target in the targets'
+    """Factors from exponentials to d-logits: by_row[:, None]·matrix, and by_target in the targets'
     columns.
     """
 

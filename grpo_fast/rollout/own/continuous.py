@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from grpo_fast.rollout.engine import (
     LENGTH,
     Completion,
     Engine,
-    Seed,
+    Request,
     say_that_kept_is_unknown,
     seed_for,
 )
@@ -31,7 +30,7 @@ from grpo_fast.rollout.sampler import Sampling
 
 
 class ContinuousOptions(BaseModel):
-    """What `rollout.continuous` takes."""
+    """The options under `rollout.continuous`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -76,27 +75,20 @@ class ContinuousEngine(Engine):
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
+        sampling, seed, places = request.sampling, request.seed, request.places
         if sampling.wants_kept:
             say_that_kept_is_unknown("continuous batching")
-        rows = [list(prompt) for prompt in prompts for _ in range(group_size)]
+        rows = [list(prompt) for prompt in request.prompts for _ in range(request.group_size)]
         number = seed_for("rollout", seed, *(places or ())) % 2**31
         size = sampling.batch_size or max(len(rows), 1)
-        found: list[Completion] = []
+        completions: list[Completion] = []
         with self.policy.generation():
             self.policy.lm.set_attn_implementation(asked_for(self.policy.generation_attn))
             for start in range(0, len(rows), size):
                 outputs = self._run(rows[start : start + size], sampling, number + start)
-                found += [self._completion(output) for output in outputs]
-        return found
+                completions += [self._completion(output) for output in outputs]
+        return completions
 
     def _run(self, rows: list[list[int]], sampling: Sampling, seed: int) -> list[Any]:
         """The finished requests of these prompts, in order."""

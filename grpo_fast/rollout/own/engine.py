@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import check_tolerance, small_windows
+from grpo_fast.attention import check_supported, check_tolerance, small_windows
 from grpo_fast.errors import NonFiniteLogits
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
 from grpo_fast.rollout.own.decode import Decoded, decode
 from grpo_fast.rollout.own.kept import KeptIds
 from grpo_fast.rollout.sampler import Sampler, Sampling
@@ -39,46 +39,38 @@ class TransformersEngine(Engine):
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
+        prompts, sampling, group_size, seed, places = request
         length = sampling.max_new_tokens
         numbers = uniforms(seed, len(prompts), length, group_size=group_size, places=places)
-        owners = [n for n in range(len(prompts)) for _ in range(group_size)]
-        size = sampling.batch_size or max(len(owners), 1)
+        rows = [prompt for prompt in prompts for _ in range(group_size)]
+        size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            by_loop = not owners or (self.fallback or why_unsuited(self.policy)) is None
+            by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
-            for start in range(0, len(owners), size):
+            for start in range(0, len(rows), size):
                 part = slice(start, start + size)
-                runs = [(n, len(list(same))) for n, same in groupby(owners[part])]
-                chosen = [prompts[n] for n, _ in runs]
-                counts = [count for _, count in runs]
-                found = run(self.policy, chosen, counts, sampling, numbers[part])
-                completions += self._cut(found)
+                runs = [(prompt, len(list(same))) for prompt, same in groupby(rows[part])]
+                chosen, counts = map(list, zip(*runs, strict=True))
+                decoded = run(self.policy, chosen, counts, sampling, numbers[part])
+                completions += self._cut(decoded)
         return completions
 
-    def _cut(self, found: Decoded) -> list[Completion]:
+    def _cut(self, decoded: Decoded) -> list[Completion]:
         """Each completion up to its first EOS."""
-        eos = torch.tensor(sorted(self.policy.eos_ids), device=found.tokens.device)
-        ends = torch.isin(found.tokens, eos).cpu()
+        eos = torch.tensor(sorted(self.policy.eos_ids), device=decoded.tokens.device)
+        ends = torch.isin(decoded.tokens, eos).cpu()
         has_end = ends.any(1).tolist()
         lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1]).tolist()
-        logps = found.logps.cpu()
+        logps = decoded.logps.cpu()
         if any(row[:n].isnan().any() for row, n in zip(logps, lengths, strict=True)):
             raise NonFiniteLogits("the policy's logits are NaN or infinite")
-        kept = found.kept.by_completion(lengths)
+        kept = decoded.kept.by_completion(lengths)
         return [
             Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, own)
             for ids, row, n, ended, own in zip(
-                found.tokens.tolist(), logps, lengths, has_end, kept, strict=True
+                decoded.tokens.tolist(), logps, lengths, has_end, kept, strict=True
             )
         ]
 
@@ -131,6 +123,7 @@ def why_unsuited(policy: Any) -> str | None:
 
 def compare(policy: Any) -> str | None:
     """Greedy completions of two prompts, past any EOS, by the loop and by the model in one pass."""
+    check_supported(policy.lm)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [
         [(7 * i + 11 * n + 3) % rows for i in range(length)] for n, length in enumerate((4, 3))

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
     NAME,
-    Head,
     PackedGroups,
     check_supported,
     disable_dropout,
@@ -27,13 +26,13 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.data import reason
-from grpo_fast.train.models.model_words import generation_attention, positions, special_ids
+from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import sharding
 
 Result = TypeVar("Result")
 
 
-class Policy:
+class Policy(SampledModel):
     """A causal LM for training on packed rows.
 
     Args:
@@ -56,14 +55,13 @@ class Policy:
         autocast: torch.dtype | None = None,
         home: torch.device | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.autocast, self.home = model, tokenizer, autocast, home
-        self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        super().__init__(model, tokenizer, attn=attn, autocast=autocast)
+        self.home = home
         self.kind = type(self.lm)  # of transformers; a sharded model's type is another
         check_supported(self.lm)
         # Why completions cannot share their prompt; None: they can.
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
-        self.generation_attn = generation_attention(self.lm) if attn == "auto" else attn
         try:
             self.lm.set_attn_implementation(self.generation_attn)
         except (ImportError, ValueError) as error:
@@ -71,8 +69,6 @@ class Policy:
             raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
         self.is_sharded = self._is_apart = self._is_inside = False
-        self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
-        self.positions = positions(self.lm.config.get_text_config())
 
     @property
     def is_empty(self) -> bool:
@@ -83,17 +79,10 @@ class Policy:
     def device(self) -> torch.device:
         return self.home if self.is_empty else self.head.weight.device
 
-    @property
-    def head(self) -> Head:
-        """Weight, bias and logit rule of the head, in the dtype of the hidden states."""
-        head = head_of(self.lm)
-        if self.autocast is None:
-            return head
-        bias = None if head.bias is None else head.bias.to(self.autocast)
-        return head._replace(weight=head.weight.to(self.autocast), bias=bias)
-
     def inside(self, work: Callable[[], Result]) -> Result:
-        """`work()`, for which a sharded model has its head together, too; others just do it.
+        """Run `work()` inside the model's forward, so that FSDP2 gathers the head's shards.
+
+        A plain model calls it directly.
 
         The tensors that it returns, with a graph, are those that lead back into the model.
         """
@@ -176,26 +165,6 @@ class Policy:
         finally:
             self._is_apart = False
 
-    @contextmanager
-    def generation(self) -> Iterator[None]:
-        """Evaluation mode with a cache-capable attention and a plain generation config; then back.
-
-        The attention is exchanged between whole steps only, never between a forward pass and its
-        backward.
-        """
-        training, saved = self.lm.training, self.lm.generation_config
-        # A shipped generation config may hold penalties and warpers; the sampler is ours alone.
-        self.lm.generation_config = type(saved)()
-        self.lm.set_attn_implementation(self.generation_attn)
-        self.lm.eval()
-        try:
-            with torch.no_grad(), self._autocast():
-                yield
-        finally:
-            self.lm.generation_config = saved
-            self.lm.set_attn_implementation(NAME)
-            self.lm.train(training)
-
     def without_adapter(self) -> AbstractContextManager[None]:
         """The model as it was before LoRA."""
         if self.model is self.lm:
@@ -235,10 +204,6 @@ class Policy:
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
         self.lm.set_attn_implementation(NAME)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        on = self.autocast is not None  # off inside a caller's autocast, too
-        return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
 
 @contextmanager

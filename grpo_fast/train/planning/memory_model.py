@@ -20,6 +20,7 @@ allocator's peak.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -28,6 +29,8 @@ import torch
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
+
+log = logging.getLogger(__name__)
 
 USABLE_GPU = 0.9  # fraction of a GPU's memory: the rest is fragmentation, rollouts, the context
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -199,3 +202,14 @@ def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = 
         return memory
     twice = {name: 2 * getattr(memory, name) for name in ("weights", "gradients", "optimizer")}
     return dataclasses.replace(memory, **twice)
+
+
+def predict_model(lm: Any, config: RunConfig, device: str) -> Memory | None:
+    """`predict_run` for a transformers model; None where its architecture is not known."""
+    try:
+        shape = Shape.of(lm.config.get_text_config(), sum(p.numel() for p in lm.parameters()))
+    except ValueError as error:
+        said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
+        log.warning(said, error)
+        return None
+    return predict_run(shape, config, device)

@@ -1,0 +1,286 @@
+"""TRL's fused LM head on our kernels: for any TRL trainer that uses it (GRPO, RLOO, SFT, DPO, KTO),
+without a subclass.
+
+    handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
+    trainer.train()
+    handle.undo()
+
+TRL (>= 1.16) gives one model object a `forward` of its own (`trl.trainer.utils.add_fused_lm_head`):
+a closure over the rule of the logits that ends in `_ChunkedLogProbFunction.apply`, with no hook.
+Here the same closure runs over a copy of its module's globals in which three names differ: that
+function; the test for compaction (TRL scores every position, padding included, where there is no
+Triton); and the class of the weights that TRL gathers itself, which leaves their gradient unreduced
+(ours runs inside the head's own forward). Nothing that another model or trainer reads is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast import linear_logps
+from grpo_fast.integrations.fast_head import FastHead, compute_dtype, run_inside
+
+log = logging.getLogger(__name__)
+
+KERNEL, COMPACTS, GATHERED = "_ChunkedLogProbFunction", "_use_triton", "DTensor"
+# TRL's trainers whose loss calls the fused head. GKD and GOLD derive from SFTTrainer, and compute
+# logits of their own.
+SERVED = (
+    "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
+    "AsyncGRPOTrainer",
+)  # fmt: skip
+BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
+CERTAINLY_FIRST = 0.501  # a larger probability is the largest, whatever rounding says
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def use_fast_head(trainer_or_model: Any) -> FastHead:
+    """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or
+    of this model.
+
+    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`, those that
+    the trainer asks for; gradients reach hidden, weight and bias. Ours runs inside the head's own
+    forward, so that FSDP2 gathers its weight and reduces the gradient, whichever group the head is
+    in. A head sharded by ZeRO-3 (whose backward gathers the weight again) or by tensor parallelism
+    stays with TRL's own function, which is logged.
+
+    Raises ValueError when there is no fused head of TRL's on the model, or when the trainer is one
+    of TRL's whose loss does not call it.
+    """
+    trainer, handle = trainer_or_model, FastHead()
+    theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
+    if theirs is not None and theirs.__name__ not in SERVED:
+        raise ValueError(
+            f"trainer: expected one whose loss calls TRL's fused LM head ({', '.join(SERVED)}, or "
+            f"derived from one), came {type(trainer).__name__}, whose loss would not change"
+        )
+    accelerator = getattr(trainer, "accelerator", None)
+    if accelerator is None:
+        _swap(base_model(trainer), handle, nullcontext)
+        return handle
+    _swap(base_model(accelerator.unwrap_model(trainer.model)), handle, accelerator.autocast)
+    if getattr(trainer, "ref_model", None) is not None:
+        reference = base_model(accelerator.unwrap_model(trainer.ref_model))
+        if _fused_function(reference):
+            _swap(reference, handle, accelerator.autocast)
+    return handle
+
+
+def _swap(
+    model: Any, handle: FastHead, autocast: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    theirs, before = _require_fused(model), model.forward
+    missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
+    if missing:
+        raise _not_1_16(sorted(missing))
+    ours = _over(theirs, model)
+    run_inside(model.get_output_embeddings())
+    # A prepared model carries accelerate's autocast around TRL's forward; ours then needs the same.
+    context = nullcontext if getattr(before, "__func__", None) is theirs else autocast
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not (fused_lm_head and handle.active) or _is_partitioned(self):
+            return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
+        with context():
+            # A copy of the model has a head of its own.
+            function = ours if self is model else _over(theirs, self)
+            return function(self, *args, fused_lm_head=True, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    model.forward.__func__.trl_fused = theirs
+
+
+def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
+    """TRL's closure with our kernels, inside the head of this model."""
+    head = model.get_output_embeddings()
+
+    def apply(hidden: Tensor, weight: Any, bias: Any, *rest: Any) -> Outputs:
+        dtype = compute_dtype(hidden)  # the head's hooks may cast hidden
+        return head(hidden, run=lambda layer, h: FastLogProbs.apply(
+            h.to(dtype), layer.weight, layer.bias, *rest
+        ))  # fmt: skip
+
+    kernel = types.SimpleNamespace(apply=apply)
+    scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
+    ours = types.FunctionType(
+        theirs.__code__, scope, theirs.__name__, theirs.__defaults__, theirs.__closure__
+    )  # fmt: skip
+    ours.__kwdefaults__ = theirs.__kwdefaults__
+    return ours
+
+
+def _is_partitioned(model: Any) -> bool:
+    by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
+    by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
+    if by is not None:
+        _warn_partitioned(by)
+    return by is not None
+
+
+@functools.cache
+def _warn_partitioned(by: str) -> None:
+    log.warning("use_fast_head: the head is sharded by %s; TRL's own function computes it", by)
+
+
+class FastLogProbs:
+    """Stands where TRL's `ChunkedLogProbFunction` stands."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,  # (N, H)
+        weight: Tensor,  # (V, H)
+        bias: Tensor | None,  # (V,)
+        targets: Tensor,  # (N,)
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> Outputs:
+        """(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,); None where not
+        asked for.
+        """
+        count, rule = len(hidden), Rule(temperature, final_logit_softcapping, logit_scale)
+        if count == 0:  # a row without a target keeps weight and trunk in the graph
+            hidden = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
+            targets = targets.new_full((1,), -100)
+        dtype = compute_dtype(hidden)
+        h, w, b = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        # The operands have their dtype; sums stay fp32.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logps = linear_logps(
+                h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
+            )
+            logps, entropy = logps if isinstance(logps, tuple) else (logps, None)
+            stats = row_statistics(h, w, b, targets, logps, outputs, rule)
+        extras = (stats.get(x) for x in ("log_sum_sq_probs", "mean_logits", "is_top1"))
+        return tuple(None if x is None else x[:count] for x in (logps, entropy, *extras))  # type: ignore[return-value]
+
+
+class Rule(NamedTuple):
+    """From a head's product to logits, as keywords of `linear_logps` and of `LossConfig`."""
+
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
+@torch.no_grad()
+def row_statistics(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (N,)
+    logps: Tensor,  # (N,) fp32
+    wanted: tuple[str, ...],
+    rule: Rule,
+) -> dict[str, Tensor]:
+    """The metrics of TRL's head that have no gradient, each from as little work as it takes.
+
+    The mean logit is linear in the logits, so without a softcap it is one product with the mean row
+    of W. Σp² is the ratio of two partition functions: log Σp² = 2·logp(T) - logp(T/2). Whether the
+    target is the first maximum needs the logits, but only of the rows whose probability, between
+    1/V and a half, leaves it open.
+    """
+    temperature, softcap, scale = rule
+    stats, p = {}, logps.detach().exp()
+    if "log_sum_sq_probs" in wanted:
+        half = rule._replace(temperature=temperature / 2)._asdict()
+        stats["log_sum_sq_probs"] = 2 * logps.detach() - linear_logps(
+            hidden, weight, targets, bias=bias, **half
+        )
+    top1, means = p > CERTAINLY_FIRST, torch.zeros_like(p)
+    rows = (~top1 & (p >= 0.999 / weight.shape[0])).nonzero()[:, 0]
+    rows = rows if "is_top1" in wanted else rows[:0]
+    if "mean_logits" in wanted and softcap is None:
+        offset = 0.0 if bias is None else bias.mean(dtype=torch.float32)
+        mean_row = weight.mean(0, dtype=torch.float32)
+        means = (hidden.float() @ mean_row + offset) * (scale / temperature)
+    elif "mean_logits" in wanted:
+        rows = torch.arange(len(p), device=p.device)
+    for block in rows.split(max(BLOCK_ELEMENTS // weight.shape[0], 1)) if len(rows) else ():
+        logits = torch.nn.functional.linear(hidden[block], weight, bias).float() * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+            means[block] = logits.mean(-1) / temperature
+        top1[block] = logits.argmax(-1) == targets[block]
+    stats |= {"mean_logits": means, "is_top1": top1}
+    return {name: x for name, x in stats.items() if name in wanted}
+
+
+# ---- TRL's own head, and what its closure knows
+
+
+class FusedHead(NamedTuple):
+    """The rule of logits in TRL's fused forward:
+    z = softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature.
+    """
+
+    backbone: str  # attribute of the model that gives hidden states
+    rule: Rule
+    cast_to_fp32: bool
+
+    def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else
+        that of hidden.
+        """
+        dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return hidden.to(dtype), layer.weight.to(dtype), bias
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def fused_head(model: Any) -> FusedHead:
+    """The head that `add_fused_lm_head` gave this model; ValueError for none, or an unknown one."""
+    known = inspect.getclosurevars(_require_fused(model)).nonlocals
+    try:
+        softcap, scale = known["final_logit_softcapping"], float(known["logit_scale"])
+        rule = Rule(float(known["temperature"]), softcap, scale)
+        return FusedHead(known["backbone_attr"], rule, bool(known["cast_lm_head_to_fp32"]))
+    except KeyError as missing:
+        raise _not_1_16(missing) from None
+
+
+def _fused_function(model: Any) -> types.FunctionType | None:
+    """TRL's closure on this model, also where accelerate or `use_fast_head` wrapped it."""
+    for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
+        function = getattr(forward, "__func__", forward)
+        function = getattr(function, "trl_fused", function)
+        if "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {}):
+            return function
+    return None
+
+
+def _require_fused(model: Any) -> types.FunctionType:
+    function = _fused_function(model)
+    if function is None:
+        raise ValueError(
+            "model: expected one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, "
+            f"trl >= 1.16), came {type(model).__name__} with trl {_version()}"
+        )
+    return function
+
+
+def _not_1_16(missing: object) -> ValueError:
+    return ValueError(f"trl {_version()}: expected {missing} in the fused LM head, as in trl 1.16")
+
+
+def _version() -> str:
+    import trl
+
+    return trl.__version__

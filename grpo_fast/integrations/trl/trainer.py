@@ -1,0 +1,265 @@
+"""`FastGRPOTrainer`: TRL's GRPOTrainer with a packed forward pass and a single-pass loss, and
+nothing else changed.
+
+    from grpo_fast.integrations.trl import FastGRPOTrainer as GRPOTrainer
+
+Three pieces of TRL's trainer are replaced, the rest (generation, rewards, advantages, metrics,
+logging, checkpoints) is TRL's own code:
+
+- The padded forward becomes a packed one: no padding, completions that share a prompt compute it
+  once, and the head sees the completion tokens only. It runs inside the wrapped module's forward,
+  so DDP and FSDP hooks fire.
+- Where the gradient of a token follows from that token alone, loss and gradient come from one pass
+  over the logits. TRL's `_compute_loss` then runs on the finished logps for its metrics, without
+  gradient.
+- Elsewhere `linear_logps` gives TRL's own objective differentiable logps and entropies.
+
+`trainer.fast_path` says which of these the last micro-batch took, and what decided otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from grpo_fast.attention import check_tolerance, small_windows
+from grpo_fast.integrations.fast_head import reshard
+from grpo_fast.integrations.trl.forward import (
+    PackedCall,
+    let_run_inside,
+    packed_forward,
+    regroup,
+    window_of,
+)
+from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
+from grpo_fast.integrations.trl.options import (
+    forward_reason,
+    probe,
+    single_pass,
+    single_pass_reason,
+)
+from grpo_fast.integrations.trl.packed import own_attention, pack_padded, take_packed_rows
+
+log = logging.getLogger(__name__)
+
+# Why a single micro-batch goes another way.
+NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
+AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
+
+
+class FastGRPOTrainer(GRPOTrainer):
+    """TRL's `GRPOTrainer`, the same constructor and the same numbers, faster; see this module.
+
+    Attributes:
+        fast_path: {"forward": "packed" or "TRL's: <reason>",
+            "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>"};
+            of the last micro-batch, and before the first one what is planned.
+    """
+
+    @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Finished logps and entropies, for TRL's metrics.
+        self._given: tuple[Tensor, Tensor] | None = None
+        self._probed = False
+        self._group_window: int | None = None
+        self.fast_path = {"forward": "packed", "loss": "single pass"}
+        self._packs = self._in_one_pass = True
+        lm = base_model(self.accelerator.unwrap_model(self.model))
+        reason = forward_reason(self, lm) or self._prepare_models(lm)
+        if reason is not None:
+            self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
+            self._packs = self._in_one_pass = False
+            log.warning("FastGRPOTrainer: the forward pass stays TRL's, with our head: %s", reason)
+        elif (reason := single_pass_reason(self)) is not None:
+            self._their_objective(reason)
+        use_fast_head(self)  # for what the packed forward leaves to TRL, be it one micro-batch
+        log.info("FastGRPOTrainer: forward %(forward)s, loss %(loss)s", self.fast_path)
+
+    @property
+    def keep_groups(self) -> bool:
+        """Whether completions of one prompt change places within an optimizer step so that they can
+        share it.
+
+        Off by default: gradients stay the same, but the metrics of a step, which TRL averages over
+        its micro-batches, come from other micro-batches than TRL's. Setting it raises ValueError
+        where the gradient would change.
+        """
+        return self._group_window is not None
+
+    @keep_groups.setter
+    def keep_groups(self, value: bool) -> None:
+        self._group_window = window_of(self) if value else None
+
+    def _their_objective(self, reason: str) -> None:
+        """From now on the objective is TRL's."""
+        self.fast_path["loss"], self._in_one_pass = f"TRL's on our logps: {reason}", False
+
+    # ----------------------------------------------------------------------------------------------
+    # set-up
+
+    def _prepare_models(self, lm: Any) -> str | None:
+        """Let policy and reference take packed rows; the reason why not, when they compute
+        something else then.
+        """
+        self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
+        let_run_inside(lm)
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        reason = None if sharded else self._self_check(lm)
+        if reason is not None:
+            lm.set_attn_implementation(self._own_attention)
+        elif self.ref_model is not None:
+            reference = base_model(self.accelerator.unwrap_model(self.ref_model))
+            take_packed_rows(reference)
+            let_run_inside(reference)
+        return reason
+
+    @torch.no_grad()
+    def _self_check(self, lm: Any) -> str | None:
+        """Compare the packed forward with TRL's own on two short sequences; the reason when they
+        differ.
+
+        Finds what no table can know: attention sinks, positions that are not RoPE's, a head with an
+        unknown rule.
+        """
+        device = lm.get_output_embeddings().weight.device
+        vocabulary = lm.get_output_embeddings().weight.shape[0]
+        ids = (
+            torch.arange(12, device=device) * 7 + torch.tensor([[3], [3]], device=device)
+        ) % vocabulary
+        ids[1, 7:] = (ids[1, 7:] + 5) % vocabulary
+        real = torch.ones_like(ids)
+        real[:, :2] = real[1, 10:] = 0
+        modes = [(module, module.training) for module in lm.modules()]
+        lm.eval()
+        try:
+            with small_windows(lm):
+                theirs, _, _ = super()._get_per_token_logps_and_entropies(lm, ids, real, 5)
+                pack = pack_padded(ids, real, real[:, -5:])
+                ours = pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
+        except (ValueError, TypeError, AttributeError) as error:
+            return str(error)
+        finally:
+            for module, training in modes:
+                module.training = training
+            reshard(lm)
+        difference = float((ours - theirs).abs().max())
+        dtype = lm.get_output_embeddings().weight.dtype
+        if self.accelerator.mixed_precision in ("bf16", "fp16"):
+            dtype = torch.bfloat16
+        if not difference <= check_tolerance(dtype):
+            kind = lm.config.model_type
+            return f"model_type {kind}: packed logps differ from TRL's by {difference:.2g} nats"
+        return None
+
+    # ----------------------------------------------------------------------------------------------
+    # forward
+
+    def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
+        run, ids = functools.partial(packed_forward, call=call), call.pack.inputs["input_ids"]
+        with self.accelerator.autocast():
+            return model(input_ids=ids, run=run)  # the ids are for hooks that look at them
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        **kwargs,
+    ):
+        """TRL's, from packed rows: (logps, entropies or None, aux loss or None), (B, K) each."""
+        if self._given is not None:
+            return *self._given, None
+        theirs = functools.partial(super()._get_per_token_logps_and_entropies, model)
+        if not self._packs:
+            return theirs(
+                input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+            )
+        logps, entropies = [], []
+        for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
+            rows = slice(start, start + (batch_size or input_ids.shape[0]))
+            pack = pack_padded(
+                input_ids[rows], attention_mask[rows], attention_mask[rows, -logits_to_keep:]
+            )
+            if pack is None:
+                self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
+                return theirs(
+                    input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+                )
+            result = self._run(model, PackedCall(pack, self._head, compute_entropy))
+            logps.append(pack.padded(result["logps"]))
+            entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
+        self.fast_path["forward"] = "packed"
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch):
+        """TRL's micro-batch; with `keep_groups` the rows of a new generation batch change places
+        first.
+        """
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._group_window is None or not self.model.training or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = regroup(self._buffered_inputs, self._group_window)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any):
+        """TRL's, with the attention the model came with."""
+        if not self._packs:
+            return super()._generate_single_turn(*args, **kwargs)
+        with own_attention(
+            base_model(self.accelerator.unwrap_model(self.model)), self._own_attention
+        ):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    # ----------------------------------------------------------------------------------------------
+    # loss
+
+    def _compute_loss(self, model, inputs):
+        """TRL's loss of one micro-batch, and its metrics; the gradient comes from the single pass
+        where it may.
+        """
+        if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
+            return super()._compute_loss(model, inputs)
+        if not self._probed:
+            self._probed = True
+            difference = probe(self, self._their_loss)
+            if difference is not None:
+                log.warning(
+                    "FastGRPOTrainer: %s; TRL's own objective is used on our logps", difference
+                )
+                self._their_objective(difference)
+                return super()._compute_loss(model, inputs)
+        mask = inputs["completion_mask"]
+        mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        pack = pack_padded(input_ids, attention_mask, mask)
+        if pack is None:
+            self.fast_path["loss"] = f"TRL's: {NO_PROMPT}"
+            return super()._compute_loss(model, inputs)
+        job = single_pass(self, inputs, pack.target_ids.shape[0], **self._head.rule._asdict())
+        if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
+            self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
+            return super()._compute_loss(model, inputs)
+        self.fast_path = {"forward": "packed", "loss": "single pass"}
+        result = self._run(model, PackedCall(pack, self._head, True, job))
+        with torch.no_grad():
+            self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
+        return result["loss"] / job.divisor
+
+    def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
+        """TRL's own loss and metrics from these logps and entropies, (B, K) each."""
+        self._given = (logps, entropies)
+        try:
+            return super()._compute_loss(self.model, inputs)
+        finally:
+            self._given = None

@@ -1,0 +1,182 @@
+"""verl's policy losses (verl >= 0.9) on our kernels: same signature, loss, gradient and metrics,
+under another name.
+
+    from grpo_fast.integrations.verl import register
+    handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
+    handle.undo()
+
+verl trains in worker processes; `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`
+registers in each of them. Differences that are meant: what is masked is inert, whatever it holds; a
+batch without an active token gives loss 0 with zero gradients, not NaN; and the metrics of a call
+reach the host in one copy instead of one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast import LossConfig, grpo_loss
+from grpo_fast.integrations.verl.table import LOSSES, Batch
+
+# verl's loss_agg_mode → our normaliser, and the total of the whole step it divides by.
+AGGREGATION_MODES = {
+    "token-mean": ("token_mean_global", "tokens"),
+    "token-sum": ("token_mean_global", "one"),
+    "seq-mean-token-sum": ("sequence_sum", "sequences"),
+    "seq-mean-token-sum-norm": ("sequence_sum", "sequences"),
+    "seq-mean-token-mean": ("sequence_mean", "sequences"),
+}
+GLOBAL_BATCH_INFO = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
+
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+class Normaliser(NamedTuple):
+    aggregation: str
+    num_items: float | Tensor | None
+    num_completions: float | Tensor | None
+
+
+def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normaliser:
+    """verl's `agg_loss` as one of our aggregations and its total.
+
+    Args:
+        loss_agg_mode: a name of `AGGREGATION_MODES`.
+        mask: (B, L) of this micro-batch.
+        info: verl's `config.global_batch_info`.
+    """
+    if loss_agg_mode not in AGGREGATION_MODES:
+        expected = list(AGGREGATION_MODES)
+        raise ValueError(f"loss_agg_mode: expected one of {expected}, got {loss_agg_mode!r}")
+    unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
+    if unknown:
+        raise ValueError(f"global_batch_info: expected {list(GLOBAL_BATCH_INFO)}, got {unknown}")
+    aggregation, divides_by = AGGREGATION_MODES[loss_agg_mode]
+    ranks = info.get("dp_size", 1)
+    if divides_by == "one":
+        return Normaliser(aggregation, 1.0 / ranks, None)
+    by_token = divides_by == "tokens"
+    name = "batch_num_tokens" if by_token else "global_batch_size"
+    count = info.get(name)
+    if count is None:
+        if ranks > 1:
+            raise ValueError(
+                f"{name}: expected the count of the whole batch for dp_size = {ranks}, got None"
+            )
+        count = (mask.sum() if by_token else (mask.sum(-1) > 0).sum()).clamp(min=1)
+    if by_token:
+        return Normaliser(aggregation, count / ranks, None)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        factor = info.get("loss_scale_factor")
+        count = count * (mask.shape[-1] if factor is None else factor)
+    return Normaliser(aggregation, None, count / ranks)
+
+
+def policy_loss(loss_mode: str) -> PolicyLoss:
+    """verl's policy loss of this name, computed by `grpo_loss`; to be registered, or called with
+    verl's arguments.
+
+    Args:
+        loss_mode: a name of `grpo_fast.integrations.verl.table.LOSSES`. clip_cov and kl_cov are
+            not among them (they choose tokens by the batch's covariance, and at random), nor is
+            bypass_mode (it calls others by name).
+
+    Returns:
+        `loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+        rollout_is_weights)`, all tensors (B, L), to `(loss, metrics)`: a 0-d tensor with a gradient
+        to log_prob, and floats by verl's names.
+    """
+    if loss_mode not in LOSSES:
+        raise ValueError(f"loss_mode: expected one of {list(LOSSES)}, got {loss_mode!r}")
+    recipe = LOSSES[loss_mode]
+
+    def loss(
+        old_log_prob: Tensor,  # (B, L)
+        log_prob: Tensor,  # (B, L)
+        advantages: Tensor,  # (B, L)
+        response_mask: Tensor,  # (B, L) bool or 0/1
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,  # (B, L) >= 0
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if config is None:
+            raise ValueError("config: expected verl's ActorConfig, got None")
+        given = old_log_prob, log_prob.detach(), advantages, response_mask, rollout_is_weights
+        batch = Batch(*given)
+        info = dict(getattr(config, "global_batch_info", None) or {})
+        if loss_agg_mode not in AGGREGATION_MODES or recipe.aggregation is None:
+            total = normaliser(loss_agg_mode, response_mask, info)
+        elif recipe.aggregation == "mean over all rows":
+            total = Normaliser("sequence_mean", None, float(max(log_prob.shape[0], 1)))
+        else:
+            total = normaliser(recipe.aggregation, response_mask, info)
+        with torch.no_grad():
+            weighted, old_logps = recipe.advantages(batch, config), recipe.old_logps(batch)
+            names, values = recipe.metrics(batch, config)
+        output = grpo_loss(
+            log_prob, weighted,
+            LossConfig(**recipe.options(config), aggregation=total.aggregation),
+            completion_mask=response_mask, old_logps=old_logps,
+            num_items_in_batch=total.num_items, num_completions_in_batch=total.num_completions,
+        )  # fmt: skip
+        return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
+
+    loss.__name__ = f"policy_loss_{loss_mode}"
+    return loss
+
+
+class Registered:
+    """The handle of `register`: `undo()`, or leave its `with` block, to give verl's registry back
+    as it was; several are undone in any order.
+    """
+
+    def __init__(self, registry: dict[str, Any], before: dict[str, Any]) -> None:
+        self.registry, self.before = registry, before
+        self.ours = {name: registry[name] for name in before}
+        _ACTIVE.append(self)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.before)
+
+    def undo(self) -> None:
+        for name, function in self.before.items():
+            ours = self.ours[name]
+            over = [later for later in _ACTIVE if later.before.get(name) is ours]
+            if over:  # what a later one gives back
+                over[0].before[name] = function
+            elif self.registry.get(name) is ours and function is None:
+                del self.registry[name]
+            elif self.registry.get(name) is ours:
+                self.registry[name] = function
+        self.before = {}
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
+
+    def __enter__(self) -> Registered:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+_ACTIVE: list[Registered] = []
+
+
+def register(prefix: str = "fast_") -> Registered:
+    """Register every loss of `LOSSES` with verl as `prefix` + its name, in this process.
+
+    With `prefix=""` they stand in the place of verl's own until `undo()`.
+    """
+    if not isinstance(prefix, str):
+        raise ValueError(f"prefix: expected a string, got {prefix!r}")
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
+    before = {prefix + name: POLICY_LOSS_REGISTRY.get(prefix + name) for name in LOSSES}
+    for name in LOSSES:
+        register_policy_loss(prefix + name)(policy_loss(name))
+    return Registered(POLICY_LOSS_REGISTRY, before)

@@ -1,0 +1,15 @@
+"""The module for verl's workers: `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`.
+
+Importing it registers our losses as `fast_<name>` in this process; with `GRPO_FAST_VERL_HEAD=1` the
+head of verl's `use_fused_kernels` is ours, too. Nothing else in grpo_fast imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+
+from grpo_fast.integrations.verl import register
+from grpo_fast.integrations.verl.head import use_fast_head_everywhere
+
+losses = register()
+head = use_fast_head_everywhere() if os.environ.get("GRPO_FAST_VERL_HEAD") == "1" else None

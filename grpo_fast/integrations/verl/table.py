@@ -1,0 +1,245 @@
+"""verl's policy losses by name: which of our objectives each is, and verl's own metrics of it.
+
+Every objective here is homogeneous in the advantage, so whatever verl multiplies the loss of a
+token by (importance weights of the rollout, a truncated ratio without gradient) goes into its
+advantage, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
+GSPO_BOUND = 10.0  # and the one of a sequence here
+DPPO_RATIO_CAP = 20.0  # of our dppo objectives
+
+NAMES = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+Metrics = tuple[tuple[str, ...], Tensor]
+# The log ratio of a loss, and the tokens it clips: above, below (None: none).
+Clipping = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class Batch(NamedTuple):
+    """The arguments of a policy loss, all (B, L), without gradient."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    rollout_is_weights: Tensor | None
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the tokens of the mask, 0 without one."""
+        keep = self.mask.bool()
+        return torch.where(keep, x, 0).sum() / keep.sum().clamp(min=1)
+
+    def row_mean(self, x: Tensor) -> Tensor:
+        """(B, 1): the mean over each completion, 0 where it is empty."""
+        keep = self.mask.bool()
+        counts = keep.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / counts
+
+    @property
+    def raw_log_ratio(self) -> Tensor:
+        return self.log_prob - self.old_log_prob
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.raw_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+class Recipe(NamedTuple):
+    """One of verl's losses.
+
+    Attributes:
+        options: verl's actor config → fields of `LossConfig`.
+        clipping: (batch, config) → what its metrics count; None: it reports nothing.
+        advantages: (batch, config) → the advantages for `grpo_loss`.
+        aggregation: the loss_agg_mode verl uses whatever the config says; None: the config's.
+        has_old: whether the objective reads old_log_prob.
+        names: of verl's metrics, a beginning or a part of `NAMES`.
+    """
+
+    options: Callable[[Any], dict[str, Any]]
+    clipping: Callable[[Batch, Any], Clipping] | None
+    advantages: Callable[[Batch, Any], Tensor]
+    aggregation: str | None = None
+    has_old: bool = True
+    names: tuple[str, ...] = NAMES
+
+    def old_logps(self, batch: Batch) -> Tensor | None:
+        return batch.old_log_prob if self.has_old else None
+
+    def metrics(self, batch: Batch, config: Any) -> Metrics:
+        """Names and values: fractions of tokens (0 for None), and the mean of -log r."""
+        if self.clipping is None:
+            return (), batch.advantages.new_empty(0)
+        log_ratio, above, below = self.clipping(batch, config)
+        nothing = log_ratio.new_zeros(())
+        high, low = (nothing if x is None else batch.mean(x) for x in (above, below))
+        values = dict(zip(NAMES, (high, -batch.mean(log_ratio), low), strict=True))
+        return self.names, torch.stack([values[name] for name in self.names])
+
+
+# ---- options
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """A field of verl's ActorConfig or of an omegaconf config."""
+    value = config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
+    return default if value is None else value
+
+
+def clip_range(config: Any) -> dict[str, Any]:
+    """epsilon_low and epsilon_high: verl's clip_ratio_low and clip_ratio_high, else clip_ratio."""
+    both, bounds = option(config, "clip_ratio"), {}
+    for side in ("low", "high"):
+        value = option(config, f"clip_ratio_{side}", both)
+        if value is None or not value >= 0:
+            raise ValueError(
+                f"clip_ratio_{side}: expected a number >= 0 (or clip_ratio), got {value!r}"
+            )
+        bounds[f"epsilon_{side}"] = value
+    return bounds
+
+
+def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
+    cap = float(option(config, "clip_ratio_c", default))
+    if not cap > least:
+        raise ValueError(f"clip_ratio_c: expected a number > {least:g}, got {cap:g}")
+    return cap
+
+
+def named(loss_type: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda config: {"loss_type": loss_type, **options, **clip_range(config)}
+
+
+def vanilla(config: Any) -> dict[str, Any]:
+    return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
+
+
+def sapo(config: Any) -> dict[str, Any]:
+    temperatures = {
+        f"sapo_temperature_{sign}": float(option(config, f"tau_{sign}")) for sign in ("pos", "neg")
+    }
+    return {"loss_type": "sapo", **temperatures}
+
+
+def dro(config: Any) -> dict[str, Any]:
+    beta = option(option(config, "policy_loss"), "dro_beta")
+    if beta is None or not beta > 0:
+        raise ValueError(f"policy_loss.dro_beta: expected a number > 0, got {beta!r}")
+    return {"loss_type": "dro", "beta": float(beta)}
+
+
+# ---- advantages
+
+
+def weighted(batch: Batch, config: Any) -> Tensor:
+    """A times the importance weight of the rollout."""
+    weights = batch.rollout_is_weights
+    return batch.advantages if weights is None else batch.advantages * weights
+
+
+def weighted_rows(batch: Batch, config: Any) -> Tensor:
+    """A times the geometric mean of the completion's importance weights (geo_mean)."""
+    keep, a = batch.mask.bool(), batch.advantages
+    if ((a == 0) & keep & (batch.row_mean(a.abs()) > 0)).any():
+        raise ValueError(
+            "advantages: geo_mean expects one advantage per completion, got single tokens with 0"
+        )
+    if batch.rollout_is_weights is None:
+        return a
+    return a * torch.exp(batch.row_mean(torch.log(batch.rollout_is_weights + 1e-10)))
+
+
+def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
+    """A times the importance weight, and times min(r, clip_ratio_c) / min(r, 20): verl's cap in
+    the place of ours.
+    """
+    ratio = batch.log_ratio.exp()
+    theirs, ours = ratio.clamp(max=ratio_cap(config, 20.0)), ratio.clamp(max=DPPO_RATIO_CAP)
+    return weighted(batch, config) * (theirs / ours)
+
+
+def unweighted(batch: Batch, config: Any) -> Tensor:
+    if batch.rollout_is_weights is not None:
+        raise ValueError(
+            "rollout_is_weights: dro expects None (its quadratic term has one weight), got a tensor"
+        )
+    return batch.advantages
+
+
+# ---- the tokens that are clipped, for verl's metrics
+
+
+def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
+    """Where the ratio left the clip range on the side its advantage pushes to."""
+    low, high = clip_range(config).values()
+    a = batch.advantages
+    return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
+
+
+def clipped_twice(batch: Batch, config: Any) -> Clipping:
+    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
+    lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
+    return batch.log_ratio, beyond(ratio, batch, config), lower
+
+
+def clipped_by_completion(batch: Batch, config: Any) -> Clipping:
+    ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
+    return batch.raw_log_ratio, beyond(ratio, batch, config), None
+
+
+def clipped_by_token(batch: Batch, config: Any) -> Clipping:
+    log_ratio, (low, high), a = batch.raw_log_ratio, clip_range(config).values(), batch.advantages
+    clipped = (log_ratio < -low) | (log_ratio > high)
+    return log_ratio, clipped & (a > 0), clipped & (a < 0)
+
+
+def clipped_weight(batch: Batch, config: Any) -> Clipping:
+    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    return batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high), None
+
+
+def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Clipping]:
+    """dppo's tokens whose distance from the old policy grows beyond its bound; the capped ones."""
+
+    def clipping(batch: Batch, config: Any) -> Clipping:
+        low, high = clip_range(config).values()
+        p, p_old, is_good = batch.log_prob.exp(), batch.old_log_prob.exp(), batch.advantages > 0
+        far = distance(p, p_old)
+        left = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
+        capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
+        return batch.log_ratio, left, capped
+
+    return clipping
+
+
+def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
+    """KL of (p_old, 1 - p_old) from (p, 1 - p), with verl's 1e-8."""
+    return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(
+        (1 - p_old + 1e-8) / (1 - p + 1e-8)
+    )
+
+
+LOSSES: dict[str, Recipe] = {
+    "vanilla": Recipe(vanilla, clipped_twice, weighted),
+    "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
+    "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
+    "sapo": Recipe(sapo, lambda b, _: (b.log_ratio, None, None), weighted, "seq-mean-token-mean"),
+    "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
+    "dppo_tv": Recipe(
+        named("dppo_tv"), too_far(lambda p, p_old: (p - p_old).abs()), weighted_to_cap
+    ),
+    "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
+    "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
+    "dro": Recipe(
+        dro, lambda b, _: (b.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
+    ),
+}

@@ -1,0 +1,218 @@
+"""Ranks: parameters in shards (DTensors), and what ranks that share a head agree on in a call.
+
+A DTensor alone does not say what its ranks have in common. Those of FSDP2 have rows of hidden of
+their own, so its parameters are gathered for a call and their gradient is reduced (inside the
+forward of the FSDP2 module they are whole anyway). Tensor-parallel ranks have the same rows, and
+each works with its rows of the vocabulary; that is so only where a caller says it with `group=`.
+
+A call with `group=` makes two small all-gathers before it works: the size of every shard, and, when
+all arguments have been checked, what is about to be computed. A rank that refuses an argument says
+so in place of that, so that every rank raises the same ValueError and none waits for another.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.head.vocabulary import VocabularyShard
+from grpo_fast.kernels.route import head_route
+from grpo_fast.kernels.workspace import workspace_bytes
+
+TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")  # the names of such a mesh dimension
+TEXT_BYTES = 1024  # of a message, in a tensor
+FINE, REFUSED = b"+", b"-"
+
+
+def is_sharded(x: object) -> bool:
+    # torch.distributed.tensor is slow to import, and only who has a DTensor has paid for it.
+    return hasattr(type(x), "full_tensor")
+
+
+def gathered(name: str, x: Any) -> Any:
+    """The whole of a parameter that lies in shards (or copies) over one mesh dimension.
+
+    As with FSDP, each rank has rows of its own, and its gradient is averaged over the ranks into
+    the shards. All ranks call together. Anything but a DTensor is returned as it is.
+
+    Raises ValueError for a DTensor over several mesh dimensions, with partial sums, or over
+    tensor-parallel ranks.
+    """
+    if not is_sharded(x):
+        return x
+    from torch.distributed.tensor import Replicate, Shard
+
+    names = x.device_mesh.mesh_dim_names or ()
+    known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
+    if not known or any(dimension in TENSOR_PARALLEL for dimension in names):
+        raise ValueError(
+            f"{name}: expected a plain tensor, or a DTensor sharded over one data-parallel mesh "
+            f"dimension (FSDP2), got {x.placements} over mesh dimensions "
+            f"{names or x.device_mesh.ndim}; call inside the forward of the FSDP2 module that "
+            "holds it, pass group=weight.device_mesh where the ranks share the rows of hidden and "
+            "each holds rows of the vocabulary, or pass a whole tensor and reduce its gradient "
+            "yourself"
+        )
+    return _Gathered.apply(x)
+
+
+def process_group(group: Any) -> distributed.ProcessGroup:
+    """The group of a call that names one, or the mesh of one dimension that stands for it.
+
+    Raises ValueError for anything else, and where this process is not in the group.
+    """
+    if hasattr(group, "mesh_dim_names"):  # a DeviceMesh, whose module is slow to import
+        if group.ndim != 1:
+            raise ValueError(
+                "group: expected a process group or a mesh of one dimension, got a mesh of "
+                f"{group.ndim} dimensions; mesh['name'] is one of them"
+            )
+        group = group.get_group()
+    if not isinstance(group, distributed.ProcessGroup):
+        raise ValueError(
+            "group: expected a process group or a mesh of one dimension that this process is in, "
+            f"got {group if isinstance(group, int | str) else type(group).__name__}"
+        )
+    return group
+
+
+def own_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
+    """A parameter as a call with this group takes it: its rows on this rank, or without a group the
+    whole of it (`gathered`).
+
+    Raises ValueError for a DTensor that is not sharded by rows over the ranks of the group.
+    """
+    if group is None or not is_sharded(x):
+        return gathered(name, x)
+    from torch.distributed.tensor import Shard
+
+    ranks = distributed.get_process_group_ranks
+    mesh, by_rows = x.device_mesh, tuple(x.placements) == (Shard(0),)
+    if not by_rows or mesh.ndim != 1 or ranks(mesh.get_group()) != ranks(group):
+        raise ValueError(
+            f"{name}: expected the rows of this rank, or a DTensor with placements "
+            f"{(Shard(0),)} over the ranks {ranks(group)} of group, got {x.placements} over the "
+            f"ranks {mesh.mesh.tolist()}"
+        )
+    return x.to_local()
+
+
+class _Gathered(torch.autograd.Function):
+    """All-gather forward; mean over the ranks, scattered, backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.mesh, ctx.placements = x.device_mesh, x.placements
+        return x.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Partial
+
+        parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
+        reduced = parts.redistribute(placements=ctx.placements)
+        return reduced / ctx.mesh.size()  # gloo has no mean
+
+
+class Agreement:
+    """A block in which the arguments of one call are checked, on every rank of a group.
+
+    Args:
+        group: as the public functions take it; None: there is nobody to agree with.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = None if group is None else process_group(group)
+        self.is_open = self.group is not None  # the other ranks wait for a word of this one
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.is_open and isinstance(error, Exception):
+            self._tell(REFUSED, str(error) or type(error).__name__)
+
+    def shard(self, weight: Tensor) -> VocabularyShard | None:
+        """The shard that holds the rows of this weight; None without a group.
+
+        Raises:
+            ValueError: nobody holds a row, or a rank has refused an argument.
+        """
+        if self.group is None:
+            return None
+        refuse("group", weight, "a group")
+        sizes = tuple(map(int, self._tell(FINE, str(weight.shape[0]))))
+        if not any(sizes):
+            raise ValueError(
+                "lm_head_weight: expected at least one vocabulary row on the ranks of group, got "
+                f"{len(sizes)} empty shards"
+            )
+        return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
+
+    def ready(
+        self,
+        tensors: tuple,  # (hidden, weight, bias)
+        target_ids: Tensor,  # (T,) of the active rows
+        wanted: list[bool],
+        backend: str,
+        numbers: str,
+    ) -> None:
+        """Every argument is in order on this rank: do all ranks make the same call?
+
+        Raises:
+            ValueError: a rank has refused an argument, or makes another call.
+        """
+        if self.group is None:
+            return
+        hidden, weight, bias = tensors
+        head_route(backend, weight, is_shard=True)  # which may not run here
+        facts = {
+            "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
+            "bias": "None" if bias is None else "a tensor",
+            "target_ids": f"{len(target_ids)} active ones with checksum {checksum(target_ids)}",
+            "requires_grad": f"{wanted} of hidden, weight and bias",
+            "config": f"numbers with checksum {zlib.crc32(numbers.encode())}",
+            "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
+        }
+        told = [text.split("\n") for text in self._tell(FINE, "\n".join(facts.values()))]
+        self.is_open = False
+        for rank, others in enumerate(told):
+            for name, expected, got in zip(facts, told[0], others, strict=True):
+                if expected != got:
+                    raise ValueError(
+                        f"{name}: expected the same on every rank of group, got {expected} on rank "
+                        f"0 and {got} on rank {rank}"
+                    )
+
+    def _tell(self, verdict: bytes, text: str) -> list[str]:
+        """Gather one line of each rank, in their order. Where one refuses, all raise its error."""
+        assert self.group is not None
+        self.is_open = False  # where this fails nobody waits any more
+        ranks = distributed.get_world_size(self.group)
+        is_cuda = distributed.get_backend(self.group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
+        line = (verdict + text.encode())[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        mine = torch.tensor(list(line), dtype=torch.uint8, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(ranks)]
+        distributed.all_gather(everyone, mine, group=self.group)
+        lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
+        texts = [x[1:].decode(errors="ignore") for x in lines]
+        refusals = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == REFUSED}
+        if not refusals:
+            self.is_open = True
+            return texts
+        rank, message = next(iter(refusals.items()))
+        is_common = len(refusals) == ranks and len(set(texts)) == 1
+        raise ValueError(message if is_common else f"{message} (on rank {rank} of group)")
+
+
+ALONE = Agreement(None)
+
+
+def checksum(x: Tensor) -> int:
+    """A number that tells other ids, or another order of them, apart; wraps around."""
+    return int((x * torch.arange(1, len(x) + 1, device=x.device)).sum())

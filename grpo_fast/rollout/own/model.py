@@ -1,0 +1,121 @@
+"""A causal LM that our loop samples from, and that its owner finds as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from grpo_fast.attention import Head, head_of
+
+
+class SampledModel:
+    """What `TransformersEngine` asks of a transformers causal LM, or of a peft model around one.
+
+    Args:
+        tokenizer: of its prompts; None: they are token ids, and `eos_ids` are given.
+        eos_ids: the token ids that end a completion; None: the tokenizer's and the model's.
+        attn: attention for `generate`; "auto": the model's own (eager where it has a softcap).
+        autocast: dtype that the model runs in over fp32 weights, or None.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        eos_ids: Iterable[int] | None = None,
+        attn: str = "auto",
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
+        configs = getattr(model, "peft_config", {}).values()
+        if any(config.is_prompt_learning for config in configs):
+            raise ValueError(
+                "model: peft's prompt learning changes the inputs, which ours does not"
+            )
+        self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.generation_attn = generation_attention(self.lm) if attn == "auto" else attn
+        if eos_ids is None:
+            if tokenizer is None:
+                raise ValueError("tokenizer: expected the model's, got None")
+            self.eos_ids, self.pad_id = special_ids(self.lm, tokenizer)
+        else:
+            self.eos_ids = frozenset(eos_ids)
+            self.pad_id = min(self.eos_ids)
+        self.positions = positions(self.lm.config.get_text_config())
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.lm.device
+        return device
+
+    @property
+    def head(self) -> Head:
+        """Weight, bias and logit rule of the head, in the dtype of the hidden states."""
+        head = head_of(self.lm)
+        if self.autocast is None:
+            return head
+        bias = None if head.bias is None else head.bias.to(self.autocast)
+        return head._replace(weight=head.weight.to(self.autocast), bias=bias)
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Evaluation mode with a cache-capable attention and a plain generation config; then back.
+
+        The attention is exchanged between whole steps only, never between a forward pass and its
+        backward.
+        """
+        lm, attention = self.lm, self.lm.config._attn_implementation
+        modes, saved = [(m, m.training) for m in lm.modules()], lm.generation_config
+        # A shipped generation config may hold penalties and warpers; the sampler is ours alone.
+        lm.generation_config = type(saved)()
+        lm.set_attn_implementation(self.generation_attn)
+        lm.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                yield
+        finally:
+            if self.autocast is not None:  # weights that were cast without a graph
+                torch.clear_autocast_cache()
+            lm.generation_config = saved
+            lm.set_attn_implementation(attention)
+            for module, training in modes:
+                module.training = training
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        on = self.autocast is not None  # off inside a caller's autocast, too
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
+
+
+def generation_attention(lm: Any) -> str:
+    softcap = getattr(lm.config, "attn_logit_softcapping", None)
+    return "eager" if softcap is not None else lm.config._attn_implementation
+
+
+def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
+    """Every id that ends a completion (tokenizer's, generation config's), and one for padding."""
+    eos: set[int] = set()
+    for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
+        eos |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
+    if not all(type(token) is int and token >= 0 for token in eos):
+        raise ValueError(f"eos_token_id: expected token ids, got {', '.join(map(repr, eos))}")
+    if not eos:
+        raise ValueError("tokenizer: has no EOS token, so no completion could end")
+    pad = tokenizer.pad_token_id
+    return frozenset(eos), min(eos) if pad is None else pad
+
+
+def positions(config: Any) -> float:
+    """The longest prompt, in tokens: inf where the config names no bound."""
+    bound = getattr(config, "max_position_embeddings", None)
+    if not isinstance(bound, int):
+        return math.inf
+    # Qwen2.5 is stretched (YaRN) by these two alone: max_position_embeddings stays as it was.
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    is_stretched = isinstance(factor, (int, float))
+    return max(bound, int(factor * (original or bound))) if is_stretched else bound

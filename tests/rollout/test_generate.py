@@ -1,0 +1,109 @@
+"""`rollout.generate` from outside: a plain model in, completions out, the model as it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_fast import rollout
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout import Sampling, generate
+from grpo_fast.rollout.own.cache import RolloutCache
+from grpo_fast.train.models.policy import Policy
+from tests.tiny import tiny_model
+
+PROMPTS = ["3 1 2 =", "1 ="]
+
+
+@pytest.fixture
+def tokenizer():
+    return build_symbol_tokenizer([str(i) for i in range(10)] + ["="])
+
+
+def state_of(model):
+    modes = [module.training for module in model.modules()]
+    return modes, model.config._attn_implementation, model.generation_config.to_dict()
+
+
+def test_the_example_runs(tokenizer):
+    text = (Path(rollout.__file__).parent / "README.md").read_text()
+    example = re.search(r"```python\n(from grpo_fast.rollout import generate.*?)```", text, re.S)
+    scope = {"model": tiny_model(), "tokenizer": tokenizer, "prompts": PROMPTS, "score": len}
+    exec(example[1], scope)  # noqa: S102
+    done = scope["done"]
+    assert len(scope["rewards"]) == 16 and done.prompts == [p for p in PROMPTS for _ in range(8)]
+    assert all(kept is not None for kept in done.kept)
+
+
+def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer):
+    model = tiny_model()
+    model.train()
+    model.model.layers[0].eval()  # frozen by its owner
+    model.model.layers[0].mlp.register_module("drop", torch.nn.Dropout(0.5))
+    model.generation_config.repetition_penalty = 5.0
+    before = state_of(model)
+    options = {"group_size": 3, "seed": (4, 2)}
+    ours = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=9, **options)
+    assert state_of(model) == before and model.model.layers[0].mlp.drop.p == 0.5
+    policy = Policy(tiny_model(), tokenizer)
+    theirs = generate(policy, PROMPTS, Sampling(max_new_tokens=9), **options)
+    assert ours.completion_ids == theirs.completion_ids
+    model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # nothing of it is inference's
+
+
+def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, monkeypatch):
+    model, ids = tiny_model(), tokenizer(PROMPTS)["input_ids"]
+    keywords = {"tokenizer": tokenizer, "max_new_tokens": 6, "seed": 3}
+    texts = generate(model, PROMPTS, group_size=2, **keywords)
+    assert generate(model, ids, group_size=2, **keywords).completion_ids == texts.completion_ids
+    counts = []
+    seat = RolloutCache.seat
+    monkeypatch.setattr(RolloutCache, "seat", lambda c, n: counts.append(list(n)) or seat(c, n))
+    twice = generate(model, [[*p] for p in ids for _ in range(2)], **keywords)
+    assert counts[0] == [2, 2]
+    assert twice.completion_ids == texts.completion_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_a_callers_autocast_keeps_its_gradients(tokenizer, dtype):
+    model = tiny_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        sampled = rollout.SampledModel(model, tokenizer, autocast=dtype)
+        generate(sampled, PROMPTS, max_new_tokens=2)
+        model(input_ids=torch.tensor([[1, 2]])).logits.float().sum().backward()
+    assert model.get_output_embeddings().weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer": None}, "tokenizer: expected"),
+        ({"group_size": 0}, "group_size: expected at least 1, got 0"),
+        ({"options": Sampling(), "top_p": 0.5}, "options: expected them or keywords"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"beams": 2}, "beams"),
+        ({"prompts": [[1, -1]]}, "prompts: expected .*-1"),
+        ({"prompts": [[1, 10**6]]}, "prompts: expected token ids"),
+        ({"prompts": [[]]}, "prompts: expected at least one token"),
+    ],
+)
+def test_refusals(tokenizer, changes, message):
+    given = {"prompts": PROMPTS, "tokenizer": tokenizer, **changes}
+    with pytest.raises(ValueError, match=message):
+        generate(tiny_model(), **given)
+
+
+def test_a_head_with_an_adapter_samples_by_transformers(tokenizer):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["lm_head", "q_proj"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(), config)
+    done = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=4, temperature=0)
+    for prompt, ids in zip(done.prompt_ids, done.completion_ids, strict=True):
+        logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == ids
+    prefix = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="prompt learning"):
+        generate(peft.get_peft_model(tiny_model(), prefix), PROMPTS, tokenizer=tokenizer)

@@ -62,7 +62,7 @@ def collector(policy, path, **options):
         }
     ).data
     queue = PromptQueue(load_examples(source, split="train", seed=0))
-    advantages = Advantages("centered", {}, config.group_size)
+    advantages = Advantages("centered", {}, config.group_size, {})
     return RecordedCollector(
         str(path), config, policy, None, None, queue, advantages, seed=0, steps=1
     )

@@ -48,7 +48,8 @@ class RecordedCollector(Collector):
         asked = self.queue.take(self.config.prompts_per_step)
         traces = [trace for one in asked for trace in self.traces[str(one.example.prompt)]]
         rewards = torch.tensor([torch.nan if t.reward is None else t.reward for t in traces])
-        advantages = self.advantages.of(rewards, Rollout(completion_ids=[
+        scores = RewardResult(rewards, {}, {})
+        advantages = self.advantages.of(scores, Rollout(completion_ids=[
             [0] * sum(len(branch.logps) for branch in trace.branches) for trace in traces
         ]))  # fmt: skip
         self.advantages.observe(rewards)
@@ -57,7 +58,7 @@ class RecordedCollector(Collector):
         rollout = self._rollout([traces[n].task for n in owner], branches)
         judged = rewards.view(len(asked), -1)
         metrics = {
-            **reward_metrics(RewardResult(rewards, {}, {}), self.config.group_size),
+            **reward_metrics(scores, self.config.group_size),
             **completion_metrics(rollout), **kept_metrics(rollout),
         }  # fmt: skip
         clock.lap("rollout")

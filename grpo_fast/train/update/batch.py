@@ -17,7 +17,8 @@ from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import balanced
-from grpo_fast.train.update.micro_batch import MicroBatch, Totals, samples_of
+from grpo_fast.train.update.micro_batch import MicroBatch, samples_of
+from grpo_fast.train.update.totals import Totals
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
 FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
@@ -169,7 +170,13 @@ class StepBatch:
         if missing := max(map(len, plans)) - len(micro_batches):
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self._packed([[shortest]]).idle()] * missing
-        items = sum(len(self.rollout.completion_ids[i]) for i in part if self._counts(i))
+        # The loss takes len(part)/G for the number of prompts: here it is that of those present.
+        scale = len(groups) * self.group_size / len(part)
+        of_prompt = {i: sum(map(self._tokens, group)) for group in groups for i in group}
+        for batch in micro_batches:
+            x = [of_prompt[i] * scale for i in batch.chosen]
+            batch.prompt_items = torch.tensor(x, dtype=torch.float64, device=self.device)
+        items = sum(map(self._tokens, part))
         return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
 
     def _packed(self, chosen: list[list[int]]) -> MicroBatch:
@@ -198,7 +205,8 @@ class StepBatch:
             return tree_tokens(samples_of(self.rollout, group))
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
-    def _counts(self, i: int) -> bool:
-        """Whether the tokens of a completion do, as in `MicroBatch.pack`."""
+    def _tokens(self, i: int) -> int:
+        """The tokens of a completion that count, as in `MicroBatch.pack`."""
         cut = self.mask_truncated and self.rollout.truncated[i]
-        return not cut and not bool(self.advantages[i].isnan())
+        counts = not cut and not bool(self.advantages[i].isnan())
+        return len(self.rollout.completion_ids[i]) if counts else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ class MicroBatch:
     old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
     returns: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
+    prompt_items: Tensor | None = None  # (B,) fp64: by what `aggregation: prompt_mean` divides
     is_idle: bool = False  # no token counts: another rank has one micro-batch more
 
     @classmethod
@@ -89,23 +89,6 @@ class MicroBatch:
 
     def __len__(self) -> int:
         return len(self.chosen)
-
-
-class Totals(NamedTuple):
-    """The normalisers of an optimizer step, on all ranks together."""
-
-    items: int  # tokens that count
-    completions: int
-    micro_batches: int
-    trunk_tokens: int
-
-    @classmethod
-    def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
-        """The totals of one rank's micro-batches."""
-        items = max(1, sum(batch.active_tokens for batch in minibatch))
-        completions = sum(len(batch) for batch in minibatch)
-        trunk = sum(batch.trunk_tokens for batch in minibatch)
-        return cls(items, completions, len(minibatch), trunk)
 
 
 def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int], Tensor]]:

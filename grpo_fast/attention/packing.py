@@ -225,8 +225,12 @@ def _pack(
 
 def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
     """The ids of a sample (n,) and the positions that are trained; ValueError with `name`."""
-    ids, mask = torch.as_tensor(ids, device="cpu"), torch.as_tensor(trained, device="cpu")
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+    try:
+        ids, mask = (torch.as_tensor(x, device="cpu") for x in (ids, trained))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: expected token ids and a bool for each, came {error}") from error
+    is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    if ids.dim() != 1 or not len(ids) or not is_whole or ids.min() < 0:
         raise ValueError(
             f"{name}: expected token ids, at least one, came {tuple(ids.shape)} {ids.dtype}"
         )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.data.escape import reason
 from grpo_fast.data.example import DatasetError, Example, need
 
 VERSION = 1  # of the schema
@@ -98,20 +99,25 @@ def read_traces(
 
     Raises DatasetError, which names the record (by `names`, else `traces[3]`) and the node.
     """
-    found: dict[Any, tuple[str, list[_Node], RecordedTrace]] = {}
+    found: dict[str, tuple[str, list[_Node], RecordedTrace]] = {}
     for number, record in enumerate(records):
         name = names[number] if names is not None else f"traces[{number}]"
         need(isinstance(record, Mapping), name, "a trace", type(record).__name__)
         version = record.get("version", VERSION)
         need(version == VERSION, f"{name}.version", f"{VERSION}, as of verifiers 0.4", version)
-        nodes = [_node(f"{name}.nodes[{i}]", node) for i, node in enumerate(record["nodes"])]
-        key = record.get("id", number)
+        try:
+            nodes = [_node(f"{name}.nodes[{i}]", node) for i, node in enumerate(record["nodes"])]
+            trace = _trace(name, record, nodes)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            expected = "the fields of a trace of verifiers"
+            raise DatasetError(f"{name}: expected {expected}, got {reason(error)}") from error
+        key = repr(record.get("id", number))
         if key in found:
             first, others, _ = found[key]
             same = [(a.ids, a.mask) for a in nodes] == [(b.ids, b.mask) for b in others]
-            need(same, name, f"the nodes of {first}, which has the same id {key!r}", "others")
+            need(same, name, f"the nodes of {first}, which has the same id {key}", "others")
             continue
-        found[key] = name, nodes, _trace(name, record, nodes)
+        found[key] = name, nodes, trace
     return [trace for _, _, trace in found.values()]
 
 

@@ -341,6 +341,8 @@ def test_supports_and_repeated_rows_in_the_loss():
         ([([1, 2], [0, 0])], "samples: expected at least one trained token, came none"),
         ([([1, 2], [0, 1]), ([], [])], r"samples\[1\]: expected token ids, .* came \(0,\)"),
         ([([1.5, 2], [0, 1])], r"samples\[0\]: expected token ids"),
+        ([([1, -2], [0, 1])], r"samples\[0\]: expected token ids"),
+        ([([1, 2], [0, None])], r"samples\[0\]: expected token ids and a bool for each"),
         ([([[1, 2]], [[0, 1]])], r"samples\[0\]: expected token ids"),
         ([([1, 2], [0, 1]), ([1, 2, 3], [0, 1])], r"samples\[1\]: expected a bool for each of 3"),
         ([([1, 2], [0, 0.5])], r"samples\[0\]: expected a bool for each of 2 ids"),

@@ -232,7 +232,7 @@ SUITES: dict[str, list[str]] = {
     "late": ["tests/loss/test_late_checks.py"],
     "attention": ["tests/attention/test_attention.py"],
     "trees": ["tests/attention/test_trees.py"],
-    "recorded": ["tests/integrations/test_trees.py"],
+    "recorded": ["tests/integrations/test_recorded_trees.py"],
     "offline": ["tests/train/test_recorded.py", "-k", "flattened"],
     "tree_kernels": ["tests/attention/test_attention_kernels.py"],
     "csrc_sums": [

@@ -29,7 +29,13 @@ from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.reference import check_reference
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import kernels_line, memory_line, sampler_line, support_line
+from grpo_fast.train.report.lines import (
+    closing_lines,
+    kernels_line,
+    memory_line,
+    sampler_line,
+    support_line,
+)
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
@@ -109,6 +115,8 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         report.note(memory_line(summary))
         if config.log.save_model:
             save_models(trainer, report.folder)
+        for line in closing_lines(report.folder):
+            report.note(line)
     return summary
 
 

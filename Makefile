@@ -171,10 +171,15 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 	@$(STEP) 'the integrations, against the trainers themselves'
 	@GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' $(PYTEST) tests/integrations
 
+# Every module that imports transformers is tested here (tests/architecture/test_floor.py holds the list to it).
+TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py shared_prompt.py windows.py) \
+  $(addprefix tests/rollout/test_,continuous.py decode.py vllm_server.py) \
+  $(addprefix tests/train/test_,fingerprints.py lecture.py longcontext.py longcontext_step.py memory_model.py \
+    pretrained.py reward_model.py train_policy.py)
+
 test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)
 	@$(STEP) 'what concerns transformers, on transformers 5.17'
-	@PYTHONPATH='$(abspath $(OLD_TRANSFORMERS))' $(PYTEST) tests/attention/test_attention.py tests/attention/test_shared_prompt.py tests/attention/test_windows.py \
-	  tests/train/test_longcontext.py tests/train/test_longcontext_step.py tests/train/test_pretrained.py tests/train/test_train_policy.py
+	@PYTHONPATH='$(abspath $(OLD_TRANSFORMERS))' $(PYTEST) $(TRANSFORMERS_TESTS)
 
 # Before a release, and before any visit to a GPU: the machine there has these versions.
 test-floor: BIN := $(FLOOR)/bin

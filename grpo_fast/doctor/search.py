@@ -114,9 +114,9 @@ class Search:
     def neighbours(self, view: View) -> list[View]:
         """The views with one more field changed, what leaves least first."""
         changed = dict.fromkeys(self._changed(view))
-        found = [x for x in changed if x != view and self._is_possible(x)]
-        self._order += found
-        return sorted(found, key=self.left)
+        possible = [x for x in changed if x != view and self._is_possible(x)]
+        self._order += possible
+        return sorted(possible, key=self.left)
 
     def _changed(self, view: View) -> Iterator[View]:
         """Views that may be the engine's: what is known to happen, and numbers that fit."""

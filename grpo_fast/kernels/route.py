@@ -134,7 +134,7 @@ def support_doors(backend: str) -> Any:
 @functools.cache
 def divergence_doors(backend: str) -> Any:
     """The module that compares rows of logits (divergence_reference.py documents its doors)."""
-    name = "divergence_reference"
+    name = "gpu.divergence" if backend == "triton" else "divergence_reference"
     if backend == "cpu" and loader.load("divergence") is None:
         name = "cpu.divergence"
     return importlib.import_module(f"grpo_fast.kernels.{name}")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.objective.aggregation import Total
 
 
@@ -21,7 +22,7 @@ class Given(NamedTuple):
     old_logps: Tensor | None = None  # the shape of like
     ref_logps: Tensor | None = None  # the shape of like
     sampling_logps: Tensor | None = None  # the shape of like
-    num_items_in_batch: Total | None = None  # a number, or one element
+    num_items_in_batch: Total | None = None  # a number, or one element; prompt_mean: (B,)
     num_completions_in_batch: Total | None = None  # likewise
 
 
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # the head is one rank's part of it
     inplace: bool = False  # the gradient is written over the logits
+    divergence: DivergenceTerm | None = None  # its teacher has one flat row for each target
 
 
 class RowOptions(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
 
@@ -62,11 +63,13 @@ class LossOutput:
             entropy).
         logps: fp32, detached, in the layout of `target_ids`; 0 where masked.
         entropy: fp32, detached, same layout; None unless the config asks for it.
+        divergence: fp32, detached, same layout; None without `divergence=`. Its mean is a metric.
     """
 
     loss: Tensor
     logps: Tensor
     entropy: Tensor | None
+    divergence: Tensor | None
     _metrics_of: Callable[..., dict[str, Tensor]] = dataclasses.field(repr=False)
     _filtered: Tensor | None = dataclasses.field(default=None, repr=False)
     _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
@@ -98,6 +101,8 @@ def loss(
         known = operators.LOSSES[name]
         batch = operators.build(known, tensors, options, config, given)
         numbers = config.key if options.shard else ""
+        if options.shard and (term := options.divergence):
+            numbers += repr((term[1:], getattr(term.teacher, "rule", None)))
         ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
         run = partial(known.run, batch=batch, options=options)
         if options.inplace:
@@ -105,9 +110,24 @@ def loss(
         else:
             outputs = autograd.Formed.apply(run, *tensors)
         metrics = batch.metrics
-    (value, logps, entropy, filtered), like = outputs, given.like
-    entropy = None if entropy is None else _shaped(detached(entropy), like)
-    return LossOutput(value, _shaped(detached(logps), like), entropy, metrics, filtered)
+    (value, logps, entropy, filtered, *others), like = outputs, given.like
+    divergence = others[0] if others else None
+    if divergence is not None:
+        metrics = partial(_with_mean, batch, divergence)
+    entropy, divergence = (
+        None if x is None else _shaped(detached(x), like) for x in (entropy, divergence)
+    )
+    logps = _shaped(detached(logps), like)
+    return LossOutput(value, logps, entropy, divergence, metrics, filtered)
+
+
+def _with_mean(
+    batch: TokenBatch, divergence: Tensor, logps: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
+    """The metrics of a batch, and the mean divergence of its active tokens."""
+    total = divergence.detach().sum(dtype=torch.float64).float()
+    mean = total / max(len(batch.rows.target_ids), 1)
+    return {**batch.metrics(logps, entropy), "divergence": mean}
 
 
 def logps(

@@ -12,7 +12,7 @@ from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergen
 from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
-from grpo_fast.kernels.teachers import Divergence, Teacher, TeacherHead, TeacherTopK
+from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted
 from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
@@ -102,7 +102,7 @@ def linear_divergence(
         )  # fmt: skip
         numbers = repr((*options, rule)) if is_shard else ""
         ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
-        loss, found, _, _ = autograd.Formed.apply(run, *tensors)
+        loss, found, *_ = autograd.Formed.apply(run, *tensors)
         return DivergenceOutput(loss, found.detach().reshape(like.shape))
 
 
@@ -138,6 +138,28 @@ def divergence_loss(
             found = head.values
     result = LossResult(weighted_sum(weights, found).to(weights.dtype), found, None, gradients)
     return result if unit is None else in_units(result, unit, hidden.dtype)
+
+
+def checked_term(
+    term: Any,
+    weight: Tensor,  # (V, H)
+    target_ids: Tensor,
+    ranks: Agreement,
+    support: Support | None,
+    grad_filter: float | None,
+) -> DivergenceTerm | None:
+    """What a loss adds, with a flat teacher; None of None."""
+    if term is None:
+        return None
+    if not isinstance(term, DivergenceTerm):
+        raise checks.wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
+    if grad_filter is not None:
+        raise checks.wrong("grad_filter", "None beside divergence", grad_filter)
+    checked_kind(term.kind, term.beta)
+    number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
+    has_support = support is not None
+    teacher = checked_teacher(term.teacher, weight, target_ids, ranks, has_support=has_support)
+    return term._replace(teacher=teacher)
 
 
 def checked_kind(kind: str, beta: float) -> Divergence:

@@ -22,6 +22,11 @@ import torch as tl
 from grpo_fast.objective.kl import expm1_minus
 
 
+def log1p(x):
+    """log(1 + x) without cancellation."""
+    return tl.log1p(x)
+
+
 def forward_kl(p, q, d, near, beta):
     """KL(q ‖ p) = Σ q·(log q - log p)."""
     gap = tl.where(d >= 0, p, -q) * near
@@ -39,7 +44,7 @@ def reverse_kl(p, q, d, near, beta):
 
 def jsd(p, q, d, near, beta):
     """β·KL(q ‖ m) + (1 - β)·KL(p ‖ m) with m = (1 - β)·p + β·q (2306.13649)."""
-    larger = -tl.log1p(tl.where(d >= 0, beta * near, (1.0 - beta) * near))
+    larger = -log1p(tl.where(d >= 0, beta * near, (1.0 - beta) * near))
     above = larger + tl.clamp(d, -1e38, 0.0)  # log p - log m
     below = larger - tl.clamp(d, 0.0, 1e38)  # log q - log m
     slope = (1.0 - beta) * tl.where(p == 0, 0.0, p * above)

@@ -125,12 +125,12 @@ class RewardSet:
         reasons: dict[str, Counter[str]] = {}
         total, scored = torch.zeros(len(completions)), []
         for reward in self.rewards:
-            found = self._scores(reward, given)
-            per_fn[reward.name] = torch.tensor([_sum(x) for x in found], dtype=torch.float32)
-            reasons[reward.name] = Counter(value for value in found if isinstance(value, str))
+            values = self._scores(reward, given)
+            per_fn[reward.name] = torch.tensor([_sum(x) for x in values], dtype=torch.float32)
+            reasons[reward.name] = Counter(value for value in values if isinstance(value, str))
             if reward.weight != 0:  # weight 0 means: only watch it
                 total = total + reward.weight * per_fn[reward.name]
-                scored.append((reward.weight, found))
+                scored.append((reward.weight, values))
             self._count(reward.name, reasons[reward.name].total(), len(completions))
         per_token = _per_token(scored, given.get("completion_lengths"))
         return RewardResult(total, per_fn, reasons, per_token)

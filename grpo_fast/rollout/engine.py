@@ -68,6 +68,23 @@ class Completion(NamedTuple):
     kept: Kept | None = None  # None: nothing truncated or asked for, or the engine cannot say
 
 
+class Request(NamedTuple):
+    """Ask for G = `group_size` completions of each prompt.
+
+    Attributes:
+        seed: the random numbers of a completion depend on it and on the completion's place
+            (`places` and its number in the group) alone.
+        places: of each prompt in the whole step's batch, rising; None: this is all of it. So
+            several processes sample what one would.
+    """
+
+    prompts: Sequence[Sequence[int]]  # token ids, none empty
+    sampling: Sampling
+    group_size: int
+    seed: Seed
+    places: Sequence[int] | None = None
+
+
 class Engine(ABC):
     """Samples completions. A context manager that closes itself.
 
@@ -80,24 +97,13 @@ class Engine(ABC):
     # Why it samples by a slower path than its own, which gives other bits; None: it does not.
     fallback: str | None = None
 
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],  # token ids, none empty
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """G = `group_size` completions of each prompt, those of a prompt side by side.
+    def generate(self, *fields: Any, **others: Any) -> list[Completion]:
+        """`sample` of a `Request` with these fields."""
+        return self.sample(Request(*fields, **others))
 
-        Args:
-            seed: the random numbers of a completion depend on it and on the completion's place
-                (`places` and its number in the group) alone.
-            places: of each prompt in the whole step's batch, rising; None: this is all of it. So
-                several processes sample what one would.
-        """
+    @abstractmethod
+    def sample(self, request: Request) -> list[Completion]:
+        """The completions of a request, those of a prompt side by side."""
 
     @abstractmethod
     def update(self, policy: Any, version: int) -> None:
@@ -110,7 +116,7 @@ class Engine(ABC):
         """Leave the device to the trainer. Weights may be lost: `update` follows `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Be ready for `update` and `generate`; nothing to do for one that is awake."""
+        """Be ready for `update` and `sample`; nothing to do for one that is awake."""
 
     def close(self) -> None:  # noqa: B027
         """Give everything back; the engine is not used again."""

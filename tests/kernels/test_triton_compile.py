@@ -27,6 +27,7 @@ KERNELS = {
         "row_logps",
         "row_grad",
         "row_loss",
+        "row_divergence",
         "scale",
         "coefficients",
         "times",

@@ -24,6 +24,7 @@ CASES = (
     "cases_nan.py",
     "cases_range.py",
     "cases_scale.py",
+    "cases_divergence.py",
     "cases_support.py",
     "cases_support_public.py",
     "cases_loops.py",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
+FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, METRICS = (
     f"grpo_fast/{x}.py"
     for x in (
         "train/update/precompute",
@@ -14,7 +14,6 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
         "train/update/batch",
         "train/models/reference",
         "train/update/exact_kl",
-        "rollout/completions",
         "train/metrics/losses",
     )
 )
@@ -60,8 +59,9 @@ MUTANTS = [
     Mutant("replay-off-bounds", DATA,
            'return self.replay_support == "auto" and self.truncates', "return self.truncates",
            "off keeps the sets", "replay"),
-    Mutant("replay-forgotten-in-a-checkpoint", STORED,
-           "self.kept = self.kept or [None] * count", "self.kept = [None] * count",
+    Mutant("replay-forgotten-in-a-checkpoint", STEPS,
+           "            step.collected.rollout.check(vocab_size)\n",
+           "            step.collected.rollout.kept = [None] * len(step.collected.rollout.texts)\n",
            "a step that is resumed goes on over the whole vocabulary", "checkpoint_kept"),
     Mutant("replay-mass", "grpo_fast/train/metrics/samples.py",
            '"sampling/support_size/max": float(sizes.max())',

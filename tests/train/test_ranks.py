@@ -78,6 +78,11 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
     assert all(x["grown"] < 0.45 * found[0]["grown"] for x in found[1:]), found
 
 
+def test_a_rollout_leaves_no_order_behind(ranks):
+    """What FSDP2 gathers ahead in a backward pass is the same on all ranks, or they wait."""
+    assert ranks(2, ["pass_unevenly"], timeout=60) == [[True], [True]]
+
+
 APART = {
     "seed": (["seed=1"], "rank 1: seed: 0 → 1"),
     "lr": (["optim.lr=0.5"], r"rank 1: optim\.lr: 0\.\d+ → 0\.5"),

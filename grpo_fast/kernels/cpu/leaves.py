@@ -30,11 +30,12 @@ OPERATORS: dict[type, str] = {
 WORDS = {
     "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1",
     "where": "where", "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum",
-    "maximum": "maximum", "log1p": "std::log1p",
+    "maximum": "maximum",
 }  # fmt: skip
-VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp", "log1p": "log1p_above"}
-# Helpers of kl.py that are words themselves: each reader has its own.
-HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
+VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
+# Helpers of kl.py and divergences.py that are words themselves: each reader has its own.
+HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus", "log1p": "std::log1p"}
+VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
 PRELUDE = """\
 #pragma once
@@ -175,7 +176,7 @@ class LeafPrinter:
     keyword or word.
     """
 
-    signature, number, words = "inline ValueAndSlope", "double", WORDS
+    signature, number, words, helpers = "inline ValueAndSlope", "double", WORDS, HELPERS
 
     def __init__(self, leaf: Callable) -> None:
         self.leaf = leaf
@@ -253,8 +254,8 @@ class LeafPrinter:
         match node:
             case ast.Attribute(value=ast.Name(id="tl"), attr=word) if word in self.words:
                 return self.words[word]
-            case ast.Name(id=name) if name in HELPERS:
-                return HELPERS[name]
+            case ast.Name(id=name) if name in self.helpers:
+                return self.helpers[name]
             case ast.Name(id=name) if isinstance(
                 self.leaf.__globals__.get(name), types.FunctionType
             ):
@@ -274,7 +275,8 @@ class LeafPrinter:
 class VectorPrinter(LeafPrinter):
     """One leaf as a C++ function of vectors of floats."""
 
-    signature, number, words = "GRPO_FAST_INLINE VectorPair", "Floats", VECTOR_WORDS
+    signature, number = "GRPO_FAST_INLINE VectorPair", "Floats"
+    words, helpers = VECTOR_WORDS, VECTOR_HELPERS
 
     def constant(self, value: float) -> str:
         return f"splat({float(value)!r}f)"

@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.activity import Activity, active_rows
 from grpo_fast.kernels.head.chunks import LogitChunks
 from grpo_fast.kernels.head.gradients import ChunkGradients
-from grpo_fast.kernels.head.loop import LinearHead, joined
+from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
 from grpo_fast.kernels.head.products import matmul_wide
 from grpo_fast.kernels.head.support import supported_head
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks
@@ -95,11 +95,14 @@ class DivergenceHead(LinearHead):
             return d.matrix, part.grad_logps, here.grad_entropy
 
         gradients = self._sweep(wanted, policy)
-        return RowLoss(*joined(parts, self.hidden)), gradients
+        return RowLoss(*concat_chunks(parts, self.hidden)), gradients
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if not any(wanted):
+            return self._sweep(wanted, None)
+
         def policy(chunk: slice, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             stats: RowStats = tuple(None if x is None else x[chunk] for x in known)  # type: ignore[assignment]
             here = g[chunk], None if g_entropy is None else g_entropy[chunk]
@@ -232,7 +235,7 @@ def supported_divergence(
     found = doors.row_divergence_(
         z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
     )
-    values = support.joined(found.values.to(w.dtype), of_others)
+    values = support.merge_rows(found.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, source.nothing()
     return values, source.gradients(y, w, None, wanted, others)

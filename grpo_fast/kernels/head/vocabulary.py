@@ -72,7 +72,7 @@ class VocabularyShard(NamedTuple):
         distributed.all_reduce(x, group=self.group)
         return x
 
-    def joined(self, stats: RowStats, target_ids: Tensor) -> RowStats:
+    def join_ranks(self, stats: RowStats, target_ids: Tensor) -> RowStats:
         """The statistics of whole rows from those of every rank's columns; fp32, as of one head."""
         parts = torch.stack([x for x in stats if x is not None]).double()
         lse, logps, *entropies = self.gathered(parts).unbind(1)
@@ -122,7 +122,7 @@ class VocabularyChunks(LogitChunks):
         else:
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
-        return self.shard.joined(stats, target_ids)
+        return self.shard.join_ranks(stats, target_ids)
 
     def gradients(
         self,

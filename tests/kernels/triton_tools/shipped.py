@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 import torch
 
 from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
+from grpo_fast.kernels.gpu import divergence as divergence_triton
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import scale as scale_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
+from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -138,6 +141,20 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[]
     return call
 
 
+def compared(kind: str, vocab: int) -> Callable[[], object]:
+    """Divergences from a teacher: values and gradients with soft caps, values, a rank's columns."""
+
+    def call() -> None:
+        z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
+        rules = LogitRule(1.0, 30.0, w), LogitRule(1.0, 30.0)
+        given = z, y, w, Divergence(kind), *rules
+        found = divergence_triton.row_divergence_(*given, out=y)
+        divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitRule(), LogitRule())
+        divergence_triton.row_divergence_(*given, out=y, known=found)
+
+    return call
+
+
 def loss(config: LossConfig) -> Callable[[], object]:
     def call() -> None:
         logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
@@ -186,6 +203,8 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         (torch.float32, 32001),
     ):
         yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
+    for kind, vocab in zip(DIVERGENCES, (1000, 32000, 32001), strict=True):
+        yield f"divergence {kind} V={vocab}", compared(kind, vocab)
     for hidden_size in (896, 897):
         yield f"surrounded H={hidden_size}", surrounded(hidden_size)
     # Each number of warps, an odd width, the widest that a program holds, and one beyond it.

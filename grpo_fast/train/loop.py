@@ -93,8 +93,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         if config.warm_start is not None and start.checkpoint is None:
             start_warm(config, policy, questions, report.log)
         trainer = Trainer(config, policy, load_critic(config.critic, config.model, policy))
-        kernels = kernels_of(policy)
-        report.note(kernels_line(kernels))
+        report.note(kernels_line(kernels := kernels_of(policy)))
         collector = build_collector(config, policy, engine, rewards, PromptQueue(examples))
         run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
@@ -112,11 +111,9 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
             **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
         }  # fmt: skip
         report.finish(summary)
-        report.note(memory_line(summary))
         if config.log.save_model:
             save_models(trainer, report.folder)
-        for line in closing_lines(report.folder):
-            report.note(line)
+        report.note("\n".join([memory_line(summary), *closing_lines(report.folder)]))
     return summary
 
 

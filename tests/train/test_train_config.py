@@ -34,6 +34,7 @@ def test_every_shipped_recipe_is_valid():
         "ppo-gsm8k",
         "ppo-sort",
         "lecture",
+        "lecture-naive",
         "notebook",
         "gsm8k-tiny",
         "gsm8k-smollm2-1.7b",

@@ -30,7 +30,7 @@ PANELS: dict[str, dict[str, str]] = {
     "Value error": {"value/error": "value error"},
     "Completion length (tokens)": {"completions/mean_length": "mean"},
     "Entropy (nats)": {"entropy": "entropy"},
-    "Clip fraction": {"clip_ratio/region_mean": "clipped"},
+    "Clip fraction (usual: 0.1 to 0.3)": {"clip_ratio/region_mean": "clipped"},
     "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},
     "Gradient norm": {"grad_norm": "grad norm"},
 }  # fmt: skip

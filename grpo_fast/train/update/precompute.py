@@ -74,14 +74,20 @@ def precompute(
 
 
 def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
-    """−β·kl_t for each token of each completion, and what it scored at its last one."""
+    """−β·kl_t for each token of each completion, and its own reward; a reward of the whole
+    completion stands at its last token.
+    """
     rewards = [torch.zeros_like(values) for values in batch.of_each("old_values")]
     if kl is not None:
         estimate = KL_ESTIMATORS[kl.estimator]
         logps = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
         rewards = [-kl.beta * estimate(ref - old)[0] for ref, old in logps]
-    for reward, score in zip(rewards, batch.advantages, strict=True):
-        reward[-1] += score.to(reward)
+    own = batch.token_rewards or [None] * len(rewards)
+    for reward, score, each in zip(rewards, batch.advantages, own, strict=True):
+        if each is None or score.isnan():  # a lost sample is NaN, once
+            reward[-1] += score.to(reward)
+        else:
+            reward += each.to(reward)
     return rewards
 
 

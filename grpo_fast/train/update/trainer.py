@@ -95,6 +95,7 @@ class Trainer:
             device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
             rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
+        step.batch.token_rewards = collected.token_rewards
 
     def resume(self, step: Step) -> None:
         """Make a step of a checkpoint ready for its next update."""

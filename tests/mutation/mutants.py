@@ -233,6 +233,7 @@ SUITES: dict[str, list[str]] = {
     "attention": ["tests/attention/test_attention.py"],
     "trees": ["tests/attention/test_trees.py"],
     "recorded": ["tests/integrations/test_trees.py"],
+    "offline": ["tests/train/test_recorded.py", "-k", "flattened"],
     "tree_kernels": ["tests/attention/test_attention_kernels.py"],
     "csrc_sums": [
         "tests/loss/test_chunks.py",

@@ -58,7 +58,7 @@ class RunConfig(Section):
     loss: LossSettings = Field(default_factory=LossSettings)  # type: ignore[valid-type]
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    rewards: list[RewardConfig] = Field(min_length=1)
+    rewards: list[RewardConfig] = Field(default_factory=list)  # none beside data.task: traces
     max_reward_failures: float = Field(0.5, ge=0, le=1)  # a larger share without one ends the run
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -98,8 +98,12 @@ class RunConfig(Section):
             fits = came == getattr(LossConfig, name)
             require(fits, f"loss.{name}", "none, the model's own is used", came)
         self._check_sampling_correction()
-        weighed = any(reward.weight for reward in self.rewards)
-        require(weighed, "rewards", "a weight that is not 0", "0 for all")
+        if self.data.task == "traces":
+            self._check_recorded()
+        else:
+            weighed = any(reward.weight for reward in self.rewards)
+            came = "0 for all" if self.rewards else "no reward"
+            require(weighed, "rewards", "a weight that is not 0", came)
         self._check_dynamic_sampling()
         samples, states = self.eval.samples, self.optim.states
         fits = max(self.eval.k, default=1) <= samples
@@ -115,6 +119,28 @@ class RunConfig(Section):
         expected = f"a number that divides the {completions} completions of a step"
         require(completions % self.minibatches == 0, "minibatches", expected, self.minibatches)
         return self
+
+    def _check_recorded(self) -> None:
+        """Refuse what asks for samples of one's own, beside recorded ones."""
+        rollout = self.rollout
+        for refused, name, expected, came in (
+            (self.rewards, "rewards", "none, traces have theirs", f"{len(self.rewards)}"),
+            (self.advantages == "gdpo", "advantages", "a mode of one reward", "gdpo"),
+            (
+                cast(Any, self.loss).aggregation == "prompt_mean",
+                "loss.aggregation",
+                "one without groups of equal size",
+                "prompt_mean",
+            ),
+            (rollout.ahead, "rollout.ahead", "0", rollout.ahead),
+            (rollout.dynamic, "rollout.dynamic", "none", "a section"),
+            (self.critic, "critic", "none", "a section"),
+            (self.warm_start, "warm_start", "none", "a section"),
+            (self.log.grad_variance, "log.grad_variance", "false", "true"),
+            (self.minibatches > 1, "minibatches", "1", self.minibatches),
+            (self.shuffle != "off", "shuffle", "off", self.shuffle),
+        ):
+            require(not refused, name, f"{expected} beside data.task: traces", came)
 
     def _check_distributed(self) -> None:
         """Refuse what sharded weights cannot do, and replicas without shards."""

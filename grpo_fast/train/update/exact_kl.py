@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_fast import LossConfig, Support, TeacherHead, linear_divergence
 from grpo_fast.attention import Head
 from grpo_fast.objective.kl import EXACT
-from grpo_fast.train.update.batch import MicroBatch
+from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 class ExactKL(NamedTuple):

@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss
-from grpo_fast.attention import Head, PackedGroups
+from grpo_fast.attention import Head, PackedTree
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.update.batch import MicroBatch, Totals
 from grpo_fast.train.update.critic import Critic, token_weights
 from grpo_fast.train.update.exact_kl import exact_kl, policy_term
+from grpo_fast.train.update.micro_batch import MicroBatch
+from grpo_fast.train.update.totals import Totals
 
 
 def accumulate(
@@ -83,7 +84,7 @@ def accumulate(
 
 def policy_loss(
     policy: Policy,
-    packed: PackedGroups,
+    packed: PackedTree,
     advantages: Tensor,
     config: LossConfig,
     validate: str,

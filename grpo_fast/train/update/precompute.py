@@ -17,8 +17,9 @@ from grpo_fast.train.config import CriticConfig
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.ranks.distributed import sum_, together
-from grpo_fast.train.update.batch import MicroBatch, StepBatch
+from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.critic import Critic
+from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 class RewardKL(NamedTuple):

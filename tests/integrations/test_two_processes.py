@@ -27,7 +27,9 @@ two_openrlhf = importlib.import_module("tests.integrations.two_openrlhf")
 
 # Relative, of what is logged; absolute, of the weights.
 LOGS, WEIGHTS = 1e-4, 1e-5
-SINGLE = {"forward": "packed", "loss": "single pass"}
+SINGLE = {
+    "forward": "packed", "loss": "single pass", "rollouts": "ours", "support": "the vocabulary",
+}  # fmt: skip
 TRL = [*two_trl.CASES, *two_trl.RESUMED, *two_trl.OTHERS]
 PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]

@@ -65,6 +65,8 @@ class ContinuousEngine(Engine):
         seed: Seed,
         places: Sequence[int] | None = None,
     ) -> list[Completion]:
+        if sampling.min_p > 0:
+            raise ValueError(f"min_p: continuous batching knows none, got {sampling.min_p}")
         if sampling.wants_kept:
             say_that_kept_is_unknown("continuous batching")
         rows = [list(prompt) for prompt in prompts for _ in range(group_size)]

@@ -59,7 +59,7 @@ MUTANTS = [
            "groupby(rows[part])]", "groupby(rows[part], key=id)]",
            "a prompt that stands there twice is computed twice", "generate"),
     Mutant("rollout-no-fallback", HF,
-           "if worst <= max(check_tolerance(dtype),", "if worst <= max(1e9,",
+           "if worst <= max(check_tolerance(dtype)", "if worst <= max(1e9",
            "a model that the loop computes wrongly samples by it", "decode"),
     Mutant("rollout-nan-is-drawn", HF,
            "if any(row[:n].isnan().any()", "if any(row[:0].isnan().any()",

@@ -158,10 +158,10 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
                 module.training = training
             reshard(lm)
         difference = float((ours - theirs).abs().max())
-        dtype = lm.get_output_embeddings().weight.dtype
+        dtypes = {parameter.dtype for parameter in lm.parameters()}  # the narrowest decides
         if self.accelerator.mixed_precision in ("bf16", "fp16"):
-            dtype = torch.bfloat16
-        if not difference <= check_tolerance(dtype):
+            dtypes = {torch.bfloat16}
+        if not difference <= max(map(check_tolerance, dtypes)):
             kind = lm.config.model_type
             return f"model_type {kind}: packed logps differ from TRL's by {difference:.2g} nats"
         return None

@@ -217,9 +217,9 @@ def test_models_that_our_loop_would_compute_wrongly(tmp_path):
     theirs, ours = (run(cls, path, tmp_path, disable_dropout=True, **GREEDY) for cls in classes)
     assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
     assert ours.fast_path["forward"].startswith("TRL's: model_type gpt2")
-    head = importlib.import_module("peft").LoraConfig(r=4, target_modules=["lm_head", "c_attn"])
-    trainer = build(fast.FastGRPOTrainer, path, tmp_path, peft_config=head)
-    assert "no plain linear layer" in trainer.fast_path["rollouts"]
+    theirs.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    ours.model = theirs.model
+    assert "no plain linear layer" in rollouts.unsuited(ours, ours.model)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     path = cases.folder(tmp_path / "llama", rope_parameters=dynamic)
     assert "rope_type" in build(fast.FastGRPOTrainer, path, tmp_path).fast_path["rollouts"]
@@ -312,7 +312,8 @@ def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
     options = {**options, "temperature": 0.7}
     trainer = build(
         fast.FastGRPOTrainer, model_path, tmp_path, ends=ENDS, num_iterations=2,
-        gradient_accumulation_steps=2, max_steps=2, evaluation=True, learning_rate=0.0, **options,
+        gradient_accumulation_steps=2, max_steps=2, evaluation=True, learning_rate=0.0,
+        eval_strategy="steps", eval_steps=1, **options,  # between two steps of one batch
     )  # fmt: skip
     seen, inner = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda x: seen.append(inner(x)) or seen[-1]
@@ -324,7 +325,6 @@ def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
         inputs["old_per_token_logps"][mask], expected[mask], rtol=0, atol=1e-4
     )
     assert trainer.fast_path["support"] == "the sampler's"
-    trainer.evaluate()  # what training was drawn from stays known
     for entry in trainer.state.log_history:
         for prefix in ("", "eval_"):
             ratio = entry.get(f"{prefix}sampling/importance_sampling_ratio/mean")

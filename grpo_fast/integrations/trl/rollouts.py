@@ -84,10 +84,10 @@ class OwnRollouts:
         """Whether logps are over what a truncating sampler kept."""
         return self.replay_support and self._packs
 
-    def _generate(self: Any, prompts: Any) -> Any:
+    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
         """TRL's; what an earlier batch was drawn from is forgotten."""
         self._replay[self._mode] = Replay()
-        return super()._generate(prompts)  # type: ignore[misc]
+        return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         """Ours where it draws what TRL's would; else TRL's."""

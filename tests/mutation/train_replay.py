@@ -32,7 +32,7 @@ SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/own/kept.py"
 
 MUTANTS = [
     Mutant("replay-loss-over-all", ACCUMULATE,
-           '"support": batch.support}', '"support": None}',
+           '"support": batch.support,', '"support": None,',
            "the loss is over the whole vocabulary", "replay"),
     Mutant("replay-old-over-all", FIXED,
            "policy.logps(micro.packed, temperature, hidden, micro.support)",
@@ -41,10 +41,6 @@ MUTANTS = [
     Mutant("replay-reference-over-all", REFERENCE,
            "temperature, support=support)", "temperature)",
            "the reference's logps are over the whole vocabulary", "replay"),
-    Mutant("replay-exact-kl-over-all", EXACT,
-           "support=None if batch.support is None else selected(batch.support, mask),",
-           "support=None,",
-           "the exact KL is over the whole vocabulary", "replay"),
     Mutant("replay-order", BATCH,
            "    for i in chosen:\n        kept = rollout.kept[i]",
            "    for i in sorted(chosen):\n        kept = rollout.kept[i]",

@@ -8,6 +8,7 @@ from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, 
 from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
 from grpo_fast.train.config.model import (
     CriticConfig,
+    DistillConfig,
     KLConfig,
     LoraConfig,
     ModelConfig,
@@ -18,7 +19,8 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import LossSettings, RunConfig
 
 __all__ = [
-    "CriticConfig", "DataConfig", "EvalConfig", "HeldOut", "KLConfig", "LoraConfig", "LossSettings",
-    "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig", "RewardConfig", "RolloutConfig",
-    "RunConfig", "Section", "UserPath", "WarmStartConfig", "home_path", "require",
+    "CriticConfig", "DataConfig", "DistillConfig", "EvalConfig", "HeldOut", "KLConfig",
+    "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig",
+    "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath", "WarmStartConfig",
+    "home_path", "require",
 ]  # fmt: skip

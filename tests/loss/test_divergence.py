@@ -13,7 +13,8 @@ from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, 
 from grpo_fast.kernels import route
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
-BACKENDS = ["torch", "cpu"]
+BACKENDS = ["torch"] if route.unavailable("cpu", "cpu") else ["torch", "cpu"]
+WAYS = [(torch.float64, "torch", 1e-12), *((torch.float32, b, 2e-6) for b in BACKENDS)]
 PLAIN = dict(temperature=1.0, softcap=None, logit_scale=1.0)
 RULES = {
     "plain": (PLAIN, PLAIN),
@@ -98,10 +99,7 @@ def test_against_fp64(kind, beta, name, mib, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
     weights = weights_of()
     true, expected = truth(sides_of(), kind, beta, RULES[name], weights)
-    for dtype, backend, bar in (
-        (torch.float64, "torch", 1e-12), (torch.float32, "torch", 2e-6),
-        (torch.float32, "cpu", 2e-6),
-    ):  # fmt: skip
+    for dtype, backend, bar in WAYS:
         found = ours(sides_of(dtype=dtype), kind, beta, RULES[name], weights=weights.to(dtype),
                      backend=backend)  # fmt: skip
         assert found[1].dtype == dtype and off(found[1], true) < bar
@@ -330,6 +328,7 @@ def test_a_graph_of_torch_compile_refuses_it():
     assert torch.equal(torch.compile(run, backend="eager")(sides[0]), run(sides[0]))
 
 
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
     """32 chunks of (32, 32768): at most 9 bytes a logit of a chunk, beside the head and dW."""
     from torch.profiler import ProfilerActivity, profile
@@ -428,10 +427,7 @@ def test_over_a_samplers_sets():
     for (kind, beta), rules in itertools.product(KINDS, RULES.values()):
         weights = weights_of()
         true, expected = truth(sides_of(), kind, beta, rules, weights, distributions)
-        for dtype, backend, bar in (
-            (torch.float64, "torch", 1e-12), (torch.float32, "torch", 2e-6),
-            (torch.float32, "cpu", 2e-6),
-        ):  # fmt: skip
+        for dtype, backend, bar in WAYS:
             found = ours(sides_of(dtype=dtype), kind, beta, rules, weights=weights.to(dtype),
                          support=support, backend=backend)  # fmt: skip
             assert found[1][1] == 0 and off(found[1], true) < bar

@@ -14,7 +14,8 @@ LEAVES, ROWS, HEAD, DOOR, LOADER = (
 CPP, WORDS, API = "csrc/rows/divergence.h", "csrc/vec/words.h", "csrc/api/divergence.cpp"
 
 
-def bug(name: str, path: str, before: str, after: str, meaning: str, suite="divergence") -> Mutant:
+def bug(name: str, path: str, before: str, after: str, meaning: str, suite="") -> Mutant:
+    suite = suite or ("csrc_divergence" if path.startswith("csrc/") else "divergence")
     return Mutant(f"divergence-{name}", path, before, after, meaning, suite)
 
 

@@ -180,6 +180,7 @@ SUITES: dict[str, list[str]] = {
     "levels": ["tests/loss/test_loss_traps.py", "-k", "summed or of_its_prob"],
     "advantages": ["tests/objective/test_advantages.py", "-k", "constant_baseline"],
     "divergence": ["tests/loss/test_divergence.py"],
+    "csrc_divergence": ["tests/loss/test_divergence.py", "-k", "cpu or fp64 or sets"],
     "divergence_term": ["tests/loss/test_divergence_term.py"],
     "distill": ["tests/train/test_distill.py", "-k", "teacher"],
     "exact_kl_training": ["tests/train/test_exact_kl_training.py", "-k", "not of_the_run"],

@@ -54,5 +54,6 @@ SCRIPTS: dict[str, str] = {
     "attention": "--rounds 9 --budget 1",
     "support": "--rounds 9 --budget 1",
     "trees": "--rounds 9 --budget 1",
+    "divergence": "--rounds 9 --budget 3",
     "trl": "--models 0.5b --dtype bf16 --rounds 9 --budget 3",
 }

@@ -33,7 +33,7 @@ MICRO_BATCH = "grpo_fast/train/update/micro_batch.py"
 
 MUTANTS = [
     Mutant("replay-loss-over-all", ACCUMULATE,
-           '"support": batch.support}', '"support": None}',
+           '"support": batch.support,', '"support": None,',
            "the loss is over the whole vocabulary", "replay"),
     Mutant("replay-old-over-all", FIXED,
            "policy.logps(micro.packed, temperature, hidden, micro.support)",
@@ -42,10 +42,6 @@ MUTANTS = [
     Mutant("replay-reference-over-all", REFERENCE,
            "temperature, support=support)", "temperature)",
            "the reference's logps are over the whole vocabulary", "replay"),
-    Mutant("replay-exact-kl-over-all", EXACT,
-           "support=None if batch.support is None else selected(batch.support, mask),",
-           "support=None,",
-           "the exact KL is over the whole vocabulary", "replay"),
     Mutant("replay-order", MICRO_BATCH,
            "    for i in chosen:\n        kept = rollout.kept[i]",
            "    for i in sorted(chosen):\n        kept = rollout.kept[i]",

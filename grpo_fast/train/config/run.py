@@ -16,6 +16,7 @@ from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, Ro
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
+    DistillConfig,
     KLConfig,
     ModelConfig,
     OptimConfig,
@@ -74,6 +75,7 @@ class RunConfig(Section):
     max_ref_kl: float | None = Field(None, gt=0)  # to the reference
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
+    distill: DistillConfig | None = None
     critic: CriticConfig | None = None
     warm_start: WarmStartConfig | None = None
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -89,9 +91,19 @@ class RunConfig(Section):
     # what may have changed since the run that goes on was left, and is taken as it is now
     resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _teacher_is_the_reference(cls, values: Any) -> Any:
+        distill = values.get("distill") if isinstance(values, dict) else None
+        path = distill.get("teacher") if isinstance(distill, dict) else None
+        if path is None or "reference" in values:
+            return values
+        return {**values, "reference": {"kind": "frozen", "path": path}}
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         self._fit_answers()
+        self._check_distill()
         self._check_advantages()
         for name in ("softcap", "logit_scale"):
             came = getattr(self.loss, name)
@@ -181,6 +193,25 @@ class RunConfig(Section):
             with named_in("advantage_options"):
                 check_options(self.advantages, split_options(self.advantages, options)[0])
             check_group_size(self.advantages, self.rollout.group_size)
+
+    def _check_distill(self) -> None:
+        """The teacher is the reference, and its one place in the loss or the advantages is free."""
+        if (distill := self.distill) is None:
+            return
+        came = self.reference.kind, self.reference.path
+        fits = distill.teacher is None or came == ("frozen", distill.teacher)
+        require(fits, "reference", "none beside distill.teacher", came)
+        loss, kind = cast(Any, self.loss), self.reference.kind
+        expected = "a teacher, or reference.kind: frozen or synced"
+        require(kind != "none", "distill.teacher", expected, "none")
+        require(
+            not loss.beta, "loss.beta", "0 beside distill, which weighs the divergence", loss.beta
+        )
+        fits = loss.kl_estimator not in EXACT
+        require(fits, "loss.kl_estimator", "an estimator beside distill", loss.kl_estimator)
+        require(self.advantages != GAE, "advantages", "those of a group beside distill", GAE)
+        fits = distill.form == "advantage" or self.distributed not in SHARDED
+        require(fits, "distill.form", "advantage beside sharded weights", "loss")
 
     def _check_kl(self) -> None:
         """Refuse a KL that has no reference, no weight, or no place."""

@@ -74,6 +74,7 @@ class StepBatch:
         self.minibatches: list[list[MicroBatch]] = []
         self.totals: list[Totals] = []
         self.has_fixed = False
+        self.token_rewards: list[Tensor] | None = None  # of the completions, where they have any
         self.deal(range(len(rollout.completion_ids)))
 
     @property

@@ -113,14 +113,13 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         report.finish(summary)
         if config.log.save_model:
             save_models(trainer, report.folder)
-        report.note(memory_line(summary))
-        say_where(report, config)
+        say_where(report, config, summary)
     return summary
 
 
-def say_where(report: RunReport, config: RunConfig) -> None:
+def say_where(report: RunReport, config: RunConfig, summary: dict[str, Any]) -> None:
     has_code = config.model.trust_remote_code or any(":" in each.name for each in config.rewards)
-    for line in closing_lines(report.folder, has_code):
+    for line in (memory_line(summary), *closing_lines(report.folder, has_code)):
         report.note(line)
 
 

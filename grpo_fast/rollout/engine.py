@@ -133,13 +133,15 @@ class Engine(ABC):
         self.close()
 
 
-def build_engine(policy: Any, options: Any) -> Engine:
+def build_engine(policy: Any, options: Any = None) -> Engine:
     """The engine that `options.engine` names, ready to sample with the policy as it is.
+
+    None: the policy itself, by our loop.
 
     Raises:
         ValueError: it cannot run here, or not with this model; the message says what is missing.
     """
-    module, _, name = BUILDERS[options.engine].partition(":")
+    module, _, name = BUILDERS[options.engine if options else "transformers"].partition(":")
     engine: Engine = getattr(importlib.import_module(module), name)(policy, options)
     return engine
 

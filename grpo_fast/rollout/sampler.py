@@ -1,4 +1,4 @@
-"""How completions are drawn: temperature, top-k, top-p, one uniform number per token.
+"""How completions are drawn: temperature, top-k, top-p, min-p, one uniform number per token.
 
 A token is the first whose cumulative probability, in the order of the vocabulary, exceeds its
 uniform number: one draw per row (`torch.multinomial` draws one exponential per logit), and random
@@ -8,6 +8,7 @@ numbers that depend on (seed, place, position) alone.
 from __future__ import annotations
 
 import hashlib
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ class Sampling(BaseModel):
     temperature: float = Field(1.0, ge=0)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: off
+    min_p: float = Field(0.0, ge=0, le=1)  # of the likeliest token's probability; 0: off
     batch_size: int | None = Field(None, ge=1)  # completions at a time; None: all at once
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens are never drawn."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def wants_kept(self) -> bool:
@@ -67,16 +69,17 @@ def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, 
     """Draw a token for each row.
 
     Greedy (temperature 0) takes the most likely token, its log-probability at temperature 1. Else
-    top_k comes first, then top_p over what is left; log-probabilities are those of the *processed*
-    distribution: renormalised over the kept tokens, and so larger than the policy's own. Scores
-    that are NaN or +inf make the log-probability NaN: a look at the end costs no sync per token.
+    top_k comes first, then top_p over what is left, then min_p; log-probabilities are those of the
+    *processed* distribution: renormalised over the kept tokens, and so larger than the policy's
+    own. Scores that are NaN or +inf make the log-probability NaN: a look at the end costs no sync
+    per token.
     """
     if options.temperature == 0:
         tokens = scores.argmax(-1)
         return Drawn(tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1))
     z = scores if options.temperature == 1 else scores / options.temperature
     top_k = min(options.top_k or z.shape[-1], z.shape[-1])
-    if top_k == z.shape[-1] and options.top_p == 1:
+    if top_k == z.shape[-1] and options.top_p == 1 and options.min_p == 0:
         p = z.softmax(-1)
         tokens = pick(p, uniform)
         return Drawn(tokens, p.gather(-1, tokens[:, None])[:, 0].log())
@@ -92,7 +95,7 @@ def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Drawn:  # (B, 
 
 
 def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
-    """The `most` likeliest logits of each row and their rising ids; −inf where top_p leaves out."""
+    """The `most` likeliest logits of each row and their rising ids; −inf where others leave out."""
     values, ids = z.topk(most, dim=-1)
     if options.top_p < 1:
         mass = values if options.top_k else z
@@ -101,6 +104,8 @@ def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
         beyond = p.cumsum(-1) - p >= options.top_p
         beyond[:, 0] = False  # also where top_p is 0 in fp32
         values = values.masked_fill(beyond, float("-inf"))
+    if options.min_p > 0:  # the most likely one stands first
+        values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 

@@ -153,7 +153,7 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
     assert ours.fast_path["forward"] == "packed"
     assert ours.fast_path["loss"].startswith("TRL's on our logps: advantages per token, and this")
     gradients(ours, micro_batch())
-    assert ours.fast_path == PACKED
+    assert ours.fast_path.items() >= PACKED.items()
 
 
 # -------------------------------------------------------------------------------------------
@@ -220,7 +220,8 @@ def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monk
 
     monkeypatch.setattr(auto, "from_pretrained", sharded)
     trainer = build(model_path, tmp_path)
-    assert trainer.fast_path == PACKED
+    assert trainer.fast_path.items() >= PACKED.items()
+    assert trainer.fast_path["rollouts"] == "TRL's: fsdp: the model is sharded"
     # The forward of the self-check has left shards behind: the optimizer is made of them.
     assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     loss, found = gradients(trainer, micro_batch())

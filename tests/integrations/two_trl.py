@@ -49,6 +49,11 @@ CASES: dict[str, dict[str, Any]] = {
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": True}}
 # Ours beside TRL's in another way than by its class.
 OTHERS = ("fast_head", "kept_groups")
+# Completions that are really sampled: greedy ones beside TRL's, drawn ones beside the same run.
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
+    "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8},  # a group on two ranks
+}
 Result = dict[str, Any]
 
 
@@ -161,8 +166,34 @@ def other(name: str, folder: Path, output: Path) -> Result:
     return compared(*pair)
 
 
+class Sampled:
+    """A trainer's own sampling, and a number that its tokens make."""
+
+    def __init__(self, trainer: Any) -> None:
+        del trainer._generate_single_turn
+        trainer.eos_token_ids = trainer.generation_config.eos_token_id = list(range(1, 90))
+        self.inner, self.tokens = trainer._generate_single_turn, 0
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        found = self.inner(*args, **more)
+        for ids in found[0]:
+            self.tokens = (31 * self.tokens + sum(ids)) % 1_000_003
+        return found
+
+
+def sampled(name: str, folder: Path, output: Path) -> Result:
+    """TRL's trainer and ours, or ours twice; one generation for two steps of two micro-batches."""
+    pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
+    for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):
+        pair.append(build(cls, folder, output, options))
+        pair[-1]._generate_single_turn = Sampled(pair[-1])
+        pair[-1].train()
+    assert pair[0]._generate_single_turn.tokens == pair[1]._generate_single_turn.tokens
+    return compared(*pair)
+
+
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
     torch.manual_seed(0)
-    for names, work in ((CASES, run), (RESUMED, resume), (OTHERS, other)):
+    for names, work in ((CASES, run), (RESUMED, resume), (OTHERS, other), (SAMPLED, sampled)):
         for name in names:
             yield f"trl-{name}", partial(work, name, folder / "model", folder / name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-LIGHTNING, CAUSAL_LM, OPTIONS = (
-    f"grpo_fast/integrations/{x}.py" for x in ("lightning", "causal_lm", "trl/options")
+LIGHTNING, CAUSAL_LM, OPTIONS, ROLLOUTS, REPLAY = (
+    f"grpo_fast/integrations/{x}.py"
+    for x in ("lightning", "causal_lm", "trl/options", "trl/rollouts", "trl/replay")
 )
 
 MUTANTS = [
@@ -36,4 +37,27 @@ MUTANTS = [
            "share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes",
            "share = accumulation / trainer.args.steps_per_generation",
            "each rank divides by the world's tokens: TRL's objective takes over", "two_processes"),
+    Mutant("trl-turn-forgotten", ROLLOUTS,
+           "turn = turn + 1 if known == when else 0", "turn = 0",
+           "two generations of a step draw the same tokens", "trl_rollouts"),
+    Mutant("trl-process-forgotten", ROLLOUTS,
+           "turn, self.accelerator.process_index)", "turn, 0)",
+           "all processes draw the same tokens for the same prompts", "trl_rollouts"),
+    Mutant("trl-setting-dropped", ROLLOUTS,
+           "if not (is_usual or name in READ or name.startswith(\"_\")):", "if False:",
+           "a setting that our sampler does not read is dropped", "trl_rollouts"),
+    Mutant("trl-generate-passed-by", ROLLOUTS,
+           'if any("generate" in vars(x) for x in (model, lm)) or (', "if (",
+           "somebody's own generate is not called", "trl_rollouts"),
+    Mutant("trl-min-p-forgotten", ROLLOUTS,
+           "min_p=config.min_p or 0)", "min_p=0)", "min_p is dropped", "trl_rollouts"),
+    Mutant("trl-support-of-another-turn", REPLAY,
+           "first = at - (len(tokens) - len(columns))", "first = 0",
+           "a later turn's kept sets stand at the first one's tokens", "trl_rollouts"),
+    Mutant("trl-evaluation-forgets", ROLLOUTS,
+           "self._replay[self._mode] = Replay()",
+           'self._replay = {mode: Replay() for mode in ("train", "eval")}',
+           "an evaluation forgets what training was drawn from", "trl_rollouts"),
+    Mutant("trl-samples-with-dropout", "grpo_fast/rollout/own/model.py",
+           "        lm.eval()\n", "", "dropout is on while completions are drawn", "trl_rollouts"),
 ]  # fmt: skip

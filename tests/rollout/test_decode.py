@@ -85,6 +85,7 @@ def test_every_family_samples_what_it_samples_in_transformers(family, monkeypatc
         {"temperature": 0.0},
         {"temperature": 0.6, "top_k": 5},
         {"top_p": 0.7},
+        {"min_p": 0.3, "top_k": 20, "top_p": 0.9},
         {"top_k": 9, "top_p": 0.8},
         {"batch_size": 5},  # groups cut apart
         {"batch_size": 1},

@@ -144,7 +144,7 @@ class StandIn:
         assert given["ignore_eos"] and set(given["stop_token_ids"]) == self.policy.eos_ids
         sampling = Sampling(
             max_new_tokens=given["max_tokens"], temperature=given["temperature"],
-            top_p=given["top_p"], top_k=given["top_k"],
+            top_p=given["top_p"], top_k=given["top_k"], min_p=given["min_p"],
         )  # fmt: skip
         with self.lock:
             self.prompts.append(token_ids)

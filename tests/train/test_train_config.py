@@ -33,6 +33,7 @@ def test_every_shipped_recipe_is_valid():
         "variance",
         "ppo-gsm8k",
         "ppo-sort",
+        "distill-sort",
         "lecture",
         "lecture-naive",
         "notebook",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast import linear_grpo_loss, linear_logps
+from grpo_fast import Support, linear_grpo_loss, linear_logps
 from grpo_fast.integrations.fast_head import run_inside
 from grpo_fast.integrations.trl.head import FusedHead
 from grpo_fast.integrations.trl.options import NORMALISERS, SinglePass
@@ -33,6 +33,7 @@ class PackedCall(NamedTuple):
     head: FusedHead  # the rules of logits that TRL read from the policy's config
     entropy: bool
     loss: SinglePass | None = None
+    support: Support | None = None  # what the sampler drew the scored tokens from
 
 
 def let_run_inside(lm: Any) -> None:
@@ -58,7 +59,7 @@ def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Ten
     with torch.autocast(hidden.device.type, enabled=False):
         if call.loss is None:
             return _logps(hidden, weight, bias, call)
-        return _loss(hidden, weight, bias, call.loss, call.pack)
+        return _loss(hidden, weight, bias, call.loss, call)
 
 
 def _logps(
@@ -66,19 +67,20 @@ def _logps(
 ) -> dict[str, Tensor]:
     result = linear_logps(
         hidden, weight, call.pack.target_ids, hidden_rows=call.pack.predicting, bias=bias,
-        return_entropy=call.entropy, **call.head.rule._asdict(),
+        return_entropy=call.entropy, support=call.support, **call.head.rule._asdict(),
     )  # fmt: skip
     return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
 
 
 def _loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, pack: Pack
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, job: SinglePass, call: PackedCall
 ) -> dict[str, Tensor]:
+    pack = call.pack
     out = linear_grpo_loss(
         hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
         hidden_rows=pack.predicting, bias=bias, cu_seqlens=pack.cu_seqlens,
         old_logps=pack.packed(job.old_logps), ref_logps=pack.packed(job.ref_logps),
-        num_items_in_batch=job.num_items,
+        num_items_in_batch=job.num_items, support=call.support,
     )  # fmt: skip
     return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}
 

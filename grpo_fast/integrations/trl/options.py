@@ -43,17 +43,31 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 def forward_reason(trainer: Any, lm: Any) -> str | None:
     """Why the forward stays TRL's own padded one, naming the option; None when it is packed."""
-    args, accelerator = trainer.args, trainer.accelerator
-    head = lm.get_output_embeddings()
-    peft_configs = getattr(trainer.model, "peft_config", {}).values()
-    plugin = accelerator.state.deepspeed_plugin
-    parallel = getattr(accelerator, "parallelism_config", None)
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    noise = bool(trainer.args.neftune_noise_alpha)
     known = {
-        "processing_class: images need TRL's own inputs": trainer._is_vlm,
         "router_aux_loss_coef: its loss counts padded tokens": trainer.aux_loss_enabled,
         "deepspeed: ZeRO-3 shards the head": plugin is not None and plugin.zero_stage == 3,
-        "torch_compile: the packed forward is not compiled": args.torch_compile,
-        "neftune_noise_alpha: noise is scaled by a row's length": bool(args.neftune_noise_alpha),
+        "neftune_noise_alpha: noise is scaled by a row's length": noise,
+    }
+    reason = next((reason for reason, holds in known.items() if holds), None)
+    if reason := reason or unusual_model(trainer, lm) or _attention_dropout(lm):
+        return reason
+    try:
+        check_supported(lm)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def unusual_model(trainer: Any, lm: Any) -> str | None:
+    """What neither our forward nor our sampler runs on, naming the option; None: nothing."""
+    head = lm.get_output_embeddings()
+    peft_configs = getattr(trainer.model, "peft_config", {}).values()
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    known = {
+        "processing_class: images need TRL's own inputs": trainer._is_vlm,
+        "torch_compile: our forward is not compiled": trainer.args.torch_compile,
         "tp_size: tensor parallelism shards the head": (getattr(lm, "tp_size", None) or 1) > 1,
         "device_map: the model is split across devices": len(
             set(getattr(lm, "hf_device_map", {"": 0}).values())
@@ -64,16 +78,7 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
         "parallelism_config: context or sequence parallelism": parallel is not None
         and max(getattr(parallel, "cp_size", 1) or 1, getattr(parallel, "sp_size", 1) or 1) > 1,
     }
-    for reason, holds in known.items():
-        if holds:
-            return reason
-    if (dropout := _attention_dropout(lm)) is not None:
-        return dropout
-    try:
-        check_supported(lm)
-    except ValueError as error:
-        return str(error)
-    return None
+    return next((reason for reason, holds in known.items() if holds), None)
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:

@@ -1,11 +1,13 @@
-"""`FastGRPOTrainer`: TRL's GRPOTrainer with a packed forward pass and a single-pass loss, and
-nothing else changed.
+"""`FastGRPOTrainer`: TRL's GRPOTrainer with our rollouts, a packed forward pass and a single-pass
+loss, and nothing else changed.
 
     from grpo_fast.integrations.trl import FastGRPOTrainer as GRPOTrainer
 
-Three pieces of TRL's trainer are replaced, the rest (generation, rewards, advantages, metrics,
-logging, checkpoints) is TRL's own code:
+Four pieces of TRL's trainer are replaced, the rest (rewards, tools, advantages, metrics, logging,
+checkpoints) is TRL's own code:
 
+- Text is sampled by our loop, a prompt once for its group (see rollouts.py). Where top_k, top_p or
+  min_p leave tokens out, loss and logps are over those that the sampler kept.
 - The padded forward becomes a packed one: no padding, completions that share a prompt compute it
   once, and the head sees the completion tokens only. It runs inside the wrapped module's forward,
   so DDP and FSDP hooks fire.
@@ -44,6 +46,7 @@ from grpo_fast.integrations.trl.options import (
     single_pass_reason,
 )
 from grpo_fast.integrations.trl.packed import own_attention, pack_padded, take_packed_rows
+from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +55,16 @@ NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
 
-class FastGRPOTrainer(GRPOTrainer):
+class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     """TRL's `GRPOTrainer`, the same constructor and the same numbers, faster; see this module.
 
     Attributes:
         fast_path: {"forward": "packed" or "TRL's: <reason>",
-            "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>"};
+            "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>",
+            "rollouts": "ours" or "TRL's: <reason>",
+            "support": "the sampler's" or "the vocabulary"};
             of the last micro-batch, and before the first one what is planned.
+        fast_rollouts, replay_support: see `OwnRollouts`.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
@@ -71,6 +77,7 @@ class FastGRPOTrainer(GRPOTrainer):
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
+        attention = lm.config._attn_implementation
         reason = forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
@@ -79,7 +86,9 @@ class FastGRPOTrainer(GRPOTrainer):
         elif (reason := single_pass_reason(self)) is not None:
             self._their_objective(reason)
         use_fast_head(self)  # for what the packed forward leaves to TRL, be it one micro-batch
-        log.info("FastGRPOTrainer: forward %(forward)s, loss %(loss)s", self.fast_path)
+        self._start_rollouts(lm, attention)
+        said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
+        log.info(said, self.fast_path)
 
     @property
     def keep_groups(self) -> bool:
@@ -149,10 +158,10 @@ class FastGRPOTrainer(GRPOTrainer):
                 module.training = training
             reshard(lm)
         difference = float((ours - theirs).abs().max())
-        dtype = lm.get_output_embeddings().weight.dtype
+        dtypes = {parameter.dtype for parameter in lm.parameters()}  # the narrowest decides
         if self.accelerator.mixed_precision in ("bf16", "fp16"):
-            dtype = torch.bfloat16
-        if not difference <= check_tolerance(dtype):
+            dtypes = {torch.bfloat16}
+        if not difference <= max(map(check_tolerance, dtypes)):
             kind = lm.config.model_type
             return f"model_type {kind}: packed logps differ from TRL's by {difference:.2g} nats"
         return None
@@ -194,7 +203,10 @@ class FastGRPOTrainer(GRPOTrainer):
                 return theirs(
                     input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
                 )
-            result = self._run(model, PackedCall(pack, self._head, compute_entropy))
+            known = self._replayed(pack, input_ids[rows], attention_mask[rows])
+            call = PackedCall(pack, self._head, compute_entropy, None, known and known.support)
+            result = self._run(model, call)
+            self._replayed_logps = known and (known, result["logps"].detach())
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         self.fast_path["forward"] = "packed"
@@ -212,7 +224,7 @@ class FastGRPOTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
-        """TRL's, with the attention the model came with."""
+        """Ours or TRL's, with the attention the model came with."""
         if not self._packs:
             return super()._generate_single_turn(*args, **kwargs)
         with own_attention(
@@ -250,8 +262,10 @@ class FastGRPOTrainer(GRPOTrainer):
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
             return super()._compute_loss(model, inputs)
-        self.fast_path = {"forward": "packed", "loss": "single pass"}
-        result = self._run(model, PackedCall(pack, self._head, True, job))
+        self.fast_path |= {"forward": "packed", "loss": "single pass"}
+        known = self._replayed(pack, input_ids, attention_mask)
+        result = self._run(model, PackedCall(pack, self._head, True, job, known and known.support))
+        self._replayed_logps = known and (known, result["logps"].detach())
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor

@@ -77,6 +77,8 @@ class ContinuousEngine(Engine):
 
     def sample(self, request: Request) -> list[Completion]:
         sampling, seed, places = request.sampling, request.seed, request.places
+        if sampling.min_p > 0:
+            raise ValueError(f"min_p: continuous batching knows none, got {sampling.min_p}")
         if sampling.wants_kept:
             say_that_kept_is_unknown("continuous batching")
         rows = [list(prompt) for prompt in request.prompts for _ in range(request.group_size)]

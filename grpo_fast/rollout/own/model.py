@@ -79,8 +79,6 @@ class SampledModel:
             with torch.no_grad(), self._autocast():
                 yield
         finally:
-            if self.autocast is not None:  # weights that were cast without a graph
-                torch.clear_autocast_cache()
             lm.generation_config = saved
             lm.set_attn_implementation(attention)
             for module, training in modes:

@@ -135,6 +135,7 @@ class Asked(NamedTuple):
         same = {
             "n": 1 if sampling.temperature == 0 else count, "logprobs": 0, "detokenize": False,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(self.policy.eos_ids),
             "ignore_eos": True,  # the model's own would come on top of these
         }  # fmt: skip

@@ -21,7 +21,7 @@ class SamplerWatch:
     """Compares logps of the weights that a step begins with; warns once in a run."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.truncates = sampling.top_p < 1 or sampling.top_k > 0
+        self.truncates = sampling.truncates
         self.has_warned = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -1,0 +1,90 @@
+"""What the sampler drew each token from, found again by the tokens of a sequence.
+
+TRL shuffles, cuts and pads completions, and joins the turns of a conversation, before it asks for
+their logps. A turn is known by its prompt and its tokens, wherever it stands: equal tokens after
+equal ones were drawn from the same set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast import Support
+from grpo_fast.rollout import Completion
+
+
+class Replayed(NamedTuple):
+    """What the sampler knows of R scored tokens."""
+
+    support: Support
+    logps: Tensor  # (R,) fp32 of the sampler; NaN where it drew none
+    mass: Tensor  # (R,) fp32, of the kept tokens before the others went
+
+
+class Replay:
+    """The turns of one generation batch."""
+
+    def __init__(self) -> None:
+        self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
+        self.ids: list[Tensor] = []
+        self.length = 0
+
+    def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
+        """One completion of each prompt; those whose sampler left nothing out are not kept."""
+        for prompt, one in zip(prompts, completions, strict=True):
+            if one.kept is not None:
+                self.turns.setdefault(tuple(prompt), []).append((one, self.length))
+                self.ids.append(one.kept.ids)
+                self.length += len(one.kept.ids)
+
+    def __call__(
+        self,
+        input_ids: Tensor,  # (B, P+K)
+        attention_mask: Tensor,  # (B, P+K)
+        shape: tuple[int, int],  # (B, K)
+        slots: Tensor,  # (R,) int64: the scored tokens in the flat (B, K)
+    ) -> Replayed | None:
+        """Of the scored tokens, an empty set for those of others; None where nothing is known."""
+        if not self.turns:
+            return None
+        # Places in `ids`, counts, logps and mass of each token of the batch.
+        starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
+        logps, mass = torch.full(shape, torch.nan), torch.ones(shape)
+        for row, (ids, real) in enumerate(
+            zip(input_ids.cpu(), attention_mask.bool().cpu(), strict=True)
+        ):
+            tokens, columns = ids[real].tolist(), real[-shape[1] :].nonzero()[:, 0]
+            for at, one, base in self._turns_of(tokens, len(tokens) - len(columns)):
+                assert one.kept is not None and one.kept.mass is not None
+                first = at - (len(tokens) - len(columns))
+                where = row, columns[first : first + len(one.ids)]
+                n = len(where[1])
+                starts[where] = one.kept.offsets[:n] + base
+                counts[where] = one.kept.offsets.diff()[:n]
+                logps[where], mass[where] = one.logps[:n], one.kept.mass[:n]
+        scored, device = slots.cpu(), slots.device
+        lengths, begins = counts.flatten()[scored], starts.flatten()[scored]
+        offsets = torch.zeros(len(scored) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        places = torch.arange(int(offsets[-1])) + (begins - offsets[:-1]).repeat_interleave(lengths)
+        self.ids = [torch.cat(self.ids)]
+        support = Support(self.ids[0][places].to(device), offsets.to(device))
+        return Replayed(support, *(x.flatten()[scored].to(device) for x in (logps, mass)))
+
+    def _turns_of(self, tokens: list[int], start: int) -> list[tuple[int, Completion, int]]:
+        """The turns in a sequence whose completion begins at `start`, each with its place."""
+        found = []
+        for length in {len(prompt) for prompt in self.turns}:
+            if not start <= length < len(tokens):
+                continue
+            rest = tokens[length:]
+            for one, base in self.turns.get(tuple(tokens[:length]), ()):
+                n = min(len(one.ids), len(rest))
+                if one.ids[:n] == rest[:n]:
+                    found.append((length, one, base))
+                    break
+        return found

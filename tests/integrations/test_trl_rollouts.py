@@ -1,0 +1,368 @@
+"""Rollouts of FastGRPOTrainer beside TRL's own: the same tokens where nothing is drawn by chance,
+what is left to TRL, seeds, tools, and the loss over what the sampler kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.16")
+trl = importlib.import_module("trl")
+cases = importlib.import_module("tests.integrations.trl_cases")
+tools = importlib.import_module("tests.integrations.trl_tools")
+compare_logs = importlib.import_module("tests.integrations.test_trl_parity").compare_logs
+fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
+rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
+
+GREEDY = {"generation_kwargs": {"do_sample": False}}
+ENDS = list(range(1, 130))  # half of the vocabulary: completions of all lengths
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return cases.folder(tmp_path_factory.mktemp("trl") / "llama")
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    return tools.folder(tmp_path_factory.mktemp("trl") / "caller")
+
+
+def build(cls: type, path: str, output: Any, **options: Any) -> Any:
+    """A trainer that really samples; `drawn` holds its completions."""
+    ends = options.pop("ends", None)
+    made = cases.trainer(cls, path, output, **options)
+    del made._generate_single_turn
+    if ends is not None:
+        made.eos_token_ids = ends
+        made.generation_config.eos_token_id = ends
+    made.drawn, inner = [], made._generate_single_turn
+
+    def turn(prompts: Any, *args: Any, **more: Any) -> Any:
+        found = inner(prompts, *args, **more)
+        made.drawn.append([[*map(list, prompts)], [*map(list, found[0])]])
+        return found
+
+    made._generate_single_turn = turn
+    return made
+
+
+def run(cls: type, path: str, output: Any, **options: Any) -> Any:
+    trainer = build(cls, path, output, **options)
+    trainer.train()
+    if options.get("evaluation"):
+        trainer.evaluate()
+    return trainer
+
+
+def lora(**options: Any) -> Any:
+    return importlib.import_module("peft").LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], **options
+    )
+
+
+class ChatTemplate:
+    """Prompts as messages."""
+
+    def _tokenize_prompts(self, prompts: list) -> Any:
+        return super()._tokenize_prompts([[{"role": "user", "content": p}] for p in prompts])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ends": ENDS, "max_completion_length": 12},
+        {"ends": ENDS, "mask_truncated_completions": True, "max_completion_length": 3},
+        {"ends": [1, 0], "max_completion_length": 40},  # the padding ends completions, too
+        {"ends": ENDS, "evaluation": True, "num_generations_eval": 2},
+        {
+            "ends": ENDS, "num_iterations": 2, "gradient_accumulation_steps": 2,
+            "steps_per_generation": 4, "per_device_train_batch_size": 2, "max_steps": 5,
+        },
+        {"gradient_checkpointing": True, "ends": ENDS},
+        {"peft_config": lora, "beta": 0.1},
+        {"bf16": True, "ends": ENDS},
+        {"dtype": torch.bfloat16, "cast_lm_head_to_fp32": True},
+        {"pad_to_multiple_of": 8, "ends": ENDS},
+        {"chat": True},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)  # fmt: skip
+def test_greedy_runs_are_trls(model_path, tmp_path, options):
+    options = {**GREEDY, "learning_rate": 0.5, "max_steps": 3, **options}
+    chat, pair = options.pop("chat", False), []
+    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+        made = dict(options)
+        if "peft_config" in made:
+            made["peft_config"] = made["peft_config"]()
+        cls = type(cls.__name__, (ChatTemplate, cls), {}) if chat else cls
+        pair.append(run(cls, model_path, tmp_path / cls.__name__, **made))
+    theirs, ours = pair
+    assert ours.fast_path["rollouts"] == "ours", ours.fast_path
+    assert ours.drawn == theirs.drawn
+    if "ends" in options and 40 != options.get("max_completion_length"):
+        assert len({len(ids) for _, found in ours.drawn for ids in found}) > 1
+    low = 0.02 if options.get("bf16") or "dtype" in options else 1e-4
+    compare_logs(
+        theirs.state.log_history, ours.state.log_history, low, 5e-3 if low > 1e-3 else 1e-5
+    )
+    assert ours.model.training == theirs.model.training
+    assert [m.training for m in ours.model.modules()] == [
+        m.training for m in theirs.model.modules()
+    ]
+    ours_gc, theirs_gc = (t.model.is_gradient_checkpointing for t in (ours, theirs))
+    assert ours_gc == theirs_gc and ours.model.config.use_cache == theirs.model.config.use_cache
+
+
+def test_seed_step_and_turn_decide_the_tokens(model_path, tmp_path):
+    def drawn(**options: Any) -> list:
+        made = {"max_steps": 3, "evaluation": True, "learning_rate": 0.0, **options}
+        return run(fast.FastGRPOTrainer, model_path, tmp_path, **made).drawn
+
+    first = drawn()
+    assert drawn() == first
+    assert drawn(seed=8) != first
+    trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
+    prompts = [[5, 6, 7]] * 4
+    turns = [trainer._generate_single_turn(prompts, None, {}, 4)[0] for _ in range(3)]
+    assert turns[0] != turns[1] != turns[2]
+    trainer.state.global_step = 1
+    assert trainer._generate_single_turn(prompts, None, {}, 4)[0] not in turns
+    other = build(fast.FastGRPOTrainer, model_path, tmp_path)
+    other.accelerator = type("Second", (), {"process_index": 1, "__getattr__": lambda s, n: getattr(
+        trainer.accelerator, n)})()  # fmt: skip
+    assert other._generate_single_turn(prompts, None, {}, 4)[0] not in turns
+
+
+def test_nobody_elses_random_numbers_are_drawn(model_path, tmp_path):
+    trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
+    state = torch.get_rng_state()
+    trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+REASONS = [
+    ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+    ({"generation_kwargs": {"num_beams": 2}}, "num_beams=2"),
+    ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "no_repeat_ngram_size=2"),
+    ({"generation_kwargs": {"typical_p": 0.9}}, "typical_p=0.9"),
+    ({"generation_kwargs": {"suppress_tokens": [5]}}, "suppress_tokens=[5]"),
+    ({"generation_kwargs": {"min_new_tokens": 3}}, "min_new_tokens=3"),
+    ({"generation_kwargs": {"guidance_scale": 0}}, "guidance_scale=0"),
+    ({"generation_kwargs": {"eos_token_id": 5}}, "eos_token_id=5"),
+    ({"generation_kwargs": {"temperature": 1e-7}}, "temperature"),
+    ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    ({"torch_compile": True}, "torch_compile"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REASONS, ids=lambda x: x if type(x) is str else "")
+def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, options, reason):
+    trainer = build(fast.FastGRPOTrainer, model_path, tmp_path, **options)
+    trainer.model.train()
+    with caplog.at_level(logging.WARNING):
+        trainer._unsuited or trainer._say_rollouts(str(trainer._sampling()))
+    assert trainer.fast_path["rollouts"].startswith("TRL's: ")
+    assert reason in trainer.fast_path["rollouts"], trainer.fast_path
+    assert reason in caplog.text or trainer._unsuited
+
+
+def test_the_models_own_generation_config_counts(model_path, tmp_path):
+    """As in `generate`: what the trainer's config leaves open is the model's."""
+    trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
+    trainer.model.generation_config.min_p = 0.25
+    assert trainer._sampling().min_p == 0.25
+    trainer.model.generation_config.top_h = 0.5
+    assert "top_h=0.5" in trainer._sampling()
+
+
+@pytest.mark.parametrize("how", ["attribute", "generate", "prompt"])
+def test_trls_way_is_trls_to_the_bit(model_path, tmp_path, how):
+    pair = []
+    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+        trainer = build(cls, model_path, tmp_path, max_steps=1)
+        if how == "attribute" and cls is fast.FastGRPOTrainer:
+            trainer.fast_rollouts = False
+        if how == "generate":
+            inner = trainer.model.generate
+            trainer.model.generate = lambda *a, f=inner, **k: f(*a, **k)
+        pair.append(trainer)
+        if how != "prompt":
+            trainer.train()
+    theirs, ours = pair
+    if how == "prompt":
+        assert isinstance(ours._sampling(), rollouts.Sampling)
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            theirs._generate_single_turn([[], []], None, {}, 1)
+        with pytest.raises(type(error.value)):
+            ours._generate_single_turn([[], []], None, {}, 1)
+        assert ours.fast_path["rollouts"] == "TRL's: a prompt has no token"
+        return
+    assert ours.drawn == theirs.drawn
+    said = {"attribute": "fast_rollouts is False", "generate": "model.generate is not"}[how]
+    assert said in ours.fast_path["rollouts"]
+    compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-6)
+
+
+def test_models_that_our_loop_would_compute_wrongly(tmp_path):
+    """A model whose rows we do not pack may be one that our loop samples from."""
+    path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    classes = trl.GRPOTrainer, fast.FastGRPOTrainer
+    theirs, ours = (run(cls, path, tmp_path, disable_dropout=True, **GREEDY) for cls in classes)
+    assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
+    assert ours.fast_path["forward"].startswith("TRL's: model_type gpt2")
+    theirs.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    ours.model = theirs.model
+    assert "no plain linear layer" in rollouts.unsuited(ours, ours.model)
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    path = cases.folder(tmp_path / "llama", rope_parameters=dynamic)
+    assert "rope_type" in build(fast.FastGRPOTrainer, path, tmp_path).fast_path["rollouts"]
+
+
+def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
+    options = {"peft_config": lora(lora_dropout=0.5, init_lora_weights=False), "max_steps": 1}
+    trainer = build(fast.FastGRPOTrainer, model_path, tmp_path, **options, **GREEDY)
+    assert trainer.fast_path["rollouts"] == "ours"
+    trainer.model.train()
+    (ids,), _ = trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
+    assert trainer.model.training
+    trainer.model.eval()
+    logits = trainer.model(input_ids=torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1]
+    assert logits.argmax(-1).tolist() == ids
+
+
+# -------------------------------------------------------------------------------------------
+# tools
+def conversation(cls: type, path: str, output: Any, environment: bool, **options: Any) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    defaults = {
+        "output_dir": str(output), "per_device_train_batch_size": 4, "num_generations": 4,
+        "max_steps": 2, "max_completion_length": 120, "learning_rate": 1e-3, "report_to": [],
+        "use_cpu": True, "bf16": False, "logging_steps": 1, "save_strategy": "no", "seed": 7,
+        "gradient_checkpointing": False, "disable_tqdm": True, "num_iterations": 2,
+    }  # fmt: skip
+    given = (
+        {"environment_factory": tools.Calculator} if environment else {"tools": [tools.multiply]}
+    )
+    trainer = cls(
+        model=AutoModelForCausalLM.from_pretrained(path),
+        reward_funcs=lambda completion_ids, **_: [len(ids) % 2 + 0.1 for ids in completion_ids],
+        args=trl.GRPOConfig(**{**defaults, **options}),
+        train_dataset=Dataset.from_list([{"prompt": tools.QUESTION}] * 4),
+        processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"), **given,
+    )  # fmt: skip
+    trainer.seen, inner = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: (
+        trainer.seen.append(inner(inputs)) or trainer.seen[-1]
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("environment", [False, True], ids=["tools", "environment"])
+def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
+    theirs, ours = (
+        conversation(cls, caller, tmp_path, environment, **GREEDY)
+        for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)
+    )
+    assert ours.fast_path["rollouts"] == "ours"
+    for a, b in zip(theirs.seen, ours.seen, strict=True):
+        assert torch.equal(a["completion_ids"], b["completion_ids"])
+        assert torch.equal(a["tool_mask"], b["tool_mask"]) and b["tool_mask"].min() == 0
+    assert ours.state.log_history[0]["tools/call_frequency"] == 1
+    compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
+
+
+# -------------------------------------------------------------------------------------------
+# replay
+def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    """(B, K): log-probabilities by transformers' own warpers over the model's own logits."""
+    from transformers import generation as hf
+
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    length = inputs["completion_ids"].shape[1]
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        found = trainer.model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    scores = found.logits[:, -length - 1 : -1].flatten(0, 1) / options.get("temperature", 1.0)
+    for name, kind in (
+        ("top_k", hf.TopKLogitsWarper), ("top_p", hf.TopPLogitsWarper),
+        ("min_p", hf.MinPLogitsWarper),
+    ):  # fmt: skip
+        if name in options:
+            scores = kind(options[name])(None, scores)
+    logps = scores.log_softmax(-1).unflatten(0, (-1, length))
+    return logps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+
+
+KEPT = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}]
+
+
+@pytest.mark.parametrize("options", KEPT, ids=str)
+def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
+    options = {**options, "temperature": 0.7}
+    trainer = build(
+        fast.FastGRPOTrainer, model_path, tmp_path, ends=ENDS, num_iterations=2,
+        gradient_accumulation_steps=2, max_steps=2, evaluation=True, learning_rate=0.0,
+        eval_strategy="steps", eval_steps=1, **options,  # between two steps of one batch
+    )  # fmt: skip
+    seen, inner = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda x: seen.append(inner(x)) or seen[-1]
+    trainer.train()
+    inputs = seen[0]
+    mask = inputs["completion_mask"].bool()
+    expected = warped(trainer, inputs, **options)
+    torch.testing.assert_close(
+        inputs["old_per_token_logps"][mask], expected[mask], rtol=0, atol=1e-4
+    )
+    assert trainer.fast_path["support"] == "the sampler's"
+    for entry in trainer.state.log_history:
+        for prefix in ("", "eval_"):
+            ratio = entry.get(f"{prefix}sampling/importance_sampling_ratio/mean")
+            assert ratio is None or ratio == pytest.approx(1.0, abs=1e-5)
+    first = trainer.state.log_history[0]
+    assert 1 <= first["sampling/support_size/mean"] < 260
+    assert 0 < first["sampling/kept_mass/mean"] < 1
+    assert any("eval_sampling/kept_mass/mean" in entry for entry in trainer.state.log_history)
+
+
+def test_replay_through_turns(caller, tmp_path):
+    options = {"top_k": 3, "temperature": 0.5, "learning_rate": 0.0}
+    trainer = conversation(fast.FastGRPOTrainer, caller, tmp_path, False, **options)
+    assert trainer.fast_path["support"] == "the sampler's"
+    log = trainer.state.log_history[0]
+    assert log["tools/call_frequency"] > 0
+    assert log["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    inputs = trainer.seen[0]
+    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    expected = warped(trainer, inputs, top_k=3, temperature=0.5)
+    assert inputs["tool_mask"].min() == 0
+    torch.testing.assert_close(
+        inputs["old_per_token_logps"][mask], expected[mask], rtol=0, atol=1e-4
+    )
+
+
+def test_without_replay_the_objective_is_trls(model_path, tmp_path):
+    """The same completions, as they come from greedy choice after top_k."""
+    runs = []
+    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
+        name = {"replay_support": False} if cls is fast.FastGRPOTrainer else {}
+        made = type(cls.__name__, (cls,), name)
+        completions = cases.Injected(260)
+        runs.append(cases.trainer(made, model_path, tmp_path, completions=completions, top_k=5))
+        runs[-1].train()
+    compare_logs(*(trainer.state.log_history for trainer in runs), 1e-4, 1e-6)
+    off = build(type("Off", (fast.FastGRPOTrainer,), {"replay_support": False}), model_path,
+                tmp_path, top_k=5, max_steps=1)  # fmt: skip
+    off.train()
+    assert off.fast_path["support"] == "the vocabulary" and off.fast_path["rollouts"] == "ours"
+    assert not any("sampling/" in key for key in off.state.log_history[0])

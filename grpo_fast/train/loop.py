@@ -113,8 +113,14 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         report.finish(summary)
         if config.log.save_model:
             save_models(trainer, report.folder)
-        report.note("\n".join([memory_line(summary), *closing_lines(report.folder)]))
+        say_where(report, config, summary)
     return summary
+
+
+def say_where(report: RunReport, config: RunConfig, summary: dict[str, Any]) -> None:
+    has_code = config.model.trust_remote_code or any(":" in each.name for each in config.rewards)
+    for line in (memory_line(summary), *closing_lines(report.folder, has_code)):
+        report.note(line)
 
 
 def open_report(config: RunConfig, start: Start) -> RunReport:

@@ -228,6 +228,8 @@ SUITES: dict[str, list[str]] = {
     "code_tests_check": ["tests/rewards/test_code_tests.py", "-k", "preparations"],
     "per_token": ["tests/rewards/test_rewards_per_token.py"],
     "process": ["tests/objective/test_advantages.py", "-k", "process"],
+    "talking": ["tests/train/test_talking.py", "-k", "not network"],
+    "token_rewards": ["tests/train/test_token_rewards.py", "-k", "not goes_on"],
     "loss_curves": ["tests/train/test_loss_curves.py"],
     "shaping": ["tests/rewards/test_reward_shaping.py"],
     "scorer": ["tests/train/test_reward_model.py", "-k", "not to_a_policy"],

@@ -49,6 +49,16 @@ def test_the_commands_of_the_last_lines_work(finished):
     assert result.output.strip() == str(folder / "curves.png")
 
 
+def test_a_reward_of_ones_own_must_be_allowed_and_the_line_says_so(tmp_path):
+    (tmp_path / "own.py").write_text("def zero(completions):\n    return [0.0] * len(completions)")
+    reward = f"rewards=[{{name: '{tmp_path / 'own.py'}:zero', in_process: true}}]"
+    result = invoke("train", write_recipe(tmp_path), reward, "steps=1")
+    assert result.exit_code == 0, result.output
+    line = next(x for x in result.stdout.splitlines() if x.startswith("grpo-fast eval"))
+    assert line.endswith(" --allow-code")
+    assert invoke(*line.split()[1:]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("value", "form", "text"),
     [
@@ -116,7 +126,7 @@ def test_recipes_are_listed_with_what_they_are_and_need():
     assert all(len(row) == 5 and all(row) for row in table), table
     said = invoke("recipes").output
     assert "grpo-fast train sort\n" in said and "grpo-fast reward-model reward-model-sort" in said
-    assert said.count("needs no download") == 5
+    assert said.count("needs no download") == 6
 
 
 def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():

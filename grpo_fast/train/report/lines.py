@@ -79,15 +79,18 @@ def support_line(rollout: RolloutConfig) -> str:
     return f"loss over the tokens that the sampler kept, where it says which ({kept})"
 
 
-def closing_lines(folder: Path) -> list[str]:
-    """Where things lie, and the commands that look at them, as they stand."""
+def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
+    """Where things lie, and the commands that look at them, as they stand.
+
+    has_code: the run's settings name code of somebody's own, which an evaluation must be allowed.
+    """
     held = [
         name for name in ("completions.html", "curves.png", "model") if (folder / name).exists()
     ]
     place = shlex.quote(str(folder))
     lines = [f"{place}: {', '.join(held)}"] if held else []
     if (folder / "model").is_dir():
-        lines.append(f"grpo-fast eval {place}")
+        lines.append(f"grpo-fast eval {place}{' --allow-code' * has_code}")
     return [*lines, f"grpo-fast plot {place}"]
 
 

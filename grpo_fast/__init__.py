@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo_fast.kernels.support import Support
+    from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead, TeacherTopK
     from grpo_fast.loss.api import (
         LossOutput,
         grpo_loss,
@@ -18,16 +19,23 @@ if TYPE_CHECKING:
         logits_grpo_loss,
         logits_logps,
     )
+    from grpo_fast.loss.divergence import linear_divergence
     from grpo_fast.objective.advantages import group_advantages
     from grpo_fast.objective.config import LossConfig
+    from grpo_fast.objective.corrections import Correction
 
 __version__ = "0.1.0"
 __all__ = [
+    "Correction",
+    "DivergenceTerm",
     "LossConfig",
     "LossOutput",
     "Support",
+    "TeacherHead",
+    "TeacherTopK",
     "group_advantages",
     "grpo_loss",
+    "linear_divergence",
     "linear_grpo_loss",
     "linear_logps",
     "logits_grpo_loss",
@@ -35,8 +43,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Correction": "objective.corrections",
+    "DivergenceTerm": "kernels.teachers",
     "LossConfig": "objective.config",
     "Support": "kernels.support",
+    "TeacherHead": "kernels.teachers",
+    "TeacherTopK": "kernels.teachers",
+    "linear_divergence": "loss.divergence",
     "group_advantages": "objective.advantages",
 }
 

@@ -1,5 +1,5 @@
-"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`,
-`audit`, `export`, `doctor`, `bench`.
+"""The command line: `grpo-fast recipes`, `train`, `compare`, `reward-model`, `eval`, `plan`,
+`plot`, `audit`, `export`, `doctor`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
-from grpo_fast.told import RUN_ERROR, USAGE_ERROR, refuse, told
+from grpo_fast.told import RUN_ERROR, USAGE_ERROR, Debug, Worded, key_values, refuse, told
 
 app = typer.Typer(
     name="grpo-fast",
@@ -23,31 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
-def _words(example: str) -> Any:
-    return typer.Argument(metavar="[KEY=VALUE]...", help=example)
-
-
-class Worded(TyperCommand):
-    """A command with `key=value` words: it answers an unknown option `--key value` by the word."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As TyperCommand's."""
-        try:
-            return super().parse_args(ctx, [*args])
-        except Exception as raised:
-            error: Any = raised
-            if hasattr(error, "possibilities"):  # NoSuchOption, of click or of typer's copy of it
-                option = error.option_name
-                place = next(i for i, word in enumerate(args) if word.startswith(option))
-                key, equals, value = args[place].lstrip("-").partition("=")
-                value = value if equals else next(iter(args[place + 1 :]), "VALUE")
-                others = [name for name in error.possibilities or () if name != "--help"]
-                error.possibilities = [f"{key.replace('-', '_')}={value}", *others]
-            raise
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,7 +44,8 @@ def main(version: Version = False) -> None:
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
-        list[str] | None, _words("Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl")
+        list[str] | None,
+        key_values("Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl"),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Write to this folder in the output_dir.")
@@ -106,11 +81,21 @@ def _may_move(shipped: bool, words: list[str], resume: str | None) -> bool:
     return shipped and resume != "auto" and not any(w.startswith("output_dir=") for w in words)
 
 
+@app.command()
+def recipes() -> None:
+    """List the recipes: what each trains, its size, its time, what it needs."""
+    from grpo_fast.train.config.recipes import recipe_table
+
+    for command, what, size, time, needs in recipe_table():
+        typer.echo(f"grpo-fast {command}\n    {what}; {size}; {time}; needs {needs}")
+
+
 @app.command(name="reward-model", cls=Worded)
 def reward_model(
     recipe: Annotated[str, typer.Argument(help="reward-model-sort, or a YAML file.")],
     settings: Annotated[
-        list[str] | None, _words("Changes to the recipe: steps=500 optim.lr=1e-4 data=pairs.jsonl")
+        list[str] | None,
+        key_values("Changes to the recipe: steps=500 optim.lr=1e-4 data=pairs.jsonl"),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -163,7 +148,7 @@ def evaluate(
 def plan(
     model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
     settings: Annotated[
-        list[str] | None, _words("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
+        list[str] | None, key_values("gpu=141 (GB) prompt=8192 completion=512 optim.states=8bit …")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -177,18 +162,31 @@ def plan(
         Console().print(*render(predict(model, settings or [])), sep="")
 
 
-@app.command()
+@app.command(cls=Worded)
 def plot(
-    runs: Annotated[list[str], typer.Argument(help="Folders of runs, or their metrics.jsonl.")],
-    out: Annotated[str, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = "curves.png",
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... | losses [NAME,...] [KEY=VALUE]...",
+            help="Folders of runs, or their metrics.jsonl; or loss types, drawn over the ratio: "
+            "losses grpo,cispo,sapo advantage=1,-1 epsilon_low=0.2",
+        ),
+    ],
+    out: Annotated[str | None, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Draw the curves of one or several runs in one picture."""
-    from grpo_fast.train.report.curves import plot_runs
-
+    """Draw the curves of runs in one picture, or value and slope of any losses over the ratio."""
     with told(debug, OSError, code=USAGE_ERROR):
-        folders = [os.path.expanduser(run) for run in runs]
-        typer.echo(str(plot_runs(folders, os.path.expanduser(out))))
+        if what[0] == "losses":
+            from grpo_fast.train.report.loss_curves import plot_losses
+
+            path = plot_losses(what[1:], os.path.expanduser(out or "losses.png"))
+        else:
+            from grpo_fast.train.report.curves import plot_runs
+
+            folders = [os.path.expanduser(run) for run in what]
+            path = plot_runs(folders, os.path.expanduser(out or "curves.png"))
+        typer.echo(str(path))
 
 
 @app.command()
@@ -196,7 +194,7 @@ def audit(
     run: Annotated[str, typer.Argument(help="The folder of a run, finished or not.")],
     debug: Debug = False,
 ) -> None:
-    """What became of each prompt that a run has drawn; status 1 where one was skipped."""
+    """List how each prompt that a run has drawn ended; status 1 where one was skipped."""
     from grpo_fast.train.runs.audit import audit as follow
 
     with told(debug):
@@ -227,7 +225,9 @@ def compare(
     ],
     settings: Annotated[
         list[str] | None,
-        _words("The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."),
+        key_values(
+            "The grid, advantages=centered,rloo optim.lr=1e-3,1e-4; steps=50 changes all runs."
+        ),
     ] = None,
     grid: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="A key of the grid, as above.")

@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: a sentence, and a status."""
+"""The words of a command, and how it ends when it cannot go on: a sentence and a status."""
 
 from __future__ import annotations
 
@@ -7,12 +7,39 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 USAGE_ERROR, RUN_ERROR = 2, 1
 LONGEST_MESSAGE = 4000  # characters: a message may quote a file
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def key_values(example: str) -> Any:
+    """The argument of a command that takes words `key=value`, with an example of them."""
+    return typer.Argument(metavar="[KEY=VALUE]...", help=example)
+
+
+class Worded(TyperCommand):
+    """A command with `key=value` words: it answers an unknown option `--key value` by the word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As TyperCommand's."""
+        try:
+            return super().parse_args(ctx, [*args])
+        except Exception as raised:
+            error: Any = raised
+            if hasattr(error, "possibilities"):  # NoSuchOption, of click or of typer's copy of it
+                option = error.option_name
+                place = next(i for i, word in enumerate(args) if word.startswith(option))
+                key, equals, value = args[place].lstrip("-").partition("=")
+                value = value if equals else next(iter(args[place + 1 :]), "VALUE")
+                others = [name for name in error.possibilities or () if name != "--help"]
+                error.possibilities = [f"{key.replace('-', '_')}={value}", *others]
+            raise
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -161,18 +162,17 @@ def copy_share(operation: str) -> Bar:
 
 
 def peak(shape: Shape) -> Bar:
-    """1.3 GiB, or the one chunk that was chosen because it needs no fp32 dW."""
+    """What the workspace allows: a chunk of it and what stands beside, to a twentieth of a GiB."""
     case = Case("linear_grpo_loss", shape)
-    chunks, rows = predict.chunk_plan(*shape)
-    one = predict.STORED * rows * shape.v / GIB if chunks == 1 else 0.0
+    planned = predict.estimate(case).workspace / GIB
 
     def measured(results: Results) -> float | None:
         found = results.value(case, "workspace_mib")
         return None if found is None else found / 1024
 
     return Bar(
-        f"peak beyond inputs and gradients, {title_of(shape)}", max(1.3, one),
-        predict.estimate(case).workspace / GIB, measured, predict.command(case), " GiB",
+        f"peak beyond inputs and gradients, {title_of(shape)}", math.ceil(20 * planned) / 20,
+        planned, measured, predict.command(case), " GiB",
     )  # fmt: skip
 
 

@@ -61,6 +61,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     from grpo_fast.kernels.gpu import (
         coefficients,
         configs,
+        divergence,
         exponentials,
         gradients,
         linear,
@@ -81,6 +82,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
         with contextlib.ExitStack() as stack:
             for module in (
                 *(rows, linear, exponentials, coefficients, gradients, target_rows, support),
+                divergence,
             ):
                 stack.enter_context(patched(module, launch=warmup))
             yield compiled

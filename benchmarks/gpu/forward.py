@@ -19,11 +19,10 @@ import torch
 
 from benchmarks import measure
 from benchmarks.gpu.candidates import Candidate, call_of
-from benchmarks.gpu.patch import patched
+from benchmarks.gpu.cuda_forward.kernel import CONFIGS, CudaConfig, using
 from benchmarks.gpu.tune import agree, copied
 from benchmarks.report.files import write
-from grpo_fast.kernels.gpu import forward_cuda
-from grpo_fast.kernels.gpu.configs import CUDA_CONFIGS, CudaConfig, architecture
+from grpo_fast.kernels.gpu.configs import architecture
 
 ROWS, VOCAB, HIDDEN = 8192, 151936, (4096, 2048, 896)
 KINDS = {"stored": "exponentials", "bare": "linear"}
@@ -31,14 +30,7 @@ KINDS = {"stored": "exponentials", "bare": "linear"}
 
 def in_cuda(config: CudaConfig, call: Callable[[], Any]) -> Any:
     """The call with the kernel in CUDA C++, which must have started."""
-    started, sweep = [], forward_cuda.sweep
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        started.append(config)
-        return sweep(*arguments)
-
-    choice = {"forward_kernel": lambda: "cuda", "cuda_config": lambda: config, "sweep": counted}
-    with patched(forward_cuda, **choice):
+    with using(config) as started:
         result = call()
     if not started:
         raise RuntimeError(f"expected sm_90, got {architecture(torch.device('cuda', 0))}")
@@ -49,7 +41,7 @@ def forms(kind: str, rows: int, hidden: int, vocab: int, device: str) -> dict[st
     """Name -> call, Triton's first."""
     call = call_of(Candidate(KINDS[kind], "bfloat16", ()), rows, hidden, vocab, device)
     found = {f"Triton, {kind}": call}
-    for config in CUDA_CONFIGS:
+    for config in CONFIGS:
         tile = f"{config.block_t} x {config.block_v}, {config.teams} team(s)"
         found[f"CUDA C++ {tile}, {kind}"] = partial(in_cuda, config, call)
     return found

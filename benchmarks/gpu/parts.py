@@ -1,7 +1,10 @@
-"""What a GPU session consists of: parts with a time limit each, in three calls of nine minutes.
+"""What a GPU session consists of: parts with a time limit each, in three calls of nine and a half
+minutes.
 
-Call 1 is ours beside the limits, call 2 the peers, call 3 what was mended: the parts of the first
-two that are not done, in their order, and the slow checkers.
+Call 1 says what is right, what it takes beside the limits, and whether the candidate kernel is
+worth its lines; call 2 has the peers, whole steps and all tests, call 3 tuning, the memory checker,
+attention and long sequences. The third begins with what the first two left undone. Parts of no call
+run by their name alone.
 """
 
 from __future__ import annotations
@@ -13,8 +16,15 @@ from benchmarks import ROOT
 
 PY = sys.executable
 BENCH = [PY, "-m", "benchmarks"]
-CALL_SECONDS = 540
+CALL_SECONDS = 570
+BY_NAME = 0  # the call of a part that no call runs
 OURS = "--providers grpo_fast --backend auto"
+# Of the first file of tests: shapes, weights, bits.
+FIRST_TESTS = (
+    "every_shape", "weights_against_fp64", "weights_of_unlikely_targets_and_of_nan",
+    "twice_the_same_bits", "a_row_does_not_depend_on_its_batch",
+)  # fmt: skip
+CANDIDATE_TESTS = "benchmarks/gpu/cuda_forward/test_on_hopper.py"
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 
 
@@ -36,29 +46,32 @@ class Part(NamedTuple):
 
 def parts() -> dict[str, Part]:
     """Most valuable first."""
-    tests, attention_tests, forward_tests = gpu_tests()
+    tests, attention_tests = gpu_tests()
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
-        # Right or wrong is known in 20 s; a compiler that finds nothing in its cache may need more.
-        "smoke": own(1, 40, "smoke")._replace(stops=True),
-        "bars": bench(1, 90, *bars()),
-        "profile": own(1, 35, "kernel_times"),
-        "gemms": own(1, 35, "gemms"),
-        "tune": tune(1, 130),
-        "tests": sharded(1, 210, tests),
+        # Right or wrong is known in 20 s; a compiler that finds nothing in its cache needs more.
+        "smoke": own(1, 120, "smoke")._replace(stops=True),
+        "bars": bench(1, 150, *bars()),
+        "gemms": own(1, 40, "gemms"),
+        # The candidate, which no GPU has run: it may hang, and ends at its limit.
+        "forward-tests": one_by_one(1, 50, "128x192"),
+        "forward": own(1, 60, "forward"),
+        "one-chunk": one_chunk(1, 50),
+        "profile": own(1, 40, "kernel_times"),
+        "first-tests": sharded(1, 60, [f"{tests[0]}::test_{name}" for name in FIRST_TESTS]),
         "peers": bench(2, 180, *peers()),
-        "long": bench(2, 60, long),
-        "attention-tests": sharded(2, 45, attention_tests),
-        "attention": bench(2, 40, "attention"),
         "steps": steps(2, 85),
-        "rollout": bench(2, 25, "rollout"),
-        "memcheck": sanitize(2, 60, "memcheck"),
-        # A candidate that no GPU has run: it may hang, and so comes when all else is measured.
-        "forward-tests": one_by_one(3, 60, forward_tests),
-        "forward": own(3, 60, "forward"),
+        "tests": sharded(2, 185, tests),
+        "tune": tune(3, 130),
+        "memcheck": sanitize(3, 60, "memcheck"),
+        "attention-tests": sharded(3, 45, attention_tests),
+        "attention": bench(3, 40, "attention"),
+        "long": bench(3, 60, long),
         "support": support(3, 80),
-        "races": sanitize(3, 240, "racecheck", "synccheck"),
-        "trl": bench(3, 60, "trl"),
+        "rollout": bench(3, 25, "rollout"),
+        "forward-tests-all": one_by_one(BY_NAME, 120, ""),
+        "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
+        "trl": bench(BY_NAME, 60, "trl"),
     }
 
 
@@ -106,15 +119,21 @@ def tune(call: int, seconds: int) -> Part:
     return Part(call, seconds, [timed], [[*command, "--dry"]])
 
 
+def one_chunk(call: int, seconds: int) -> Part:
+    """A workspace that holds one chunk, and one of 1 GiB, at the hidden sizes where they differ."""
+    command = [PY, "-m", "benchmarks.gpu.tune", "--workspaces"]
+    return Part(call, seconds, [command], [[*command, "--dry"]])
+
+
 def steps(call: int, seconds: int) -> Part:
     """The step with shared prompts against TRL's, at the sizes that have a bar."""
-    where = "--model-config qwen2.5-0.5b --providers shared TRL --rounds 5 --budget 3"
-    command = [PY, "-m", "benchmarks.trainers.step", *where.split()]
+    command = [PY, "-m", "benchmarks.trainers.step", "--providers", "shared", "TRL"]
+    where = "--device cuda --model-config qwen2.5-0.5b --rounds 5 --budget 3"
     commands = [
-        [*command, *f"--device cuda --prompt {p} --completion {c} --group {g}".split()]
+        [*command, *f"{where} --prompt {p} --completion {c} --group {g}".split()]
         for p, c, g in STEPS
     ]
-    return Part(call, seconds, commands, [[*command, "--help"]])
+    return Part(call, seconds, commands, [[*command, *"--device cpu --quick --layers 1".split()]])
 
 
 def support(call: int, seconds: int) -> Part:
@@ -129,9 +148,10 @@ def sharded(call: int, seconds: int, files: list[str]) -> Part:
     return Part(call, seconds, [command], [[*command, "--dry"]], measures=False)
 
 
-def one_by_one(call: int, seconds: int, files: list[str]) -> Part:
-    """Tests of which one may hang: each is named before it starts."""
-    command = [PY, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", *files]
+def one_by_one(call: int, seconds: int, chosen: str) -> Part:
+    """The candidate's tests, of which one may hang: each is named before it starts."""
+    options = ["-v", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen]
+    command = [PY, "-m", "pytest", *options, CANDIDATE_TESTS]
     return Part(call, seconds, [command], [[*command, "--collect-only"]], measures=False)
 
 
@@ -150,12 +170,10 @@ def sanitize(call: int, seconds: int, *tools: str) -> Part:
     return Part(call, seconds, commands, [[*checked, "--dry"]], False, environment)
 
 
-def gpu_tests() -> tuple[list[str], list[str], list[str]]:
-    """The tests that need a GPU; those of the attention, and of the forward kernel in CUDA C++,
-    which parts of their own run.
-    """
+def gpu_tests() -> tuple[list[str], list[str]]:
+    """The tests that need a GPU, the general ones first; those of the attention."""
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
-    files = sorted(str(path.relative_to(ROOT)) for path in found)
-    attention, forward = ([f for f in files if name in f] for name in ("attention", "forward_cuda"))
-    return [file for file in files if file not in attention + forward], attention, forward
+    files = sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))
+    attention = [file for file in files if "attention" in file]
+    return [file for file in files if file not in attention], attention

@@ -18,6 +18,7 @@ from grpo_fast.kernels.gpu.configs import SLICE_COLUMNS
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.head.gradients import GATHER_BELOW
 from grpo_fast.kernels.types import ROW_MULTIPLE, padded
+from grpo_fast.kernels.workspace import GPU_SHARE
 
 # One NVIDIA H200: limits that other people's work reports, and assumptions.
 GEMM_FLOPS = 785e12  # bf16 on random data, 770-800 seen
@@ -29,7 +30,8 @@ PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocess
 # is among the columns, 2060 for 0.19 of the tiles; 1320 and 2660 with exponentials stored), 8 warps
 # on 4 schedulers of 1.755 GHz.
 EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
-WORKSPACE = 1 << 30  # grpo_fast/kernels/workspace.py
+MEMORY = 139 << 30  # bytes, of which an H200 says that it has 139.8 GiB
+WORKSPACE = MEMORY // GPU_SHARE >> 20 << 20
 # Bytes per logit: exponentials in 16 bits, which the epilogue of the forward GEMM writes.
 STORED = 2
 MIB = 2**20
@@ -107,8 +109,12 @@ def sweep(rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
         "dW accumulated in fp32": 0 if narrow else (4 + 8 * (chunks - 1)) * v * h / COPY_BYTES,
         "dW to 16 bits": (2 if narrow else 6) * v * h / COPY_BYTES,
     }
-    # Else dW is there at the end in fp32 and in the weight's dtype.
-    return parts, STORED * chunk_rows * v + (0 if narrow else 4 * v * h)
+    # Beside the exponentials of a chunk: their sums by slice, hidden times its coefficients, and
+    # where dW has 16 bits the columns of the targets and their products (target_rows.py), else dW
+    # in fp32 and dH before it is rounded.
+    beside = (12 * -(-v // SLICE_COLUMNS) + 6 * h) * chunk_rows
+    beside += 2 * chunk_rows**2 if narrow else 4 * v * h
+    return parts, STORED * chunk_rows * v + beside
 
 
 def chunk_plan(rows: int, h: int, v: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.patch import patched
+from benchmarks.gpu.predict import MEMORY
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
 SET_SIZE = 50  # ids of a row with a support
@@ -165,6 +166,7 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
     """Inside, tensors are fake, and what would run on a GPU is recorded."""
+    from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import (
         coefficients,
         exponentials,
@@ -235,6 +237,8 @@ def recording() -> Iterator[Recorder]:
             (support, {"is_aligned": lambda x: True}),
             (loop.LinearHead, {"_padded": padded, "_finished": finished, "logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
+            (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
+            (workspace, {"gpu_bytes": lambda device: MEMORY}),
         ):
             stack.enter_context(patched(place, **changes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -72,8 +72,8 @@ RISKS = (
     ),
     Risk(
         "forward-tests",
-        "wgmma, TMA or a barrier in csrc/cuda is not what its emulation says, and a call hangs",
-        "the part ends at its limit; the default is Triton, nothing else is touched",
+        "wgmma, TMA or a barrier of the candidate is not what its emulation says, and a call hangs",
+        "the part ends at its limit; the package has no word of it",
     ),
     Risk(
         "forward-tests",

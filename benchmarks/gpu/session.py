@@ -1,4 +1,4 @@
-"""A GPU session: parts one after the other, in calls of nine minutes; started by gpu_session.sh.
+"""A GPU session: parts one after the other, in three calls; started by gpu_session.sh.
 
 Resumable: a part that passed is marked in gpu_session.json and passed over by the next call. What a
 part printed is in gpu_session.log, what it measured in the JSON. Exit code: 0 all asked for is
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.gpu import lacking
 from benchmarks.gpu.parts import CALL_SECONDS, PY, Part, of_call, parts
 from benchmarks.gpu.risks import checklist
 from benchmarks.report.files import write
@@ -135,17 +136,21 @@ def gpu_or_reason() -> tuple[str | None, str]:
 
 
 def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], None]) -> int:
-    """Start every part far enough to know that it would run."""
+    """Start every part far enough to know that it would run, without what the machine lacks."""
     failed = False
-    for name, part in chosen.items():
-        say(f"== {name}: at most {part.seconds} s")
-        for command in part.commands:
-            say(f"   would run: {' '.join(command)}")
-            if shutil.which(command[0]) is None:
-                say(f"   {command[0]} is not on the PATH here")
-        codes = [run(line, 300, part.environment, lambda x: say(f"   {x}")) for line in part.dry]
-        say(f"   {'does NOT start' if any(codes) else 'starts'}")
-        failed |= any(codes)
+    with tempfile.TemporaryDirectory() as folder:
+        lacking.write(Path(folder))
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        for name, part in chosen.items():
+            say(f"== {name}: at most {part.seconds} s")
+            for command in part.commands:
+                say(f"   would run: {' '.join(command)}")
+                if shutil.which(command[0]) is None:
+                    say(f"   {command[0]} is not on the PATH here")
+            surroundings = {**part.environment, "PYTHONPATH": path}
+            codes = [run(line, 300, surroundings, lambda x: say(f"   {x}")) for line in part.dry]
+            say(f"   {'does NOT start' if any(codes) else 'starts'}")
+            failed |= any(codes)
     if reason:
         say(f"== nothing was run: {reason}")
     return 1 if failed else 0
@@ -181,7 +186,10 @@ def chosen_parts(
         return {name: part for name, part in every.items() if name in options.part}
     if options.dry and not options.call:
         return every
-    undone = [name for name, part in every.items() if not (part.stops or session.is_done(name))]
+    undone = [
+        name for name, part in every.items()
+        if part.call in CALLS and not (part.stops or session.is_done(name))
+    ]  # fmt: skip
     left = [call for call in CALLS if any(every[name].call == call for name in undone)]
     call = options.call or (left or [CALLS[-1]])[0]
     names = set(of_call(every, call)) | (set(undone) if call == CALLS[-1] else set())

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# A session on a machine with an NVIDIA GPU: three calls of nine minutes. Nothing is installed.
+# A session on a machine with an NVIDIA GPU: three calls of nine and a half minutes. Nothing is
+# installed.
 #
 #   benchmarks/gpu_session.sh                    the next call that is not done: 1 ours beside the
-#                                                limits, 2 the peers, 3 what was mended
+#                                                limits, 2 peers, steps and tests, 3 the rest
 #   benchmarks/gpu_session.sh --call 2           this one
 #   benchmarks/gpu_session.sh --part memcheck    one part (may be given several times);
 #                                                --again repeats a finished one
 #   benchmarks/gpu_session.sh --dry              start every part far enough to know that it would
-#                                                run; needs no GPU
+#                                                run, without the packages that such a machine lacks
+#                                                (lacking.py); needs no GPU
 #
 # Every call begins with a smoke test and ends there when it fails (--force goes on).
 # Results: ${OUT:-benchmarks/results}/gpu_session.json (also the marks of finished parts) and

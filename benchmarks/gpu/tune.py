@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.tune --compile sm_90   without a GPU: which candidates start (minutes)
     python -m benchmarks.gpu.tune                   on the GPU: times those, by V, H and dtype
+    python -m benchmarks.gpu.tune --workspaces      the loss in one chunk and in three
     python -m benchmarks.gpu.tune --dry             what would be timed
 
 The package itself never tunes: timing inside a training run makes it irreproducible. What is
@@ -34,9 +35,10 @@ from benchmarks.report.files import load, write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
-# A chunk of 1 GiB at V = 151936: the last round of programs is as full as in the engine.
-ROWS = 2752
-WORKSPACES_MIB = (512, 1024, 2048, 4096)
+# One chunk of the bars at V = 151936: the last round of programs is as full as in the engine.
+ROWS = 8192
+# Three chunks and one, of the bars' 8192 rows at the hidden sizes where 1 GiB holds less than all.
+WORKSPACES_MIB, WORKSPACE_HIDDEN = (1024, 2560), (2048, 896)
 SLICES = (1024, 2048, 4096)
 # fp32 sums in another order: logps of two configurations differ by rounding alone.
 AGREEMENT = 2e-4
@@ -133,8 +135,10 @@ def agree(result: Any, expected: list[torch.Tensor]) -> bool:
     return right
 
 
-def tune_loss(changes: Mapping[str, Callable[[], AbstractContextManager]]) -> dict[str, Any]:
-    """linear_grpo_loss at the shapes of the bars, under each of these changes."""
+def tune_loss(
+    changes: Mapping[str, Callable[[], AbstractContextManager]], sizes: tuple[int, ...]
+) -> dict[str, Any]:
+    """linear_grpo_loss of 8192 rows at some hidden sizes, under each of these changes."""
     from benchmarks.kernels.problem import make_problem
     from benchmarks.kernels.providers.ours import loss
     from benchmarks.kernels.shapes import Shape
@@ -147,12 +151,15 @@ def tune_loss(changes: Mapping[str, Callable[[], AbstractContextManager]]) -> di
         return Step(run)
 
     rows: dict[str, Any] = {}
-    for hidden in (896, 4096):
+    for hidden in sizes:
         base = loss("triton")(make_problem(Shape(8192, hidden, 151936), torch.bfloat16, "cuda"))
         steps = {name: step_of(change, base) for name, change in changes.items()}
         rows[f"8192,{hidden},151936"] = times_of(steps, 0.5, 7)
         del base, steps
         torch.cuda.empty_cache()
+    for shape, found in rows.items():
+        times = ", ".join(f"{name} {row['median_ms']:.2f} ms" for name, row in found.items())
+        print(f"{shape}: {times}", flush=True)
     return rows
 
 
@@ -179,6 +186,7 @@ def table_line(arch: str, found: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.gpu.tune", __doc__)
     parser.add_argument("--compile", metavar="ARCH", help="compile every candidate, without a GPU")
+    parser.add_argument("--workspaces", action="store_true", help="time one chunk against three")
     parser.add_argument("--dry", action="store_true", help="list what would be timed")
     parser.add_argument("--seconds", type=float, default=50, help="start no setting after this")
     parser.add_argument("--out", help="where the JSON goes")
@@ -187,6 +195,9 @@ def main(arguments: list[str]) -> int:
         return compile_report(options.compile, options.out)
     is_gpu = torch.cuda.is_available()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if is_gpu else "sm_90"
+    if options.workspaces and options.dry:
+        print(f"linear_grpo_loss at H = {WORKSPACE_HIDDEN} in {WORKSPACES_MIB} MiB")
+        return 0
     plan = [(setting, survivors(arch, setting.kind, setting.dtype)) for setting in settings()]
     if options.dry:
         for setting, chosen in plan:
@@ -196,6 +207,8 @@ def main(arguments: list[str]) -> int:
     if not is_gpu:
         print("tune: expected a GPU, torch sees none (--compile ARCH needs none)", file=sys.stderr)
         return 2
+    if options.workspaces:
+        return compare_workspaces(options.out)
     return time_all(arch, plan, options)
 
 
@@ -213,7 +226,7 @@ def compile_report(arch: str, out: str | None) -> int:
 def time_all(arch: str, plan: list, options: argparse.Namespace) -> int:
     started = time.monotonic()
     report = {**measure.header("tune", "cuda"), "arch": arch, "cases": []}
-    report |= {"settings": [], "slices": {}, "workspaces": {}}
+    report |= {"settings": [], "slices": {}}
     path = Path(options.out) if options.out else RESULTS / f"tune-{arch}.json"
     decisive = 2 * len(LINEAR_HEADS)
     refused = not_starting(arch, [c for _, chosen in plan[:decisive] for c in chosen])
@@ -224,25 +237,28 @@ def time_all(arch: str, plan: list, options: argparse.Namespace) -> int:
         report["settings"].append(tune_setting(setting, [c for c in chosen if c not in refused]))
         torch.cuda.empty_cache()
         print(table_line(arch, report["settings"][-1]), flush=True)
-        if number + 1 == decisive:  # before the rest: both bear on the bars
-            report |= tune_sizes()
+        if number + 1 == decisive:  # before the rest: it bears on the bars
+            report["slices"] = tune_slices()
         write(path, report)
     return 0
 
 
-def tune_sizes() -> dict[str, Any]:
-    """The loss by the columns of a slice, and by the workspace that bounds its chunks."""
+def tune_slices() -> dict[str, Any]:
+    """The loss by the columns of a slice."""
     from grpo_fast.kernels.gpu import linear
 
-    slices = {f"{n} columns": partial(patched, linear, SLICE_COLUMNS=n) for n in SLICES}
-    found = {
-        "slices": tune_loss(slices),
-        "workspaces": tune_loss({f"{n} MiB": partial(workspace, n) for n in WORKSPACES_MIB}),
-    }
-    for shape, rows in [*found["slices"].items(), *found["workspaces"].items()]:
-        times = ", ".join(f"{name} {row['median_ms']:.2f} ms" for name, row in rows.items())
-        print(f"{shape}: {times}", flush=True)
-    return found
+    changes = {f"{n} columns": partial(patched, linear, SLICE_COLUMNS=n) for n in SLICES}
+    return tune_loss(changes, (896, 4096))
+
+
+def compare_workspaces(out: str | None) -> int:
+    """The loss by the workspace that bounds its chunks."""
+    changes = {f"{n} MiB": partial(workspace, n) for n in WORKSPACES_MIB}
+    found = tune_loss(changes, WORKSPACE_HIDDEN)
+    if out:
+        report = {**measure.header("workspaces", "cuda"), "cases": [], "workspaces": found}
+        write(Path(out), report)
+    return 0
 
 
 def not_starting(arch: str, chosen: list[Candidate]) -> set[Candidate]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fills wheels/ with the peers for a GPU machine that has Python 3.12, torch and no network.
+# Fills wheels/ with what a GPU machine that has Python 3.12, torch and no network lacks.
 #
-#   benchmarks/gpu/wheels.sh            the pure ones, 3 MB: what call 2 of a session compares with
+#   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for call 2
 #   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of QuACK and Liger SM90, whose large wheel
 #                                       comes in pieces that travel one by one (NAME.whl.00, ...);
 #                                       session.sh joins them where all are
@@ -12,7 +12,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python=${PYTHON:-python3}
-pure=(trl datasets dill multiprocess liger-kernel cut-cross-entropy)
+small=(trl datasets dill multiprocess liger-kernel cut-cross-entropy
+    pydantic pydantic-core annotated-types typing-inspection)
 dsl=4.8.1
 cute=(quack-kernels==0.6.5 apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
     nvidia-cutlass-dsl{,-libs-core,-libs-base,-libs-cu13}==$dsl)
@@ -24,7 +25,7 @@ for glibc in 2_28 2_27 2_24 2_17; do
 done
 target+=(--platform manylinux2014_x86_64 --platform any)
 
-wanted=("${pure[@]}")
+wanted=("${small[@]}")
 if [ "${1:-}" = --cute ]; then
     wanted+=("${cute[@]}")
 elif [ $# -gt 0 ]; then

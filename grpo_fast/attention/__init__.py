@@ -7,7 +7,7 @@ lines.
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.model import (
     NAME,
     check_supported,
@@ -16,23 +16,27 @@ from grpo_fast.attention.model import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.attention.packing import PackedGroups, Share, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
+from grpo_fast.attention.plans import Share, plan_packs, plan_trees, trunk_tokens
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 
 __all__ = [
     "NAME",
     "Head",
     "PackedGroups",
-    "PackedLayout",
+    "PackedTree",
     "Share",
+    "TreeLayout",
     "check_supported",
     "check_tolerance",
     "disable_dropout",
     "head_of",
     "pack_groups",
+    "pack_tree",
     "packed_attention",
     "packed_rows_attention",
     "plan_packs",
+    "plan_trees",
     "register",
     "shared_prompt_supported",
     "small_windows",

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from grpo_fast.attention.kernels import csrc, cuda, explicit, flex, reference, torch_cpu
 from grpo_fast.attention.kernels.kernel import Kernel
-from grpo_fast.attention.kernels.shared_prefix import attend
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.kernels.tree import attend
+from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import Rule
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.self_test import apart
@@ -53,7 +53,7 @@ SELF_TEST_TOLERANCE = {
 
 
 class Kind(NamedTuple):
-    """What the choice depends on."""
+    """The properties of a call by which its kernel is chosen."""
 
     device: str
     dtype: torch.dtype
@@ -91,14 +91,13 @@ def packed_rows_attention(
     q: Tensor,  # (T, H, D)
     k: Tensor,  # (T, H_kv, D), H_kv divides H
     v: Tensor,  # (T, H_kv, D)
-    layout: PackedLayout,
+    layout: TreeLayout,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # (T, H, D)
-    """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself, completions on their
-    shared prompt, too.
+    """softmax(mask(softcap(scale·q·kᵀ)))·v: each segment causally on itself and on its ancestors.
 
     `window`: the most keys that a query sees, its own included. Raises RuntimeError for a double
         backward.
@@ -166,13 +165,13 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 
 
 def self_test(attention: Attention, kind: Kind) -> float:
-    """Largest relative L2 error of output and gradients against the dense reference on a row of 41
+    """Largest relative L2 error of output and gradients against the dense reference on a row of 43
     tokens.
 
-    Two prompts, one shared by ragged completions down to a single token, and a plain segment; two
-    query heads for each key head.
+    Two trees of three levels, down to a single token: at every distance some ancestor has no
+    descendant there. A plain segment; two query heads for each key head.
     """
-    lengths, sharing = (9, 4, 5, 1, 3, 2, 7, 10), (3, 2)
+    lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     rule = Rule(
         kind.head_dim**-0.5, 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
     )
@@ -186,7 +185,7 @@ def self_test(attention: Attention, kind: Kind) -> float:
     ]
     for function, device, dtype in runs:
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = function(*leaves, PackedLayout.of(lengths, device, sharing=sharing), rule)
+        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])
     return max(
         float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(*results, strict=True)

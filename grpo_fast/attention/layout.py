@@ -1,16 +1,16 @@
 """Where each sequence stands in a packed row: computed once per micro-batch on the host, read by
 every layer.
 
-A row of T tokens is cut into S segments, each attending causally to itself:
+A row of T tokens is cut into S segments. Each attends causally to itself and to all its ancestors,
+at positions that go on where its parent ends. Segments stand in level order, so that their parents
+ascend; childless roots (plain segments) stand last:
 
-    [P1 .. Pn][c11 .. c1G][c21 .. c2G] ..  [s1][s2] ..
-     prompts   their completions            plain segments
+    rows:     [P1][P2]  [a1][a2][b1]  [a11][a12][b11]  [s1][s2]
+    parents:   −1  −1     0   0   1     2    2    4      −1  −1
 
-The first `len(sharing)` segments are prompts that several completions share; the completions
-follow, prompt after prompt, and attend to their prompt as well as to themselves, at positions that
-go on where the prompt ends. What remains are plain segments. `sharing=()` is the plain packed
-layout. Prompts stand first, so that the prompts' keys and the completions' queries are views of the
-row.
+The segments that have an ancestor at distance j are then one run of rows, and these ancestors, in
+the same order, another: attention over ancestors at one distance copies neither queries nor keys.
+A shared prompt with its completions is the tree of two levels; without parents the row is packed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,60 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.gathered import Gathered
 from grpo_fast.attention.spans import Spans
 
 Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
-class PackedLayout:
+class Copies:
+    """Rows of keys that stand several times in one call."""
+
+    rows: Tensor  # (Tk,) int64: the row of T behind each copy
+    order: Tensor  # (Tk,) int64: sorts the copies by their row
+    counts: Tensor  # (T,) int64: copies of each row
+
+    @classmethod
+    def of(cls, rows: Tensor, total: int, device: torch.device) -> Copies:
+        found = rows, rows.argsort(stable=True), rows.bincount(minlength=total)
+        return cls(*(x.to(device) for x in found))
+
+    def put_back(self, grad: Tensor) -> Tensor:
+        """(Tk, …) gradients of the copies → (T, …), summed in the order of the copies, in fp32 or
+        better: the same bits every time, which index_add_ on a GPU does not have.
+        """
+        ordered = grad[self.order].to(torch.promote_types(grad.dtype, torch.float32))
+        summed = torch.segment_reduce(ordered, "sum", lengths=self.counts, initial=0, unsafe=True)
+        return summed.to(grad.dtype)
+
+
+class Call(NamedTuple):
+    """One varlen call over parts of the row."""
+
+    spans: Spans
+    queries: slice  # rows
+    keys: slice | Copies  # rows
+
+    def take(self, x: Tensor) -> Tensor:
+        """The rows (Tk, …) of keys or values: a view, or the copies."""
+        return x[self.keys] if isinstance(self.keys, slice) else x[self.keys.rows]
+
+
+@dataclass(frozen=True)
+class TreeLayout:
     """Segments of one packed row of T tokens. Travels to the attention function as `model(...,
     packed_layout=...)`.
     """
 
     cu_seqlens: Tensor  # (S+1,) int32, contiguous, on the model's device
     lengths: tuple[int, ...]  # the same on the host: no layer has to wait for the device
-    sharing: tuple[int, ...] = ()  # how many completions share each of the first segments
+    parents: tuple[int, ...]  # the segment before each; −1 for none
 
     @classmethod
     def of(
@@ -46,29 +79,35 @@ class PackedLayout:
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
         *,
-        sharing: Sequence[int] = (),
-    ) -> PackedLayout:
-        """The layout of segments of these lengths, one after the other; the first len(sharing) are
-        shared prompts.
+        parents: Sequence[int] = (),
+    ) -> TreeLayout:
+        """The layout of segments of these lengths, one after the other.
 
-        Raises ValueError for an empty segment (FlashAttention gives it lse = +inf) and for a
-        `sharing` that counts no completion for a prompt or more completions than there are
-        segments.
+        Args:
+            parents: the segment that each continues, −1 for none; ascending up to the last segment
+                that has one. Empty: no segment continues another.
+
+        Raises ValueError for an empty segment (FlashAttention gives it lse = +inf), for parents in
+            another order or behind their children, and for another number of them.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(
                 f"lengths: expected at least one segment and none empty, came {list(lengths)[:8]}"
             )
-        if sharing and (min(sharing) < 1 or len(sharing) + sum(sharing) > len(lengths)):
+        parents = tuple(parents) or (-1,) * len(lengths)
+        if len(parents) != len(lengths):
             raise ValueError(
-                "sharing: expected at least 1 completion for each prompt and prompts + "
-                f"completions ≤ {len(lengths)} "
-                f"segments, came {list(sharing)[:8]}"
+                f"parents: expected one for each of {len(lengths)} segments, came {len(parents)}"
             )
-        ends = [0, *accumulate(lengths)]
-        return cls(
-            torch.tensor(ends, dtype=torch.int32, device=device), tuple(lengths), tuple(sharing)
-        )
+        trees = max((s + 1 for s, parent in enumerate(parents) if parent != -1), default=0)
+        for segment, (above, parent) in enumerate(pairwise((-1, *parents[:trees]))):
+            if not above <= parent < segment:
+                raise ValueError(
+                    f"parents: expected an earlier segment than {segment} and none before {above}, "
+                    f"the parent of the segment in front (level order), came {parent}"
+                )
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return cls(ends, tuple(lengths), parents)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -78,17 +117,20 @@ class PackedLayout:
     @property
     def total(self) -> int:
         """T, the tokens of the packed row."""
-        return sum(self.lengths)
+        return self.starts[-1]
 
-    @property
-    def max_seqlen(self) -> int:
-        """The longest segment."""
-        return max(self.lengths)
+    @cached_property
+    def has_tree(self) -> bool:
+        """Whether some segment continues another."""
+        return max(self.parents) >= 0
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """Tokens of the shared prompt before each segment: |P| of a completion, else 0."""
-        return tuple(0 if prompt < 0 else self.lengths[prompt] for prompt in self.prompt_of)
+        """Tokens of all ancestors of each segment: the position of its first token."""
+        before: list[int] = []
+        for parent in self.parents:
+            before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
+        return tuple(before)
 
     @cached_property
     def longest_context(self) -> int:
@@ -97,69 +139,70 @@ class PackedLayout:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """(1, T) int64: from 0 in every segment, from |P| in a completion."""
+        """(1, T) int64: from 0 in every root, from where its parent ends in every other segment."""
         pairs = zip(self.lengths, self.prefixes, strict=True)
         return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(
             self.cu_seqlens.device
         )
 
     @cached_property
-    def prompt_of(self) -> tuple[int, ...]:
-        """For each segment the segment of the shared prompt before it; −1 where there is none."""
-        prompts = len(self.sharing)
-        of = [prompt for prompt, count in enumerate(self.sharing) for _ in range(count)]
-        return (*[-1] * prompts, *of, *[-1] * (len(self.lengths) - prompts - len(of)))
+    def segments(self) -> Tensor:
+        """(T,) int64: the segment of each row."""
+        counts = torch.tensor(self.lengths)
+        return torch.arange(len(counts)).repeat_interleave(counts).to(self.cu_seqlens.device)
 
     @cached_property
-    def mask_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row its segment, the segment of its shared prompt (or −1) and its position: (T,)
-        int64 each.
-
-        A row sees another if the other's segment is its own or its prompt's and the other's
-        position is not after its.
+    def related(self) -> Tensor:
+        """(S, S) bool: a segment sees itself and its ancestors. A row sees another if their
+        segments are related so and the other's position is not after its own.
         """
+        seen = torch.eye(len(self.parents), dtype=torch.bool)
+        for segment, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[segment] |= seen[parent]
+        return seen.to(self.cu_seqlens.device)
+
+    @cached_property
+    def views(self) -> tuple[Call, ...]:
+        """Call 0: every segment on itself, causally. Call j: every segment with an ancestor at
+        distance j on that ancestor. An ancestor without descendants there has no queries; queries
+        without keys do not occur.
+        """
+        device, whole = self.cu_seqlens.device, slice(0, self.total)
+        calls = [Call(Spans.of(self.lengths, self.lengths, device, causal=True), whole, whole)]
+        run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
+        while run:
+            first, end = run[0][1], run[-1][1] + 1
+            queries = [0] * (end - first)
+            for segment, ancestor in run:
+                queries[ancestor - first] += self.lengths[segment]
+            spans = Spans.of(queries, self.lengths[first:end], device, causal=False)
+            rows = slice(self.starts[run[0][0]], self.starts[run[-1][0] + 1])
+            calls.append(Call(spans, rows, slice(self.starts[first], self.starts[end])))
+            run = [(s, above) for s, ancestor in run if (above := self.parents[ancestor]) >= 0]
+        return tuple(calls)
+
+    def copies(self, window: int | None) -> tuple[Call]:
+        """One causal call in which each segment's keys stand behind copies of its ancestors', or
+        of the last window − 1 of them: a sliding window moves with each row, which calls on whole
+        ancestors cannot express.
+        """
+        return self.cached(("copies", window), lambda: self._copies(window))
+
+    def _copies(self, window: int | None) -> tuple[Call]:
+        keys: list[Tensor] = []
+        for start, end, parent in zip(self.starts, self.starts[1:], self.parents, strict=False):
+            path = keys[parent] if parent >= 0 else torch.arange(0)
+            if window is not None:
+                path = path[max(0, len(path) - window + 1) :]
+            keys.append(torch.cat([path, torch.arange(start, end)]))
         device = self.cu_seqlens.device
-        counts = torch.tensor(self.lengths, device=device)
-        segment = torch.arange(len(self.lengths), device=device).repeat_interleave(counts)
-        return segment, torch.tensor(self.prompt_of, device=device)[segment], self.position_ids[0]
-
-    @cached_property
-    def on_itself(self) -> Spans:
-        """Every segment on itself."""
-        return Spans.of(self.lengths, self.lengths, self.cu_seqlens.device, causal=True)
-
-    @cached_property
-    def prompt_rows(self) -> int:
-        """n: rows 0…n−1 are the shared prompts."""
-        return sum(self.lengths[: len(self.sharing)])
-
-    @cached_property
-    def completion_rows(self) -> slice:
-        """The rows of the completions that share a prompt."""
-        prompts = len(self.sharing)
-        tokens = sum(self.lengths[prompts : prompts + sum(self.sharing)])
-        return slice(self.prompt_rows, self.prompt_rows + tokens)
-
-    @cached_property
-    def on_prompts(self) -> Spans:
-        """The completions of each shared prompt, all as one span of queries, on their prompt."""
-        prompts = len(self.sharing)
-        ends = [prompts, *accumulate(self.sharing, initial=prompts)][1:]
-        queries = [sum(self.lengths[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-        return Spans.of(queries, self.lengths[:prompts], self.cu_seqlens.device, causal=False)
-
-    def gathered(self, window: int | None) -> Gathered:
-        """Keys with a copy of each completion's prompt, or of the part of it that a sliding window
-        reaches.
-        """
-        tail = max(self.lengths) if window is None else window - 1
-        return self.cached(
-            ("gathered", tail),
-            lambda: Gathered.of(self.starts, self.prompt_of, tail, self.cu_seqlens.device),
-        )
+        spans = Spans.of(self.lengths, [len(x) for x in keys], device, causal=True)
+        copies = Copies.of(torch.cat(keys), self.total, device)
+        return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """What a kernel derives from the layout: built once, for all layers."""
+        """Build what a kernel derives from the layout once, for all layers."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

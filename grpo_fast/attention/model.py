@@ -1,5 +1,5 @@
-"""Attention of packed rows for any transformers model: one registered function for plain and
-shared-prompt layouts.
+"""Attention of packed rows for any transformers model: one registered function for plain rows,
+shared prompts and trees.
 
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_fast.attention.dispatch import packed_rows_attention
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    packed_layout: PackedLayout | None = None,
+    packed_layout: TreeLayout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Each segment of `packed_layout` causally on itself, completions on their shared prompt, too.
+    """Each segment of `packed_layout` causally on itself and on all its ancestors.
 
     Output (1, T, H, D), as transformers expects it.
 
@@ -65,9 +65,7 @@ def packed_attention(
     batch of several rows, a cache, dropout, sinks, a position bias, a bidirectional layer.
     """
     if packed_layout is None:
-        raise ValueError(
-            "packed_layout: expected a PackedLayout as keyword of model(...), came None"
-        )
+        raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), came None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:

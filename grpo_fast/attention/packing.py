@@ -1,42 +1,44 @@
-"""From groups of completions to packed rows: which groups share a pack, and where every token
-stands in it.
+"""From samples to packed rows: every distinct prefix stands once, and every loss term knows the row
+that predicts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.layout import TreeLayout
+from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
 
 # Token ids: a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
 # A prompt and its completions.
 Group = tuple[Ids, Sequence[Ids]]
+# The ids of a sample, and of each whether it is trained: bools, or 0 and 1.
+Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 
 
 @dataclass(frozen=True)
-class PackedGroups:
-    """B completions in one row: the trunk sees T tokens, the head R predictions, one for each
-    completion token.
+class PackedTree:
+    """B samples in one row: the trunk sees T tokens, the head R predictions, one for each trained
+    token of each sample.
 
-    The last token of a completion predicts nothing, so the trunk does not see it. R rows are in the
-    caller's order of completions; the order within T is the layout's.
+    The last trained token of a sample and what follows it predict nothing, so the trunk does not
+    see them. R terms are in the caller's order of samples; the order within T is the layout's.
     """
 
     input_ids: Tensor  # (1, T) int64
-    layout: PackedLayout
-    # (R,) int64: row of T that predicts each completion token (a shared prompt's last row: G times)
-    predicting: Tensor
-    target_ids: Tensor  # (R,) int64: the completion tokens
-    cu_seqlens: Tensor  # (B+1,) int32: completions in R
-    lengths: tuple[int, ...]  # of the B completions, on the host
-    group_sizes: tuple[int, ...]  # completions of each group, as they were given
+    layout: TreeLayout
+    predicting: Tensor  # (R,) int64: row of T that predicts each trained token; it may repeat
+    target_ids: Tensor  # (R,) int64: the trained tokens
+    cu_seqlens: Tensor  # (B+1,) int32: samples in R
+    lengths: tuple[int, ...]  # trained tokens of the B samples, on the host
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -49,7 +51,7 @@ class PackedGroups:
         }
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """(R, …) values of completion tokens → B views (length of the completion, …), in the
+        """(R, …) values of trained tokens → B views (trained tokens of the sample, …), in the
         caller's order.
         """
         if values.shape[0] != sum(self.lengths):
@@ -59,16 +61,99 @@ class PackedGroups:
             )
         return values.split(self.lengths)
 
+    @cached_property
+    def distinct(self) -> Distinct:
+        """The U predictions that differ in row or target, where samples share trained tokens."""
+        pairs = torch.stack([self.predicting, self.target_ids])
+        unique, terms = pairs.unique(dim=1, return_inverse=True)
+        return Distinct(unique[0], unique[1], terms)
+
+
+class Distinct(NamedTuple):
+    """U predictions behind R loss terms: `spread(linear_logps(…))` computes each once."""
+
+    predicting: Tensor  # (U,) int64
+    target_ids: Tensor  # (U,) int64
+    terms: Tensor  # (R,) int64: the prediction of each term
+
+    def spread(self, logps: Tensor) -> Tensor:
+        """(U,) logps → (R,), one for each term; differentiable."""
+        return _Spread.apply(logps, self.terms)
+
+
+class _Spread(torch.autograd.Function):
+    """logps[terms], whose slopes are summed in the order of the terms: the same bits every time."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: Tensor, terms: Tensor) -> Tensor:
+        ctx.terms, ctx.size = terms, len(logps)
+        return logps[terms]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ordered = grad[ctx.terms.argsort(stable=True)]
+        counts = ctx.terms.bincount(minlength=ctx.size)
+        return torch.segment_reduce(ordered, "sum", lengths=counts, initial=0), None
+
+
+@dataclass(frozen=True)
+class PackedGroups(PackedTree):
+    """The completions of groups in one row: each is a sample whose own tokens are trained."""
+
+    group_sizes: tuple[int, ...]  # completions of each group, as they were given
+
     def split_groups(self, values: Tensor) -> list[tuple[Tensor, ...]]:
         """The views of `split`, group by group."""
         views, ends = self.split(values), [0, *accumulate(self.group_sizes)]
-        return [views[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        return [views[a:b] for a, b in pairwise(ends)]
+
+
+def pack_tree(
+    samples: Sequence[Sample],
+    *,
+    apart: Sequence[int | Tensor] | None = None,
+    merge_cost: float = MERGE_COST,
+    device: torch.device | str = "cpu",
+) -> PackedTree:
+    """Pack samples into one row in which equal prefixes stand once, whoever sampled them.
+
+    Loss terms are not merged: a trained token that several samples share counts once for each. To
+    count it once, mask it in all but one of them.
+
+    Args:
+        samples: (ids, trained) each; `trained` has a bool for every id. A sample may have none
+            that is trained, but one of them all has to.
+        apart: a number for each sample, or one for each of its ids: prefixes that differ in them
+            share no rows, because the model is given other inputs beside the ids (images, adapters,
+            replayed routes).
+        merge_cost: a prefix becomes a segment if it saves this part of the rows behind it; else it
+            is copied. 0 shares every token.
+        device: of the tensors that come out.
+
+    Raises:
+        ValueError: no sample, one without ids, a mask of another length, a trained token at
+            position 0 (nothing predicts it), none trained at all.
+    """
+    checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
+    if not any(len(trained) for _, trained in checked):
+        raise ValueError("samples: expected at least one trained token, came none")
+    trunks = trunks_of(checked)
+    return PackedTree(
+        **_pack(
+            Trie.of_ids(told_apart(trunks, apart)).segments(merge_cost),
+            trunks.__getitem__,
+            [trained - 1 for _, trained in checked],
+            [ids[trained] for ids, trained in checked],
+            device,
+        )
+    )
 
 
 def pack_groups(
     groups: Sequence[Group], *, shared: bool = True, device: torch.device | str = "cpu"
 ) -> PackedGroups:
-    """Pack groups into one row, each prompt once (`shared`) or once per completion.
+    """Pack groups into one row, each prompt once (`shared`) or once per completion: the tree of two
+    levels. Completions stay apart, and so do equal prompts of different groups.
 
     A prompt with fewer than two completions of more than one token has nothing to share: it becomes
     a plain segment.
@@ -82,173 +167,114 @@ def pack_groups(
     Raises:
         ValueError: no group, a group without completions, an empty prompt or completion.
     """
-    _check_groups(groups)
-    units: list[Group] = list(groups) if shared else [(p, [c]) for p, cs in groups for c in cs]
-    pieces, layout, starts = _lay_out(units, device)
-    rows, targets, lengths = [], [], []
-    for unit, (_, completions) in enumerate(units):
-        for index, ids in enumerate(completions):
-            last_of_prompt, trunk = starts[unit][index]
-            rows += [torch.tensor([last_of_prompt]), torch.arange(trunk, trunk + len(ids) - 1)]
-            targets.append(_tensor(ids))
-            lengths.append(len(ids))
-    return PackedGroups(
-        input_ids=torch.cat(pieces)[None].to(device),
-        layout=layout,
-        predicting=torch.cat(rows).to(device),
-        target_ids=torch.cat(targets).to(device),
-        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
-        lengths=tuple(lengths),
-        group_sizes=tuple(len(completions) for _, completions in groups),
-    )
-
-
-def _lay_out(
-    units: Sequence[Group], device: torch.device | str
-) -> tuple[list[Tensor], PackedLayout, list[list[tuple[int, int]]]]:
-    """Segments of the row, their layout, and for each completion (row of the prompt's last token,
-    first trunk row).
-    """
-    going_on = [[i for i, c in enumerate(completions) if len(c) > 1] for _, completions in units]
-    sharing = [unit for unit, more in enumerate(going_on) if len(more) > 1]
-    plain = [unit for unit, more in enumerate(going_on) if len(more) <= 1]
-    pieces: list[Tensor] = [_tensor(units[unit][0]) for unit in sharing]
-    lengths = [len(piece) for piece in pieces]
-    last_rows = dict(zip(sharing, (end - 1 for end in accumulate(lengths)), strict=True))
-    trunks: dict[tuple[int, int], int] = {}
-    row = sum(lengths)
-    for unit in sharing:
-        for index in going_on[unit]:
-            piece = _tensor(units[unit][1][index])[:-1]
-            pieces.append(piece)
-            lengths.append(len(piece))
-            trunks[unit, index] = row
-            row += len(piece)
-    for unit in plain:
-        prompt, completions = units[unit]
-        segment = [_tensor(prompt), *(_tensor(completions[index])[:-1] for index in going_on[unit])]
-        pieces += segment
-        lengths.append(sum(map(len, segment)))
-        last_rows[unit] = row + len(prompt) - 1
-        trunks.update({(unit, index): row + len(prompt) for index in going_on[unit]})
-        row += lengths[-1]
-    layout = PackedLayout.of(lengths, device, sharing=[len(going_on[unit]) for unit in sharing])
-    starts = [
-        [(last_rows[unit], trunks.get((unit, index), 0)) for index in range(len(completions))]
-        for unit, (_, completions) in enumerate(units)
-    ]
-    return pieces, layout, starts
-
-
-class Share(NamedTuple):
-    """Part of a pack: completions of one group."""
-
-    group: int
-    completions: tuple[int, ...]
-
-    def of(self, groups: Sequence[Group]) -> Group:
-        """This part as a group of its own, for `pack_groups`."""
-        prompt, completions = groups[self.group]
-        return prompt, [completions[i] for i in self.completions]
-
-
-def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True) -> int:
-    """Tokens of a group of these lengths in a packed row: P + Σ(C−1) shared, Σ(P + C − 1)
-    otherwise.
-    """
-    return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
-
-
-def plan_packs(
-    lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True
-) -> list[list[Share]]:
-    """Distribute groups over packs of at most `budget` trunk tokens: best fit, largest first,
-    deterministic.
-
-    A group stays whole unless it alone exceeds the budget; then its completions go to as few packs
-    as best fit finds, each with a copy of the prompt. A completion that with its prompt exceeds the
-    budget gets a pack of its own. Without sharing a split costs nothing, so every completion is
-    placed by itself.
-
-    Args:
-        lengths: (tokens of the prompt, [tokens of each completion, …]) of each group.
-        budget: trunk tokens (T) of a pack.
-
-    Returns:
-        Packs, in order of their first group; each holds one share of a group, in order of groups.
-
-    Raises:
-        ValueError: budget < 1, a group without completions, an empty prompt or completion.
-    """
-    if budget < 1:
-        raise ValueError(f"budget: expected at least 1 token, came {budget}")
-    for group, (prompt, completions) in enumerate(lengths):
-        _check_lengths(group, prompt, completions)
-    shares: list[tuple[int, Share]] = []
-    for group, (prompt, completions) in enumerate(lengths):
-        alone = [[i] for i in range(len(completions))]
-        for part in _parts(prompt, completions, budget) if shared else alone:
-            cost = trunk_tokens(prompt, [completions[i] for i in part], shared=shared)
-            shares.append((cost, Share(group, tuple(part))))
-    packs = _best_fit([cost for cost, _ in shares], budget)
-    return sorted(_joined(sorted(shares[i][1] for i in pack)) for pack in packs)
-
-
-def _joined(shares: Sequence[Share]) -> list[Share]:
-    """One share for each group of a pack."""
-    groups: dict[int, tuple[int, ...]] = {}
-    for group, completions in shares:
-        groups[group] = groups.get(group, ()) + completions
-    return [Share(group, completions) for group, completions in groups.items()]
-
-
-def _parts(prompt: int, completions: Sequence[int], budget: int) -> list[list[int]]:
-    """The completions of one group, cut where the group alone exceeds the budget."""
-    if trunk_tokens(prompt, completions) <= budget:
-        return [list(range(len(completions)))]
-    return [sorted(part) for part in _best_fit([c - 1 for c in completions], budget - prompt)]
-
-
-def _best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of items, largest first into the fullest bin that still holds it; what exceeds the
-    capacity stands alone.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        fitting = [b for b, left in enumerate(room) if left >= costs[item]]
-        if fitting:
-            best = min(fitting, key=lambda b: (room[b], b))
-            bins[best].append(item)
-            room[best] -= costs[item]
-        else:
-            bins.append([item])
-            room.append(capacity - costs[item])
-    return bins
-
-
-def _check_groups(groups: Sequence[Group]) -> None:
-    """Refuse, naming the group: no groups, a group without completions, an empty prompt or
-    completion.
-    """
     if not len(groups):
         raise ValueError(
             "groups: expected at least one (prompt_ids, [completion_ids, …]), came none"
         )
-    for number, (prompt, completions) in enumerate(groups):
-        _check_lengths(number, len(prompt), [len(c) for c in completions])
+    lengths = [(len(prompt), [len(c) for c in completions]) for prompt, completions in groups]
+    check_lengths(lengths)
+    prompts = [_tensor(prompt) for prompt, _ in groups]
+    owner = [group for group, (_, sizes) in enumerate(lengths) for _ in sizes]
+    targets = [_tensor(ids) for _, completions in groups for ids in completions]
+    return PackedGroups(
+        **_pack(
+            Trie.of_groups(lengths, shared=shared).segments(0),
+            lambda n: torch.cat([prompts[owner[n]], targets[n]]),
+            [
+                torch.arange(len(ids)) + len(prompts[g]) - 1
+                for g, ids in zip(owner, targets, strict=True)
+            ],
+            targets,
+            device,
+        ),
+        group_sizes=tuple(len(sizes) for _, sizes in lengths),
+    )
 
 
-def _check_lengths(group: int, prompt: int, completions: Sequence[int]) -> None:
-    if prompt < 1:
+def _pack(
+    segments: Segments,
+    ids: Callable[[int], Tensor],  # of a sample
+    predicting: Sequence[Tensor],  # of each sample the positions that predict
+    targets: Sequence[Tensor],
+    device: torch.device | str,
+) -> dict[str, Any]:
+    """The fields of a `PackedTree`."""
+    parents, starts, ends, samples, last = segments
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    layout = TreeLayout.of(lengths, device, parents=parents)
+    offsets = [row - start for row, start in zip(layout.starts, starts, strict=False)]
+    rows = []
+    for segment, positions in zip(last, predicting, strict=True):
+        path = []
+        while segment >= 0:
+            path.append(segment)
+            segment = parents[segment]
+        bounds = torch.tensor([starts[s] for s in path[-2::-1]], dtype=torch.int64)
+        offset = torch.tensor([offsets[s] for s in path[::-1]], dtype=torch.int64)
+        rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
+    pieces = [ids(n)[a:b] for n, a, b in zip(samples, starts, ends, strict=True)]
+    sizes = [len(x) for x in targets]
+    return {
+        "input_ids": torch.cat(pieces)[None].to(device),
+        "layout": layout,
+        "predicting": torch.cat(rows).to(device),
+        "target_ids": torch.cat(list(targets)).to(device),
+        "cu_seqlens": torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device),
+        "lengths": tuple(sizes),
+    }
+
+
+def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
+    """The ids of a sample (n,) and the positions that are trained; ValueError with `name`."""
+    ids, mask = torch.as_tensor(ids, device="cpu"), torch.as_tensor(trained, device="cpu")
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
-            f"groups[{group}]: expected a prompt of at least one token, came an empty one"
+            f"{name}: expected token ids, at least one, came {tuple(ids.shape)} {ids.dtype}"
         )
-    if not len(completions) or min(completions) < 1:
+    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(
-            f"groups[{group}]: expected at least one completion and none empty, came lengths "
-            f"{list(completions)[:8]}"
+            f"{name}: expected a bool for each of {len(ids)} ids, came a mask of shape "
+            f"{tuple(mask.shape)}, {mask.dtype}"
         )
+    if mask[0]:
+        raise ValueError(
+            f"{name}: the token at position 0 is trained, but nothing stands before it"
+        )
+    return ids.long(), mask.nonzero()[:, 0]
+
+
+def trunks_of(checked: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """What the trunk sees of each sample: the rows before its last trained token."""
+    return [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
+
+
+def told_apart(trunks: list[Tensor], apart: Sequence[int | Tensor] | None) -> list[Tensor]:
+    """The ids of each trunk (n,), or beside them what tells equal ones apart (n, 2)."""
+    if apart is None:
+        return trunks
+    if len(apart) != len(trunks):
+        raise ValueError(
+            f"apart: expected a number for each of {len(trunks)} samples, came {len(apart)}"
+        )
+    numbers = [torch.as_tensor(x, dtype=torch.int64) for x in apart]
+    return [
+        torch.stack([ids, number[: len(ids)] if number.dim() else number.expand(len(ids))], 1)
+        for ids, number in zip(trunks, numbers, strict=True)
+    ]
+
+
+def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Refuse, naming the group: an empty prompt, a group without completions, an empty one."""
+    for group, (prompt, completions) in enumerate(lengths):
+        if prompt < 1:
+            raise ValueError(
+                f"groups[{group}]: expected a prompt of at least one token, came an empty one"
+            )
+        if not len(completions) or min(completions) < 1:
+            raise ValueError(
+                f"groups[{group}]: expected at least one completion and none empty, came lengths "
+                f"{list(completions)[:8]}"
+            )
 
 
 def _tensor(ids: Ids) -> Tensor:

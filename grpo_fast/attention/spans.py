@@ -1,4 +1,4 @@
-"""What one varlen attention call attends to: span i of the queries to span i of the keys."""
+"""The spans of one varlen attention call: span i of the queries attends to span i of the keys."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Spans:
         *,
         causal: bool,
     ) -> Spans:
-        """Spans of these lengths, none of them empty."""
+        """Spans of these lengths; no span has queries without keys."""
         cu_q, cu_k = (
             torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device)
             for x in (queries, keys)
@@ -67,14 +67,23 @@ class Spans:
         return max(self.keys)
 
     @cached_property
+    def seen(self) -> tuple[Spans, Tensor]:
+        """The spans that have queries, and the rows of their keys."""
+        sizes = zip(self.queries, self.keys, strict=True)
+        queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
+        seen = torch.tensor(self.queries) > 0
+        rows = seen.repeat_interleave(torch.tensor(self.keys)).nonzero()[:, 0].to(self.cu_k.device)
+        return Spans.of(queries, keys, self.cu_k.device, causal=self.causal), rows
+
+    @cached_property
     def blocks(self) -> list[Block]:
         """Spans of similar shape stacked, longest first, for kernels that take equal lengths
-        (CPUs).
+        (CPUs); keys without queries are left out.
         """
         first_q, first_k = ([0, *accumulate(x)] for x in (self.queries, self.keys))
         stacks: list[list[int]] = []
         for span in sorted(
-            range(len(self.queries)),
+            (s for s, queries in enumerate(self.queries) if queries),
             key=lambda s: (self.queries[s] - self.keys[s], -self.queries[s]),
         ):
             if not stacks or not self._fits(span, stacks[-1][0]):

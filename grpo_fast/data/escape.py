@@ -17,7 +17,7 @@ def escape_control(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, in one line of bounded length; its type, where that is no sentence.
+    """An exception's message in one line of bounded length; its type, where that is no sentence.
 
     Torch's C++ frames are left out.
     """

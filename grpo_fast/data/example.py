@@ -1,4 +1,4 @@
-"""What every data source yields, and the error every source raises."""
+"""The example that every data source yields, and the error that every source raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Example(NamedTuple):
 
 
 def words_of(example: Example) -> set[str]:
-    """What stands between blanks in the texts of an example."""
+    """The words, by blanks, in the texts of an example."""
     prompt = example.prompt
     asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     texts = [*asked, example.answer, example.solution]

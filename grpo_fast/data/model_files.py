@@ -1,4 +1,4 @@
-"""What a model's folder must not ask for: it is data, also where somebody else made it."""
+"""Refuse a model's folder that asks for too much: it is data, also where somebody else made it."""
 
 from __future__ import annotations
 

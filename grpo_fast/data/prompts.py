@@ -129,6 +129,6 @@ class ShotPrompts(Sequence[Example]):
 
 
 def question_key(prompt: Prompt) -> str:
-    """What makes two questions the same: their text without case and blanks."""
+    """The text of a question without case and blanks: equal keys are equal questions."""
     text = prompt if isinstance(prompt, str) else " ".join(part["content"] for part in prompt)
     return "".join(text.split()).casefold()

@@ -39,25 +39,25 @@ class Report(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Plain data; numbers that are not finite are null."""
         checks = [{**check._asdict(), "ok": check.ok} for check in self.checks]
-        found = self.diagnosis
-        told = None if found is None else {
-            **found._asdict(), "ok": found.ok,
-            "causes": [x._asdict() for x in found.causes],
-            "own_noise": [x._asdict() for x in found.own_noise],
+        diagnosis = self.diagnosis
+        told = None if diagnosis is None else {
+            **diagnosis._asdict(), "ok": diagnosis.ok,
+            "causes": [x._asdict() for x in diagnosis.causes],
+            "own_noise": [x._asdict() for x in diagnosis.own_noise],
         }  # fmt: skip
         return plain_json({"ok": self.ok, "checks": checks, "title": self.title, "diagnosis": told})
 
 
-def show(found: Report, *, as_json: bool) -> None:
+def show(report: Report, *, as_json: bool) -> None:
     """Print a report: tables, or one JSON object."""
     from rich.console import Console
 
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(report.as_json()))
         return
-    tables = [_checks(found.checks)] if found.checks else []
-    if found.diagnosis is not None:
-        tables += [_summary(found.title, found.diagnosis), _causes(found.diagnosis)]
+    tables = [_checks(report.checks)] if report.checks else []
+    if report.diagnosis is not None:
+        tables += [_summary(report.title, report.diagnosis), _causes(report.diagnosis)]
     for table in tables:
         Console().print(table)
 
@@ -73,25 +73,25 @@ def _checks(checks: Sequence[Check]) -> Any:
     return table
 
 
-def _summary(title: str, found: Diagnosis) -> Any:
+def _summary(title: str, diagnosis: Diagnosis) -> Any:
     table = _table(escape_control(title), "engine against trainer", "nats per token", "")
-    allowed = f"{'ok' if found.ok else 'TOO MUCH'}, allowed {found.threshold:.1e}"
-    table.add_row(f"mean difference of {found.tokens} tokens", f"{found.mean:.2e}", allowed)
-    table.add_row("largest", f"{found.largest:.2e}", "")
-    table.add_row("the trainer's forward pass from the model's own", f"{found.own:.2e}", "")
-    for noise in found.own_noise:
+    allowed = f"{'ok' if diagnosis.ok else 'TOO MUCH'}, allowed {diagnosis.threshold:.1e}"
+    table.add_row(f"mean difference of {diagnosis.tokens} tokens", f"{diagnosis.mean:.2e}", allowed)
+    table.add_row("largest", f"{diagnosis.largest:.2e}", "")
+    table.add_row("the trainer's forward pass from the model's own", f"{diagnosis.own:.2e}", "")
+    for noise in diagnosis.own_noise:
         what = f"the trainer's own noise in {noise.dtype}: the same tokens in other packs"
         outside = f"{noise.share:.2%} of ratios leave [{BAND[0]}, {BAND[1]}]"
         table.add_row(what, f"{noise.mean:.2e}", outside)
     return table
 
 
-def _causes(found: Diagnosis) -> Any:
+def _causes(diagnosis: Diagnosis) -> Any:
     table = _table("", "cause", "before", "without it", "what to change")
-    for cause in found.causes:
+    for cause in diagnosis.causes:
         advice = escape_control(cause.advice)
         table.add_row(cause.name, f"{cause.before:.2e}", f"{cause.after:.2e}", advice)
-    table.add_row("what is left", f"{found.left:.2e}", "", found.rest)
+    table.add_row("what is left", f"{diagnosis.left:.2e}", "", diagnosis.rest)
     return table
 
 
@@ -154,7 +154,7 @@ def examine_engine(asked: Words) -> Diagnosis:
 def _policy_and_prompts(config: RunConfig, count: int) -> tuple[Any, list[Any]]:
     plain = config.data.model_copy(update={"shots_tokens": None})
     questions = load_examples(plain, split="train", seed=config.seed)
-    policy = load_policy(config.model, build_tokenizer(config, questions))
+    policy = load_policy(config.model, build_tokenizer(config.model, config.data, questions))
     counted = token_counter(policy.tokenizer)
     examples = load_examples(config.data, split="train", seed=config.seed, count_tokens=counted)
     return policy, [example.prompt for example in examples[:count]]

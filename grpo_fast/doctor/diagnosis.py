@@ -29,7 +29,7 @@ ERRORS = 4.0  # standard errors within which a mean ratio is taken for 1
 
 
 class Diagnosis(NamedTuple):
-    """What was found. All differences are nats per token, engine against trainer."""
+    """Differences in nats per token, engine against trainer, and their causes."""
 
     tokens: int
     mean: float  # of the absolute difference
@@ -96,12 +96,12 @@ def diagnose(
         sampling.temperature if temperature is None else temperature,
         KEPT if uses_kept and recomputed.drawn.kept is not None else None,
     )
-    found = _told(recomputed, base, sampling, version, threshold)
-    if found.causes or found.left <= found.noise:
-        return found
-    words = _ignored_update(sample, rollout, base, policy, version, found.noise)
-    stale = [Cause(causes.STALE, words, found.left, found.left)] if words else []
-    return found._replace(causes=stale)
+    diagnosis = _told(recomputed, base, sampling, version, threshold)
+    if diagnosis.causes or diagnosis.left <= diagnosis.noise:
+        return diagnosis
+    words = _ignored_update(sample, rollout, base, policy, version, diagnosis.noise)
+    stale = [Cause(causes.STALE, words, diagnosis.left, diagnosis.left)] if words else []
+    return diagnosis._replace(causes=stale)
 
 
 def _told(
@@ -140,13 +140,15 @@ def check(rollout: Rollout) -> None:
             raise RuntimeError(f"engine: {expected}, got {came}")
 
 
-def _shares(recomputed: Recomputed, base: View, found: View, sampling: Sampling) -> Iterator[Cause]:
+def _shares(
+    recomputed: Recomputed, base: View, engines: View, sampling: Sampling
+) -> Iterator[Cause]:
     """A cause for each field that differs, what helps most first."""
     view = base
-    while fields := view.differences(found):
-        steps = {x: view._replace(**{x: getattr(found, x)}) for x in fields}
+    while fields := view.differences(engines):
+        steps = {x: view._replace(**{x: getattr(engines, x)}) for x in fields}
         field = min(steps, key=lambda x: recomputed.difference(steps[x]))  # noqa: B023
-        name, advice = causes.told(recomputed, base, found, field, sampling)
+        name, advice = causes.told(recomputed, base, engines, field, sampling)
         before = recomputed.difference(view)
         view = steps[field]
         yield Cause(name, advice, before, recomputed.difference(view))
@@ -187,7 +189,7 @@ def _ignored_update(
 
 
 def _not_found(recomputed: Recomputed, view: View) -> str:
-    """What is known of a difference without a cause.
+    """Describe a difference without a cause.
 
     The mean of p_trainer/p_engine over tokens that an engine draws from what it reports is 1. Of
     distributions that have little in common (FAR) no sample shows that.

@@ -41,9 +41,9 @@ def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterato
     for field, made, start, end in (("temperature", float, low, high), *RANGES):
         if field in fields:  # the trainer's temperature lies inside: 0.701 begins as no gain
             worth = math.inf if field == "temperature" else most
-            found = fitted(recomputed, view, field, made, start, end, worth)
-            if found is not None:
-                yield found
+            best = fitted(recomputed, view, field, made, start, end, worth)
+            if best is not None:
+                yield best
 
 
 def fitted(

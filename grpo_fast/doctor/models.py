@@ -30,19 +30,19 @@ class Variant(NamedTuple):
 
 def variants(policy: Policy, previous: Policy | None) -> dict[str, Variant]:
     """Name → model, for each that can differ from this policy."""
-    found = {OWN: Variant(FORWARD, lambda: policy)}
+    models = {OWN: Variant(FORWARD, lambda: policy)}
     if previous is not None:
-        found["the weights of `previous`"] = Variant(STALE, lambda: previous)
+        models["the weights of `previous`"] = Variant(STALE, lambda: previous)
     if policy.model is not policy.lm:
-        found["the model without its adapter"] = Variant(ADAPTER, partial(_plain, policy, False))
+        models["the model without its adapter"] = Variant(ADAPTER, partial(_plain, policy, False))
     if (policy.autocast or policy.head.weight.dtype) == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
-            found[str(dtype)] = Variant(DTYPE, partial(cast, policy, dtype))
+            models[str(dtype)] = Variant(DTYPE, partial(cast, policy, dtype))
     for name, rounded in (("int8", _int8), ("fp8", _fp8)):
-        found[name] = Variant(QUANTIZED, partial(_quantized, policy, rounded))
+        models[name] = Variant(QUANTIZED, partial(_quantized, policy, rounded))
     for cause, name, fields in _settings(policy.lm.config.get_text_config()):
-        found[name] = Variant(cause, partial(with_config, policy, fields))
-    return found
+        models[name] = Variant(cause, partial(with_config, policy, fields))
+    return models
 
 
 def cast(policy: Policy, dtype: torch.dtype) -> Policy:

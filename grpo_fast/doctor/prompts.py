@@ -22,7 +22,7 @@ Way = Callable[[Prompt, list[int]], list[int]]
 
 def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> dict[str, Ids]:
     """Name → every prompt's token ids so read: those sent first, and no two alike."""
-    found = {AS_SENT: [list(tokens) for tokens in ids]}
+    read_as = {AS_SENT: [list(tokens) for tokens in ids]}
     bos = getattr(tokenizer, "bos_token_id", None)
     ways: dict[str, Way] = {
         BOS_TWICE: lambda _, t: t if bos is None else [bos, *t],
@@ -51,9 +51,9 @@ def readings(tokenizer: Any, prompts: Sequence[Prompt], ids: Ids, pad: int) -> d
         except Exception:  # a template is a program, and tokenizers raise plain Exception
             continue  # then no engine can have read the prompts so
         is_whole = all(tokens and None not in tokens for tokens in other)
-        if is_whole and other not in found.values():
-            found[name] = other
-    return found
+        if is_whole and other not in read_as.values():
+            read_as[name] = other
+    return read_as
 
 
 def _asked(prompt: Prompt) -> list[dict[str, str]]:

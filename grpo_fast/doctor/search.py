@@ -1,4 +1,4 @@
-"""Which view an engine has: the trainer's with one field changed, at most with two."""
+"""Which view an engine has: the trainer's with one field changed after another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from grpo_fast.rollout import Sampling
 
 # Nats per token on average within which two good forward passes lie, by the dtype they run in.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-ONE, TWO = 0.1, 0.05  # of the difference that a cause, or two, may leave unexplained
+ONE, TWO = 0.1, 0.05  # of the difference that a cause, or several, may leave unexplained
 RIVAL = 3.0  # times as much as the best has to be left by the best of another name
-FIRSTS = 3  # causes that are tried with a second one
 ALIKE = 2.0  # times as much as the best that a known number may leave to be taken before it
 SIMILAR, APART = 0.5, 0.1  # correlation of a rounded model's difference; ahead of the next one's
 ROUNDED = (models.DTYPE, models.QUANTIZED, HEAD)
@@ -49,16 +48,25 @@ class Search:
 
     @torch.no_grad()
     def explain(self) -> View:
-        """The engine's view; the trainer's own where no cause explains most of the difference."""
-        gap, singles = self.left(self.base), self.neighbours(self.base)
-        first = self.winner(singles, ONE * gap) or self.rounded(self.base, singles)
-        if first is None:
-            pairs = [pair for view in singles[:FIRSTS] for pair in self.neighbours(view)]
-            return self.winner(sorted(pairs, key=self.left), TWO * gap) or self.base
-        if self.left(first) <= self.noise or self.names(first) & set(ROUNDED):
-            return first
-        seconds = self.neighbours(first)
-        return self.winner(seconds, self.noise) or self.rounded(first, seconds) or first
+        """The engine's view; the trainer's own where no causes explain most of the difference.
+
+        One field changes at a time, the one that leaves least. Where it is not the whole cause, the
+        next is looked for behind it as long as each at least halves the difference.
+        """
+        view = sure = self.base
+        limits = iter((ONE, TWO))
+        while True:
+            views = self.neighbours(view)
+            limit = self.noise if sure != self.base else next(limits, TWO) * self.left(self.base)
+            last = self.winner(views, limit) or self.rounded(view, views)
+            if last is not None:
+                view = sure = last
+                if self.left(view) <= self.noise or self.names(view) & set(ROUNDED):
+                    return sure
+            elif views and 2 * self.left(views[0]) <= self.left(view):
+                view = views[0]
+            else:
+                return sure
 
     def winner(self, views: Sequence[View], limit: float) -> View | None:
         """The first of these sorted views, where it leaves no more than that and no other does."""
@@ -106,9 +114,9 @@ class Search:
     def neighbours(self, view: View) -> list[View]:
         """The views with one more field changed, what leaves least first."""
         changed = dict.fromkeys(self._changed(view))
-        found = [x for x in changed if x != view and self._is_possible(x)]
-        self._order += found
-        return sorted(found, key=self.left)
+        possible = [x for x in changed if x != view and self._is_possible(x)]
+        self._order += possible
+        return sorted(possible, key=self.left)
 
     def _changed(self, view: View) -> Iterator[View]:
         """Views that may be the engine's: what is known to happen, and numbers that fit."""
@@ -116,8 +124,9 @@ class Search:
         shipped = recomputed.policy.lm.generation_config
         off = Truncation()._asdict()
         cut = Truncation(*(getattr(shipped, name, None) or off[name] for name in off))
+        warmth = getattr(shipped, "temperature", None) or 1.0
         known: dict[str, list[Any]] = {
-            "temperature": [1.0, asked.temperature, getattr(shipped, "temperature", None) or 1.0],
+            "temperature": [1.0, asked.temperature, warmth],
             "truncation": [None, KEPT, Truncation(asked.top_k, asked.top_p), cut],
             "edit": [(SOFTCAP, None)],
             "shift": [1, -1],
@@ -130,6 +139,9 @@ class Search:
         fixed |= {"reading", "model"} if fixed & {"reading", "model"} else set()
         for field in known.keys() - fixed:
             yield from (view._replace(**{field: x}) for x in known[field])
+        if not fixed & {"temperature", "truncation"}:  # raw ones, and defaults, change both at once
+            yield view._replace(temperature=1.0, truncation=None)
+            yield view._replace(temperature=warmth, truncation=cut)
         if view.shift == 0 and view.reading != REORDERED:  # the logits of each token are known
             yield from fits(recomputed, view, known.keys() - fixed)
 

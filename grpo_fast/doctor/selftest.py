@@ -53,7 +53,7 @@ PROMPTS = ["3 1 2", "5", "0 9 8 7 6 5 4", "39 38 37 36"]
 
 
 class Check(NamedTuple):
-    """What one self-test found."""
+    """The result of one self-test."""
 
     name: str
     error: float | None  # None: it did not run
@@ -63,7 +63,7 @@ class Check(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """What cannot run here is no failure, what broke is."""
+        """A self-test that cannot run here is no failure; one that raised is."""
         return self.error is None or self.error <= self.bound
 
 

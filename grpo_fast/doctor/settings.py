@@ -25,7 +25,7 @@ OF_A_RUN = ("dtype", "autocast", "attn")  # of a run's `model`: how it is loaded
 
 
 class DoctorSettings(Section):
-    """What the doctor itself is told; every other `key=value` is the run configuration's."""
+    """The doctor's own settings; every other `key=value` is the run configuration's."""
 
     recipe: str | None = None  # a recipe's name or a YAML file: its data, sampling and model
     n: int = Field(8, ge=1, le=1 << 10)  # prompts
@@ -65,7 +65,7 @@ class Words:
 
     @property
     def sampling(self) -> Sampling:
-        """What the engine is asked for: as in training, but shorter."""
+        """The sampling of the run, with completions of `tokens` at most."""
         rollout = self.config.rollout
         length = min(rollout.max_new_tokens, self.own.tokens)
         return rollout.model_copy(update={"max_new_tokens": length})

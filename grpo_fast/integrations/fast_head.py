@@ -1,4 +1,4 @@
-"""What the fused heads of other trainers share: a handle to undo one, its dtype, its hooks."""
+"""Shared by the fused heads of other trainers: a handle to undo one, its dtype, its hooks."""
 
 from __future__ import annotations
 

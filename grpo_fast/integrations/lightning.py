@@ -153,7 +153,7 @@ class GRPOModule(LightningModule):
         return torch.cat(parts), slice(start, start + x.shape[0])
 
     def _totals(self, batch: Batch) -> dict[str, Any]:
-        """What the loss divides by where ranks share a step: DDP takes the mean of their losses."""
+        """Totals that the loss divides by where ranks share a step (DDP averages losses)."""
         ranks = self.trainer.world_size
         if ranks == 1:
             return {}

@@ -200,7 +200,7 @@ class PolicyLoss(nn.Module):
         tokens: float | Tensor | None,
         completions: float | Tensor | None,
     ) -> dict[str, Any]:
-        """What the loss divides by."""
+        """The total that the loss divides by, as a keyword of `grpo_loss`."""
         if self.token_level_loss:
             return {
                 "num_items_in_batch": keep.sum().clamp(min=1)

@@ -5,8 +5,6 @@ GRPO_FAST_LOG=1 prints each one the first time it is taken. Environment:
 
     GRPO_FAST_LOG=1                  say on stderr what runs
     GRPO_FAST_GEMM=auto|own|vendor   whose fp32 product a CPU takes (auto: see `own_product`)
-    GRPO_FAST_FORWARD=triton|cuda    on Hopper, hidden -> log-probabilities without options: Triton,
-                                     or CUDA C++ (gpu/forward_cuda.py), which no GPU has run yet
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from torch import Tensor
 
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.gpu.configs import forward_kernel
 from grpo_fast.kernels.types import POSITIVE16
 from grpo_fast.objective.coefficients import row_coefficients
 
@@ -55,7 +52,7 @@ class Kernels(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What runs for one head or one matrix of logits.
+    """The kernels that run for one head or one matrix of logits.
 
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
@@ -108,8 +105,6 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     stored: torch.dtype | None = None
     if name == "triton":
         stored = torch.bfloat16 if weight.dtype == torch.bfloat16 else None
-        if forward_kernel() == "cuda":
-            product += ", without options CUDA C++ on Hopper"
         return _said(name, "from hidden", product, stored)
     if (
         name == "cpu"
@@ -134,6 +129,15 @@ def support_doors(backend: str) -> Any:
     if not folder:
         return support_reference
     return importlib.import_module(f"grpo_fast.kernels.{folder}.support")
+
+
+@functools.cache
+def divergence_doors(backend: str) -> Any:
+    """The module that compares rows of logits (divergence_reference.py documents its doors)."""
+    name = "gpu.divergence" if backend == "triton" else "divergence_reference"
+    if backend == "cpu" and loader.load("divergence") is None:
+        name = "cpu.divergence"
+    return importlib.import_module(f"grpo_fast.kernels.{name}")
 
 
 def own_product(x: Tensor) -> bool:

@@ -53,13 +53,13 @@ class SupportRows(NamedTuple):
         """(T, …) → (R, …)."""
         return x if self.own is None else x.index_select(0, self.own)
 
-    def joined(self, own: Tensor, others: Tensor | None) -> Tensor:
+    def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
         """(T,) from the values of these rows (R,), and of the others."""
         if self.own is None:
             return own
         assert self.others is not None and others is not None
-        joined = unset(own.new_empty, len(own) + len(others))
-        return joined.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
+        merged = unset(own.new_empty, len(own) + len(others))
+        return merged.index_copy_(0, self.own, own).index_copy_(0, self.others, others)
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
@@ -68,7 +68,7 @@ def rows_of(offsets: Tensor, count: int) -> Tensor:
 
 
 class HeadRows(NamedTuple):
-    """What a head says of rows with a support."""
+    """Logits, statistics and slopes of the rows with a support."""
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows

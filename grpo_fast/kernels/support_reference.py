@@ -42,7 +42,7 @@ def target_places(
 def row_logps(raw: Tensor, rows: SupportRows, rule: LogitRule, *, return_entropy: bool) -> RowStats:
     """(lse, logps, entropy) of every row, fp32 (R,); see reference.row_logps."""
     found = [unset(raw.new_empty, len(rows.places), dtype=torch.float32) for _ in range(3)]
-    for here, at in _by_length(rows):
+    for here, at in by_length(rows.offsets):
         stats = reference.row_logps(
             raw[at], rows.places[here], rule.rows(here), return_entropy=return_entropy
         )
@@ -63,7 +63,7 @@ def row_grad_(
     """Overwrite the logits by the gradient of Σ grad_logps·logp + grad_entropy·entropy; a row whose
     two coefficients are zero becomes exact zeros. See reference.row_grad_.
     """
-    for here, at in _by_length(rows):
+    for here, at in by_length(rows.offsets):
         known: RowStats = tuple(None if x is None else x[here] for x in stats)  # type: ignore[assignment]
         of_entropy = None if grad_entropy is None else grad_entropy[here]
         raw[at] = reference.row_grad_(
@@ -136,12 +136,12 @@ def head_weight(
         out.copy_(sums)
 
 
-def _by_length(rows: SupportRows) -> Iterator[tuple[Tensor, Tensor]]:
+def by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The rows of each length k that occurs, (n,), and their places in a vector (nnz,), (n, k)."""
-    lengths = rows.offsets.diff()
+    lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
-        yield here, rows.offsets[here, None] + torch.arange(k, device=here.device)
+        yield here, offsets[here, None] + torch.arange(k, device=here.device)
 
 
 def _blocks(count: int, like: Tensor) -> Iterator[slice]:

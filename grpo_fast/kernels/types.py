@@ -1,4 +1,4 @@
-"""What the floors of the kernels hand to each other. Rows: T active tokens, or C of a chunk."""
+"""The types that kernels and passes share. Rows: T active tokens, or C of a chunk."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ActiveRows(NamedTuple):
 
 
 class RowLoss(NamedTuple):
-    """What `row_loss_` says of every row, (C,) fp32, beside the d-logits it writes."""
+    """Results of `row_loss_` for every row, (C,) fp32, beside the d-logits it writes."""
 
     lse: Tensor
     logps: Tensor
@@ -125,7 +125,7 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rest(self, matrix: Tensor) -> Dominant:
-        """What is left of the values when the product took those of `matrix`, rounded to bf16."""
+        """The rounding errors of the values, where the product takes `matrix` rounded to bf16."""
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
@@ -155,7 +155,7 @@ class Dominant(NamedTuple):
 
 
 class Exponentials(NamedTuple):
-    """What `head_exponentials` says of its rows, beside the matrix E it writes.
+    """Results of `head_exponentials` for its rows, beside the matrix E it writes.
 
     The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, with
     g·target_unit in the targets' columns, where E is 0. Every E is finite.

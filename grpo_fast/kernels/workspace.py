@@ -25,6 +25,9 @@ from torch.utils import deterministic as _deterministic
 HUGE_FROM, HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 8 << 20, 2 << 20, 14, 23
 
 
+# The share of a GPU's memory that logits may take by default: 1/48.
+GPU_SHARE = 48
+
 # False: `unset` memory is filled as torch fills its own. For tests: NaN shows in a slot that nobody
 # has written.
 EXEMPT = True
@@ -76,18 +79,31 @@ def on_its_way(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     host = unset(torch.empty, x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     arrived = torch.cuda.Event()
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(x.device))  # x may lie on another than the current one
     return host, arrived
 
 
-def workspace_bytes(device: torch.device, bytes_per_logit: int = 4, spared: int = 0) -> int:
-    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default 1 GiB on a GPU, 128 Mi
-    logits on the CPU; and what a chunk that is the only one spares elsewhere.
+def gpu_bytes(device: torch.device) -> int:
+    """Memory of a GPU; 0 where torch sees none, and a call is planned for one."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory
 
-    These take 512 MiB in fp32 and 256 MiB at 16 bits. A second chunk costs a second sweep of W and
-    dW.
+
+def workspace_bytes(
+    device: torch.device, bytes_per_logit: int = 4, spared: int = 0, memory: int | None = None
+) -> int:
+    """Bytes of logits held at a time: GRPO_FAST_WORKSPACE_MIB, by default a 48th of a GPU's memory
+    and at least 1 GiB, on the CPU 128 Mi logits; and what a chunk that is the only one spares
+    elsewhere.
+
+    These take 512 MiB in fp32 and 256 MiB at 16 bits; 8192 rows of 151936 in 16 bits 2.3 GiB, of
+    the 2.9 GiB that an H200 has. A second chunk costs a second sweep of W and dW. `memory`: of a
+    GPU that is not here.
     """
-    default = 1024 if device.type == "cuda" else 128 * bytes_per_logit
+    default = 128 * bytes_per_logit
+    if device.type == "cuda":
+        default = max(1024, (gpu_bytes(device) if memory is None else memory) // GPU_SHARE >> 20)
     text = os.environ.get("GRPO_FAST_WORKSPACE_MIB", str(default))
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"GRPO_FAST_WORKSPACE_MIB: expected a whole number of MiB, got {text!r}")

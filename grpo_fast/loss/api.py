@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import call, checks
 from grpo_fast.loss.arguments import Given, Options, RowOptions, sets
 from grpo_fast.loss.autograd import wants_gradient
 from grpo_fast.loss.call import LossOutput
+from grpo_fast.loss.divergence import checked_term
 from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import raise_pending
 from grpo_fast.objective.config import LossConfig
@@ -152,7 +154,7 @@ def grpo_loss(
     return call.loss("given_logps", tensors, Options([True, True]), config, given)
 
 
-@call.outside_of_graphs("group")
+@call.outside_of_graphs("group", "divergence")
 def linear_grpo_loss(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -171,6 +173,7 @@ def linear_grpo_loss(
     hidden_rows: Tensor | None = None,  # the shape of target_ids
     support: Support | None = None,
     grad_filter: float | None = None,
+    divergence: DivergenceTerm | None = None,
     group: Any = None,
     backend: str = "auto",
     validate: str = "auto",
@@ -202,13 +205,11 @@ def linear_grpo_loss(
         old_logps: of the policy that generated the data; None: on-policy (ratio exactly 1, gradient
             of -A·logp).
         ref_logps: required when config.beta != 0.
-        sampling_logps: of the sampler, for `config.sampling_correction` and
-            `config.off_policy_threshold`.
-        num_items_in_batch: active tokens of the whole optimizer step, all micro-batches and ranks.
-        num_completions_in_batch: completions of the whole optimizer step.
-        hidden_rows: int64 or int32, the row of a (R, H) hidden that predicts each target; a row may
-            predict several (the last row of a shared prompt predicts the first token of every
-            completion). None: row t, target t.
+        sampling_logps: of the sampler, for `config.corrections`.
+        num_items_in_batch, num_completions_in_batch: active tokens and completions of the whole
+            optimizer step, all ranks; with `aggregation="prompt_mean"` items are (B,) by prompt.
+        hidden_rows, backend: as in `linear_logps`.
+        divergence: adds coef·Σ_t w_t·D_t of a teacher, by 8·N·V·H flops in all. No grad_filter.
         support: the ids among which a truncating sampler drew each target: all is over these alone
             (`Support`). Not beside group or grad_filter, nor in a CUDA graph.
         grad_filter: opt-in, in (0, 1): vocabulary columns may be left out of the gradient GEMMs as
@@ -216,7 +217,6 @@ def linear_grpo_loss(
             share that was left out, `grad_filter/dropped_mass`, and that of the columns that
             stayed; kernels/head/grad_filter.py gives the bounds on dH and dW. The loss and the
             logps stay exact; the gradient's bits depend on the batching. Not beside group.
-        backend: "auto", "torch", "cpu" (C++) or "triton"; an explicit one never falls back.
         validate: "auto", or "full" to check device values at once (a sync on a GPU).
 
     Returns:
@@ -231,9 +231,10 @@ def linear_grpo_loss(
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         checks.options(backend, validate, grad_filter, is_shard=(is_shard := group is not None))
         checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
+        term = checked_term(divergence, tensors[1], target_ids, ranks, support, grad_filter)
         wanted, shard = wants_gradient(*tensors), ranks.shard(tensors[1])
         own = backend, validate, hidden_rows, grad_filter, *sets(support)
-        options = Options(wanted, *own, shard)
+        options = Options(wanted, *own, shard, divergence=term)
         given = Given(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
             sampling_logps, num_items_in_batch, num_completions_in_batch,

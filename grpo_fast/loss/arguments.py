@@ -1,4 +1,4 @@
-"""What a call is given, as objects: the same for checks, batches, passes and operators."""
+"""The arguments of a call as objects: the same for checks, batches, passes and operators."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.objective.aggregation import Total
 
 
 class Given(NamedTuple):
-    """What a loss is given beside its tensors and its config."""
+    """The arguments of a loss beside its tensors and its config."""
 
     like: Tensor  # (B, L) or (T,): target_ids, or logps where there are none
     advantages: Tensor  # (B,), or the shape of like
@@ -21,7 +22,7 @@ class Given(NamedTuple):
     old_logps: Tensor | None = None  # the shape of like
     ref_logps: Tensor | None = None  # the shape of like
     sampling_logps: Tensor | None = None  # the shape of like
-    num_items_in_batch: Total | None = None  # a number, or one element
+    num_items_in_batch: Total | None = None  # a number, or one element; prompt_mean: (B,)
     num_completions_in_batch: Total | None = None  # likewise
 
 
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # the head is one rank's part of it
     inplace: bool = False  # the gradient is written over the logits
+    divergence: DivergenceTerm | None = None  # its teacher has one flat row for each target
 
 
 class RowOptions(NamedTuple):

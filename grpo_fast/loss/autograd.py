@@ -1,4 +1,4 @@
-"""What autograd sees of the passes, outside of torch.compile (operators.py has the rest).
+"""The autograd functions of the passes, outside of torch.compile (operators.py has the others).
 
 A loss forms its gradients in the forward; backward multiplies them by the upstream scalar and hands
 them over, once, so that they can become `.grad` without a copy; a second backward through a
@@ -21,7 +21,8 @@ from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
-from grpo_fast.loss.passes import LogitsSweep, LossResult, Sweep, kernel_precision
+from grpo_fast.loss.logits import LogitsSweep
+from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
@@ -84,7 +85,7 @@ Kept = list[tuple[Tensor | None, Tensor | None]]
 def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
     ctx.set_materialize_grads(False)
     ctx.kept = kept_gradients(tensors, result.gradients, result.units)
-    outputs = result.loss, result.logps, result.entropy, result.filtered
+    outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
     ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
     return outputs
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import Given, Options, RowOptions
+from grpo_fast.loss.batch import TokenBatch
 from grpo_fast.loss.ranks import ALONE, Agreement
 from grpo_fast.objective.config import LossConfig
 
@@ -24,18 +25,23 @@ R = TypeVar("R")
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
-def outside_of_graphs(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keep calls with the keyword `name` out of graphs of torch.compile, and all that they call."""
+def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Keep calls with one of these keywords out of graphs of torch.compile, and all that they
+    call; without names every call.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        default = inspect.signature(function).parameters[name].default
+        parameters = inspect.signature(function).parameters
 
         @functools.wraps(function)
         def door(*args: P.args, **keywords: P.kwargs) -> R:
-            if given := keywords.get(name):
+            name = next((x for x in names if keywords.get(x)), None)
+            if name or not names:
                 if torch.compiler.is_compiling():  # without fullgraph the door runs again, untraced
-                    expected = f"{default} in a graph of torch.compile"
-                    raise checks.wrong(name, expected, type(given).__name__)
+                    if name is None:
+                        raise checks.wrong(function.__name__, "a call outside of a graph", "one in")
+                    expected = f"{parameters[name].default} in a graph of torch.compile"
+                    raise checks.wrong(name, expected, type(keywords[name]).__name__)
                 if "torch._dynamo" in sys.modules:  # its import takes seconds
                     return untraced(function)(*args, **keywords)
             return function(*args, **keywords)
@@ -50,18 +56,20 @@ untraced = functools.cache(torch.compiler.disable)
 
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
-    """What a loss returns.
+    """The result of a loss.
 
     Attributes:
         loss: 0-d fp32, with a gradient to hidden, weight and bias (or logits, or logps and
             entropy).
         logps: fp32, detached, in the layout of `target_ids`; 0 where masked.
         entropy: fp32, detached, same layout; None unless the config asks for it.
+        divergence: fp32, detached, same layout; None without `divergence=`. Its mean is a metric.
     """
 
     loss: Tensor
     logps: Tensor
     entropy: Tensor | None
+    divergence: Tensor | None
     _metrics_of: Callable[..., dict[str, Tensor]] = dataclasses.field(repr=False)
     _filtered: Tensor | None = dataclasses.field(default=None, repr=False)
     _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
@@ -93,6 +101,8 @@ def loss(
         known = operators.LOSSES[name]
         batch = operators.build(known, tensors, options, config, given)
         numbers = config.key if options.shard else ""
+        if options.shard and (term := options.divergence):
+            numbers += repr((term[1:], getattr(term.teacher, "rule", None)))
         ranks.ready(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
         run = partial(known.run, batch=batch, options=options)
         if options.inplace:
@@ -100,9 +110,24 @@ def loss(
         else:
             outputs = autograd.Formed.apply(run, *tensors)
         metrics = batch.metrics
-    (value, logps, entropy, filtered), like = outputs, given.like
-    entropy = None if entropy is None else _shaped(detached(entropy), like)
-    return LossOutput(value, _shaped(detached(logps), like), entropy, metrics, filtered)
+    (value, logps, entropy, filtered, *others), like = outputs, given.like
+    divergence = others[0] if others else None
+    if divergence is not None:
+        metrics = partial(_with_mean, batch, divergence)
+    entropy, divergence = (
+        None if x is None else _shaped(detached(x), like) for x in (entropy, divergence)
+    )
+    logps = _shaped(detached(logps), like)
+    return LossOutput(value, logps, entropy, divergence, metrics, filtered)
+
+
+def _with_mean(
+    batch: TokenBatch, divergence: Tensor, logps: Tensor, entropy: Tensor | None
+) -> dict[str, Tensor]:
+    """The metrics of a batch, and the mean divergence of its active tokens."""
+    total = divergence.detach().sum(dtype=torch.float64).float()
+    mean = total / max(len(batch.rows.target_ids), 1)
+    return {**batch.metrics(logps, entropy), "divergence": mean}
 
 
 def logps(

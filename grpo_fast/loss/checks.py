@@ -15,6 +15,7 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import Given
 from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.objective.config import LossConfig, choice, number
+from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -72,12 +73,15 @@ def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) 
 
 
 def head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "", *, is_shard: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    names: tuple[str, str, str] = ("hidden", "lm_head_weight", "bias"),
+    *,
+    is_shard: bool = False,
 ) -> None:
-    """hidden (..., H), lm_head_weight (V, H) and bias (V,) fit each other; `prefix` of their
-    names. A shard may be empty.
-    """
-    like, name = f"{prefix}hidden", f"{prefix}lm_head_weight"
+    """hidden (..., H), weight (V, H) and bias (V,) fit each other. A shard may be empty."""
+    like, name, bias_name = names
     tensor(like, hidden)
     tensor(name, weight)
     width, shape = tuple(hidden.shape)[-1:], tuple(weight.shape)
@@ -95,7 +99,7 @@ def head(
         got = f"{weight.dtype}; cast one of them"
         raise wrong(name, f"the dtype of {like}, {hidden.dtype}", got)
     if bias is not None:
-        tensor(f"{prefix}bias", bias, FLOATING, shape[:1], "(V,)", (like, hidden))
+        tensor(bias_name, bias, FLOATING, shape[:1], "(V,)", (like, hidden))
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
@@ -149,6 +153,16 @@ def rule(
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
 
 
+def prompt_items(value: Any, count: int, config: LossConfig) -> None:
+    """None beside whole groups of completions, or the tokens of each one's prompt."""
+    what, name = f"(B,) = ({count},), the tokens of each completion's prompt", "num_items_in_batch"
+    if value is None and count % (config.group_size or 1):
+        raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
+    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise wrong(name, f"None or {what},", got)
+
+
 def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
     """The tensors of a loss per token and per completion, in the layout of `given.like`.
 
@@ -156,9 +170,10 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         has_logits: the config's temperature is read.
     """
     is_config(config)
-    if config.kl_estimator == EXACT:
+    if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
-        raise wrong("kl_estimator", expected, f"{EXACT!r}, which linear_exact_kl computes")
+        got = f"{config.kl_estimator!r}, which linear_divergence computes"
+        raise wrong("kl_estimator", expected, got)
     like, advantages, cu_seqlens = given.like, given.advantages, given.cu_seqlens
     like_logps("completion_mask", given.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
@@ -169,6 +184,10 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         raise wrong("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(given, name), like)
+    of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
+    if given.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
+        expected = f"the sampler's logps beside corrections of kind {of_sampler[0].kind!r}"
+        raise wrong("sampling_logps", expected, None)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
     if config.uses_reference and given.ref_logps is None:
@@ -180,6 +199,9 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         )
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(given, name)
+        if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
+            prompt_items(value, count, config)
+            continue
         if isinstance(value, Tensor) and value.numel() != 1:
             raise wrong(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
         if value is not None and not isinstance(value, Tensor):

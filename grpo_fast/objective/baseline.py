@@ -39,7 +39,7 @@ class RunningBaseline:
         self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
 
     def state_dict(self) -> dict[str, float | None]:
-        """What a resumed run goes on with."""
+        """The running mean, for a checkpoint."""
         return {"mean": self.mean}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:

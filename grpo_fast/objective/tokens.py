@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """What the objective knows about every active token, beside its logp. All fp32 unless said
+    """The inputs of the objective for every active token, beside its logp. All fp32 unless said
     otherwise.
     """
 

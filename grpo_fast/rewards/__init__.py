@@ -52,7 +52,10 @@ WORKERS = {
     "format_pattern": "pattern.py",
     "math_equal": "math_answers.py",
     "math_close": "math_answers.py",
+    "code_tests": "code_tests.py",
 }
+# These end what takes too long themselves, one by one: `timeout` is for each completion.
+BOUNDED = ("math_equal", "math_close", "code_tests")
 KNOWN = (*REWARDS, *WORKERS, "reward_model")
 
 
@@ -99,7 +102,9 @@ def _resolve(spec: RewardSpec) -> WeightedReward:
         return WeightedReward(label, float(spec.weight), model)
     path = _worker_path(name, spec.in_process)
     if path is not None:
-        function: RewardFunction = IsolatedReward(path, timeout=spec.timeout, options=options)
+        function: RewardFunction = IsolatedReward(
+            path, timeout=spec.timeout, options=options, per_sample=name in BOUNDED
+        )
     else:
         function = REWARDS[name] if name in REWARDS else import_function(name)
     needs = _checked_needs(name, function, options)

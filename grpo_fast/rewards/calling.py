@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
+Score = float | list[float]  # of a completion, or of each of its tokens
 LOADED = 0  # the number of the first answer, which no request asked for
 
 
@@ -53,7 +54,7 @@ def why_of(error: BaseException) -> str:
 
 
 class Parameters(NamedTuple):
-    """What a function may be given by name, and what it cannot do without."""
+    """The columns that a function takes by name, and those that it needs."""
 
     takes: list[str] | None  # None: everything (`**columns`)
     needs: list[str]
@@ -115,8 +116,8 @@ def _run_file(path: str) -> ModuleType:
     return module
 
 
-def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[float | str]:
-    """What the function returns for `count` completions: floats, a text where there is no number.
+def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
+    """Call the function for `count` completions: a number, or one per token, else a text, for each.
 
     Awaits an awaitable. Raises whatever the function raises, and a RewardFailure for anything that
     is not one value per completion in their order.
@@ -124,7 +125,7 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
     result = function(**arguments)
     if inspect.isawaitable(result):
         result = _awaited(result)
-    return [_number_or_text(value) for value in _values(result, count)]
+    return [_score_or_text(value) for value in _values(result, count)]
 
 
 def describe(error: BaseException) -> str:
@@ -168,6 +169,14 @@ def _values(result: Any, count: int) -> list[Any]:
         number = len(listed) if len(listed) < count else "more"
         raise WrongLength(f"expected {count} rewards, the function returned {number}")
     return listed
+
+
+def _score_or_text(value: Any) -> Score | str:
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, (list, tuple)):
+        return _number_or_text(values)
+    numbers = [_number_or_text(item) for item in values]
+    return next((item for item in numbers if isinstance(item, str)), numbers)  # type: ignore
 
 
 def _number_or_text(value: Any) -> float | str:

@@ -1,4 +1,5 @@
-"""What a reward function may ask for by the names of its parameters, a list with one entry each.
+"""The columns that a reward function asks for by the names of its parameters, one entry for each
+completion.
 
 `prompts`, `completions` (texts), `answers`; `completion_ids` (the tokens, with the EOS where there
 is one) and `completion_lengths` (their number); and under its own name every other field of the

@@ -30,7 +30,7 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def marked_content(text: str) -> str | None:
-    """What follows the last `####` in its line, or the last `<answer>…</answer>` holds.
+    """The text behind the last `####` in its line, or inside the last `<answer>…</answer>`.
 
     The later of the two.
     """

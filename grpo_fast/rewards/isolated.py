@@ -47,16 +47,25 @@ class IsolatedReward:
 
     Raises:
         ValueError: a `timeout` that cannot be waited for, `options` that JSON cannot carry.
-        TimeoutError: (a call) after `timeout` seconds.
+        TimeoutError: (a call) after `timeout` seconds; `per_sample`: so many for each of its
+            completions, of a function that bounds the time of each itself.
         RewardFailure: (a call) with the function's own message when it raises or dies.
     """
 
-    def __init__(self, path: str, *, timeout: float, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        timeout: float,
+        options: dict[str, Any] | None = None,
+        per_sample: bool = False,
+    ) -> None:
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if not is_number or not 0 < timeout < threading.TIMEOUT_MAX:
             expected = f"seconds, above 0 and below {threading.TIMEOUT_MAX:.3g}, for reward {path}"
             raise ValueError(f"timeout: expected {expected}, got {timeout!r}")
         self.path, self.timeout, self.options = path, float(timeout), options or {}
+        self.per_sample = per_sample
         if not _same_as_json(self.options):
             expected = f"values that JSON can carry for reward {path}"
             raise ValueError(f"options: expected {expected}, got {self.options!r}")
@@ -73,7 +82,8 @@ class IsolatedReward:
             arguments = {**self._parameters.select(columns), **self.options}
             number = next(self._numbers)
             self._worker.send({"number": number, "count": count, "arguments": arguments})
-            answer = self._worker.receive(number, self.timeout)
+            limit = self.timeout * max(1, count * self.per_sample)
+            answer = self._worker.receive(number, min(limit, threading.TIMEOUT_MAX))
         if "error" in answer:
             raise Refused(answer)
         return answer["rewards"]
@@ -186,7 +196,7 @@ def _pump(stream: TextIO, lines: queue.Queue[str]) -> None:
 
 
 def _show(stream: TextIO) -> None:
-    """What the function prints, on this process's stderr."""
+    """Copy the function's output to this process's stderr."""
     with stream:
         for text in iter(lambda: stream.readline(4096), ""):
             # It may be closed, or None: then the pipe is emptied all the same.

@@ -1,6 +1,7 @@
 """Calling reward functions so that none of them can stop or poison a run.
 
-A function takes the columns that it names (see `columns.py`) and returns one number per completion.
+A function takes the columns that it names (see `columns.py`) and returns one number per completion,
+or for each a list with one number per token.
 If a call raises, hangs, or returns the wrong length, it is asked again sample by sample, and only
 those that fail again are lost. A lost sample, or one scored NaN or inf, is NaN in the result: the
 trainer drops it from the baseline and gives it no advantage. Losses are counted by reason; above a
@@ -12,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import reprlib
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +27,8 @@ from grpo_fast.errors import RewardError
 from grpo_fast.rewards.calling import (
     NoNumbers,
     RewardFunction,
+    Score,
+    WrongLength,
     call,
     describe,
     parameters_of,
@@ -34,6 +38,7 @@ from grpo_fast.rewards.surroundings import undisturbed
 
 logger = logging.getLogger(__name__)
 
+FP32_MAX = torch.finfo(torch.float32).max
 WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # a function that hangs on more samples than this loses the rest unasked
@@ -54,6 +59,9 @@ class RewardResult(NamedTuple):
     total: Tensor  # (N,) weighted sum, NaN where any function with a weight has none
     per_fn: dict[str, Tensor]  # name → (N,)
     reasons: dict[str, Counter[str]]  # name → samples lost in this call, by reason
+    # For each completion the (tokens,) fp32 that add up to its total, where a function gave rewards
+    # per token; what the others gave stands at the last token.
+    per_token: list[Tensor] | None = None
 
     @property
     def failures(self) -> dict[str, int]:
@@ -115,19 +123,20 @@ class RewardSet:
             raise ValueError(f"{names}: expected lists of one length, got {lengths}")
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
-        total = torch.zeros(len(completions))
+        total, scored = torch.zeros(len(completions)), []
         for reward in self.rewards:
-            found = self._scores(reward, given)
-            scores = [math.nan if isinstance(value, str) else value for value in found]
-            per_fn[reward.name] = torch.tensor(scores, dtype=torch.float32)
-            reasons[reward.name] = Counter(value for value in found if isinstance(value, str))
+            values = self._scores(reward, given)
+            per_fn[reward.name] = torch.tensor([_sum(x) for x in values], dtype=torch.float32)
+            reasons[reward.name] = Counter(value for value in values if isinstance(value, str))
             if reward.weight != 0:  # weight 0 means: only watch it
                 total = total + reward.weight * per_fn[reward.name]
+                scored.append((reward.weight, values))
             self._count(reward.name, reasons[reward.name].total(), len(completions))
-        return RewardResult(total, per_fn, reasons)
+        per_token = _per_token(scored, given.get("completion_lengths"))
+        return RewardResult(total, per_fn, reasons, per_token)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was lost so far, in plain lists and numbers: what a resumed run goes on with."""
+        """The failures so far, in plain lists and numbers, for a checkpoint."""
         with self._lock:
             recent = {name: [list(pair) for pair in calls] for name, calls in self._recent.items()}
             lost, errors = dict(self.failed_total), dict(self._last_error)
@@ -145,7 +154,7 @@ class RewardSet:
 
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | str]:
+    ) -> list[Score | str]:
         """For each completion its score, or the reason why it has none."""
         count = len(columns["completions"])
         scores = self._ask(reward, columns, count)
@@ -153,10 +162,10 @@ class RewardSet:
             return scores
         if count < 2:
             return [scores] * count
-        retried: list[float | str] = []
+        retried: list[Score | str] = []
         timeouts = 0
         for i in range(count):
-            one: list[float | str] | str = "timeout"
+            one: list[Score | str] | str = "timeout"
             if timeouts <= RETRY_TIMEOUTS:
                 sample = {name: column[i : i + 1] for name, column in columns.items()}
                 one = self._ask(reward, sample, 1)
@@ -166,7 +175,7 @@ class RewardSet:
 
     def _ask(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int
-    ) -> list[float | str] | str:
+    ) -> list[Score | str] | str:
         """Scores and reasons, or one reason where the call fails as a whole."""
         lists = {name: list(column) for name, column in columns.items()}
         try:
@@ -179,12 +188,19 @@ class RewardSet:
         except BaseException as error:  # sys.exit() and a cancelled coroutine are no Exception
             self._note(reward.name, describe(error))
             return why_of(error)
-        return [self._checked(reward.name, value) for value in values]
+        lengths = columns.get("completion_lengths", [None] * count)
+        pairs = zip(values, lengths, strict=True)
+        return [self._checked(reward.name, value, length) for value, length in pairs]
 
-    def _checked(self, name: str, value: float | str) -> float | str:
+    def _checked(self, name: str, value: Score | str, length: int | None) -> Score | str:
+        numbers = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and length is not None and length != len(value):
+            self._note(name, f"expected a reward for each of {length} tokens, got {len(value)}")
+            return WrongLength.why
+        is_odd = isinstance(value, str) or (isinstance(value, list) and length is None)
         # The trainer computes in fp32: beyond its range a value is as useless as inf or NaN.
-        if isinstance(value, str) or not abs(value) <= torch.finfo(torch.float32).max:
-            self._note(name, f"not a finite number: {value!r}")
+        if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, _sum(value))):
+            self._note(name, f"not a finite number: {reprlib.repr(value)}")
             return NoNumbers.why
         return value
 
@@ -205,3 +221,27 @@ class RewardSet:
                 f"reward {name}: {lost} of the last {of} samples have no reward "
                 f"(more than {self.max_failures:.0%}); last error: {self._last_error[name]}"
             )
+
+
+def _sum(score: Score | str) -> float:
+    """A completion's reward; NaN for one that has none."""
+    if isinstance(score, list):
+        return float(sum(score))
+    return math.nan if isinstance(score, str) else score
+
+
+def _per_token(
+    scored: list[tuple[float, list[Score | str]]],  # weight and scores of each function
+    lengths: Sequence[int] | None,
+) -> list[Tensor] | None:
+    """The weighted rewards of every completion's tokens; None where no function gave any."""
+    if lengths is None or not any(isinstance(s, list) for _, found in scored for s in found):
+        return None
+    rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+    for weight, found in scored:
+        for reward, score in zip(rewards, found, strict=True):
+            if isinstance(score, list):
+                reward += weight * torch.tensor(score, dtype=torch.float64)
+            else:  # an empty completion has no last token
+                reward[-1:] += weight * _sum(score)
+    return [reward.float() for reward in rewards]

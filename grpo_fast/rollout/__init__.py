@@ -2,7 +2,15 @@
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
 from grpo_fast.rollout.completions import Rollout, generate
-from grpo_fast.rollout.engine import Completion, Engine, EngineName, Kept, awake, build_engine
+from grpo_fast.rollout.engine import (
+    Completion,
+    Engine,
+    EngineName,
+    Kept,
+    Request,
+    awake,
+    build_engine,
+)
 from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.prompts import check_prompts, encode_prompts
 from grpo_fast.rollout.sampler import Sampling
@@ -14,6 +22,7 @@ __all__ = [
     "EngineName",
     "Kept",
     "NonFiniteLogits",
+    "Request",
     "Rollout",
     "SampledModel",
     "Sampling",

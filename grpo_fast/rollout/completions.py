@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from grpo_fast.rollout.engine import EOS, Engine, Kept, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.prompts import Prompt, encode_for
 from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.saved import Saved
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Rollout:
     prompts: list[str] = field(default_factory=list)  # of each completion (so each G times)
     prompt_ids: list[list[int]] = field(default_factory=list)
     completion_ids: list[list[int]] = field(default_factory=list)  # up to and with the first EOS
-    sampling_logps: list[Tensor] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
+    sampling_logps: list[Saved] = field(default_factory=list)  # (|completion|,) fp32, see Sampler
     texts: list[str] = field(default_factory=list)  # completions without special tokens
     truncated: list[bool] = field(default_factory=list)  # it did not end with an EOS
     kept: list[Kept | None] = field(default_factory=list)  # what each was drawn from
@@ -33,16 +34,17 @@ class Rollout:
         self.kept = self.kept or [None] * count
         self.weight_versions = self.weight_versions or [0] * count
 
-    @classmethod
-    def of_state(cls, state: dict[str, Any]) -> Rollout:
-        """The rollout whose `vars` a checkpoint has. Raises ValueError for uneven lists."""
-        count = len(state["texts"])
-        if any(len(values) != count for values in state.values()):
+    def check(self, vocab_size: int) -> None:
+        """Raise a ValueError for uneven lists, or for a token id that no model of this size has."""
+        count = len(self.texts)
+        if any(len(values) != count for values in vars(self).values()):
             raise ValueError(f"rollout: expected lists of one length, {count} as its texts")
-        if [len(x) for x in state["sampling_logps"]] != [len(x) for x in state["completion_ids"]]:
+        if [len(x) for x in self.sampling_logps] != self.lengths:
             raise ValueError("rollout: expected a sampling_logp for each token of a completion")
-        kept = [None if known is None else Kept(*known) for known in state["kept"]]
-        return cls(**{**state, "kept": kept})
+        for ids in (*self.prompt_ids, *self.completion_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                expected = f"expected token ids from 0 to {vocab_size - 1}"
+                raise ValueError(f"rollout: {expected}, got {min(ids)} to {max(ids)}")
 
     @property
     def lengths(self) -> list[int]:
@@ -118,17 +120,3 @@ def check_places(places: Sequence[int], count: int) -> None:
     if len(places) != count or not rising:
         expected = f"expected {count} rising places from 0"
         raise ValueError(f"places: {expected}, got {list(places)[:8]}")
-
-
-def split_tensors(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
-    """A nested value for JSON: each tensor goes to `tensors`, its name stands in its place."""
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().cpu().clone()  # views of one storage are written apart
-        return name
-    if isinstance(value, dict):
-        return {
-            k: split_tensors(x, tensors, f"{name}/{k}" if name else k) for k, x in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [split_tensors(x, tensors, f"{name}/{i}") for i, x in enumerate(value)]
-    return value

@@ -1,4 +1,4 @@
-"""What every rollout engine is: prompts' token ids in, completions as they were sampled out.
+"""The contract of a rollout engine: token ids of prompts in, completions as sampled out.
 
 An engine samples with the weights that it was last given, and says of each completion which those
 were. Engines are built by name from the configuration; one that is not asked for is not imported.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.sampler import Sampling, seed_of
+from grpo_fast.rollout.saved import Saved
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,9 @@ class Kept(NamedTuple):
     from, itself among it. An empty row is the whole vocabulary.
     """
 
-    ids: Tensor  # (nnz,) int32
-    offsets: Tensor  # (n + 1,) int64
-    mass: Tensor | None = None  # (n,) fp32: their probability before the others went; None: unknown
+    ids: Saved  # (nnz,) int32
+    offsets: Saved  # (n + 1,) int64
+    mass: Saved | None = None  # (n,) fp32: their probability before the others went; None: unknown
 
 
 @functools.cache
@@ -67,6 +68,23 @@ class Completion(NamedTuple):
     kept: Kept | None = None  # None: nothing truncated or asked for, or the engine cannot say
 
 
+class Request(NamedTuple):
+    """Ask for G = `group_size` completions of each prompt.
+
+    Attributes:
+        seed: the random numbers of a completion depend on it and on the completion's place
+            (`places` and its number in the group) alone.
+        places: of each prompt in the whole step's batch, rising; None: this is all of it. So
+            several processes sample what one would.
+    """
+
+    prompts: Sequence[Sequence[int]]  # token ids, none empty
+    sampling: Sampling
+    group_size: int
+    seed: Seed
+    places: Sequence[int] | None = None
+
+
 class Engine(ABC):
     """Samples completions. A context manager that closes itself.
 
@@ -79,24 +97,13 @@ class Engine(ABC):
     # Why it samples by a slower path than its own, which gives other bits; None: it does not.
     fallback: str | None = None
 
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],  # token ids, none empty
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
-        """G = `group_size` completions of each prompt, those of a prompt side by side.
+    def generate(self, *fields: Any, **others: Any) -> list[Completion]:
+        """`sample` of a `Request` with these fields."""
+        return self.sample(Request(*fields, **others))
 
-        Args:
-            seed: the random numbers of a completion depend on it and on the completion's place
-                (`places` and its number in the group) alone.
-            places: of each prompt in the whole step's batch, rising; None: this is all of it. So
-                several processes sample what one would.
-        """
+    @abstractmethod
+    def sample(self, request: Request) -> list[Completion]:
+        """The completions of a request, those of a prompt side by side."""
 
     @abstractmethod
     def update(self, policy: Any, version: int) -> None:
@@ -109,7 +116,7 @@ class Engine(ABC):
         """Leave the device to the trainer. Weights may be lost: `update` follows `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Be ready for `update` and `generate`; nothing to do for one that is awake."""
+        """Be ready for `update` and `sample`; nothing to do for one that is awake."""
 
     def close(self) -> None:  # noqa: B027
         """Give everything back; the engine is not used again."""

@@ -1,4 +1,4 @@
-"""What a run is made of: its start, its inputs, its collector, and which rank makes what."""
+"""The parts of a run: its start, its inputs, its collector."""
 
 from __future__ import annotations
 
@@ -29,23 +29,20 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def entered(config: RunConfig) -> Iterator[tuple[Start, FolderLock | None]]:
-    """Where rank 0 finds that the run begins, and its lock of the folder, taken before it looks.
-
-    None: there is no folder yet, or this is another rank.
-    """
+def entered(config: RunConfig) -> Iterator[Start]:
+    """Lock the folder of a run, then look for its start: rank 0 does, for all."""
     with distributed.together():
         is_there = distributed.is_main() and os.path.isdir(config.output_dir)
         lock = FolderLock(config.output_dir) if is_there else None
 
     def start_of_main() -> list[Any]:
         start = find_start(config, log.warning)
-        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:]]
+        return [None if start.checkpoint is None else str(start.checkpoint), *start[1:4]]
 
     try:
-        checkpoint, (metrics, prompts), *rest = distributed.from_main(start_of_main)
+        checkpoint, (metrics, prompts), again, prints = distributed.from_main(start_of_main)
         place = None if checkpoint is None else Path(checkpoint)
-        yield Start(place, (metrics, prompts), *rest), lock
+        yield Start(place, (metrics, prompts), again, prints, lock)
     finally:
         if lock is not None:
             lock.release()
@@ -86,23 +83,24 @@ def build_collector(
 ) -> Collector:
     """The collector of a run."""
     group_size = config.rollout.group_size
-    advantages = Advantages(config.advantages, config.advantage_options, group_size)
+    weights = {reward.name: reward.weight for reward in rewards.rewards}
+    advantages = Advantages(config.advantages, config.advantage_options, group_size, weights)
     return Collector(
         config.rollout, policy, engine, rewards, queue, advantages,
         seed=config.seed, steps=config.steps,
     )  # fmt: skip
 
 
-def is_dealt_to(config: RunConfig) -> bool:
+def is_dealt_to(kind: str | None) -> bool:
     """Whether this rank gets its shards from rank 0, which alone has the weights till then."""
-    return config.distributed in SHARDED and not distributed.is_main()
+    return kind in SHARDED and not distributed.is_main()
 
 
 def start_warm(
     config: RunConfig, policy: Policy, questions: Sequence[Example], log: Callable[..., Any]
 ) -> None:
     """Make the warm start: on all ranks, or before weights are dealt out on rank 0 alone."""
-    is_dealt = is_dealt_to(config)  # asked before `alone`, inside which every rank is the main one
+    is_dealt = is_dealt_to(config.distributed)  # inside `alone` every rank is the main one
     alone = distributed.alone() if config.distributed in SHARDED else nullcontext()
     with distributed.together(), alone:
         if not is_dealt:

@@ -19,7 +19,7 @@ from grpo_fast.errors import WriteError
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """What the disk refuses becomes a WriteError that names the file."""
+    """Raise errors of the disk as a WriteError that names the file."""
     from safetensors import SafetensorError
 
     try:
@@ -88,7 +88,7 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """What JSON has a word for; numbers that are not finite are null."""
+    """Convert a value for JSON; numbers that are not finite become null."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list):

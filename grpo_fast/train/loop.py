@@ -29,20 +29,12 @@ from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.reference import check_reference
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.report import (
-    RunReport,
-    kernels_line,
-    memory_line,
-    sampler_line,
-    support_line,
-)
-from grpo_fast.train.report.silent_report import SilentReport
+from grpo_fast.train.report.lines import kernels_line, memory_line, sampler_line, support_line
+from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
-from grpo_fast.train.runs.folder import FolderLock
 from grpo_fast.train.runs.resume import Start, enter_folder
 from grpo_fast.train.runs.run import Run
-from grpo_fast.train.runs.run_state import RunState
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.critic import load_critic
@@ -62,11 +54,11 @@ def train(config: RunConfig) -> dict[str, Any]:
         Stopped: (a SystemExit) a signal ended the run.
     """
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
-    with distributed.joined(*ranks), entered(config) as (start, lock):
-        return _train(config, start, lock)
+    with distributed.process_group(*ranks), entered(config) as start:
+        return _train(config, start)
 
 
-def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str, Any]:
+def _train(config: RunConfig, start: Start) -> dict[str, Any]:
     started, memory_before = time.perf_counter(), host_peak()
     torch.manual_seed(config.seed)
     if torch.cuda.is_available():
@@ -74,8 +66,8 @@ def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str
     check_trackers(config.log.trackers)
     rewards, questions, prints = load_inputs(config, start)
     with distributed.together():
-        tokenizer = build_tokenizer(config, questions)
-        policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config))
+        tokenizer = build_tokenizer(config.model, config.data, questions)
+        policy = load_policy(config.model, tokenizer, empty=is_dealt_to(config.distributed))
     if config.distributed not in SHARDED:
         distributed.align([policy.model])
     check_reference(config.reference, config.model, policy.tokenizer)
@@ -85,7 +77,7 @@ def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str
     check_prompts(policy, [example.prompt for example in listed], config.rollout.max_new_tokens)
     evaluate = build_evaluation(config, policy, rewards)
     with (
-        open_report(config, start, lock) as report,
+        open_report(config, start) as report,
         build_engine(policy, config.rollout) as engine,
         Stopping().listening(policy.lm.base_model, agreement(policy)),
         distributed.answered(),
@@ -94,22 +86,23 @@ def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str
             report.note(support_line(config.rollout))
         if config.warm_start is not None and start.checkpoint is None:
             start_warm(config, policy, questions, report.log)
-        trainer = Trainer(config, policy, load_critic(config, policy))
+        trainer = Trainer(config, policy, load_critic(config.critic, config.model, policy))
         kernels = kernels_of(policy)
         report.note(kernels_line(kernels))
         collector = build_collector(config, policy, engine, rewards, PromptQueue(examples))
-        state = RunState(collector, trainer, report, prints)
+        run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
-            state.load(start.checkpoint)
+            run.load(start.checkpoint)
             with distributed.together():
                 report.begin()
             report.note(f"goes on from {start.checkpoint}")
         report.note(sampler_line(config.rollout.engine, engine.fallback))
-        run = Run(config, state, evaluate, engine)
         with run.saved_when_it_ends():
-            run_steps(run, collector, trainer)
+            for step in run.steps():
+                make_step(step, collector, trainer, run.rest)
+                run.finish(step)
         summary = {
-            "before": state.before, "after": state.after, **kernels,
+            "before": run.state.before, "after": run.state.after, **kernels,
             **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
         }  # fmt: skip
         report.finish(summary)
@@ -119,22 +112,12 @@ def _train(config: RunConfig, start: Start, lock: FolderLock | None) -> dict[str
     return summary
 
 
-def open_report(config: RunConfig, start: Start, lock: FolderLock | None) -> RunReport:
-    """Rank 0's, or one that writes nothing."""
+def open_report(config: RunConfig, start: Start) -> RunReport:
     with distributed.together():
-        if not distributed.is_main():
-            return SilentReport(config.output_dir)
         return RunReport(
-            config.output_dir, config, enter=partial(enter_folder, config.output_dir, start, lock),
+            config.output_dir, config, enter=partial(enter_folder, config.output_dir, start),
             lengths=start.lengths, is_resumed=start.checkpoint is not None, step=start.step,
         )  # fmt: skip
-
-
-def run_steps(run: Run, collector: Collector, trainer: Trainer) -> None:
-    """All steps that are left."""
-    for step in run.steps():
-        make_step(step, collector, trainer, run.rest)
-        run.finish(step)
 
 
 def make_step(
@@ -147,13 +130,13 @@ def make_step(
     if step.collected is None:
         trainer.pack(step, collector.next(step.number, step.clock))
         rest(step)
-    collector.sample_ahead(step.number, step.clock)
+    collector.ahead.begin(step.number, step.clock)
     if step.metrics is not None:
         return
     for minibatch in trainer.remaining(step):  # of all passes over the batch
         trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer
         rest(step)
     step.clock.lap("train")
-    collector.settle(step.clock)
+    collector.ahead.settle(step.clock)
     trainer.finish(step)
     rest(step)

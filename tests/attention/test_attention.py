@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_fast.attention import (
-    PackedLayout,
+    TreeLayout,
     check_supported,
     disable_dropout,
     dispatch,
@@ -22,6 +22,7 @@ from grpo_fast.attention import (
     shared_prompt_supported,
 )
 from grpo_fast.attention.dispatch import Kind, Provider
+from tests.attention.layouts import two_levels
 from tests.tiny import tiny_model
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -98,7 +99,7 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
     unable = Provider("unable", lambda kind: "never", lambda *_: 1 / 0)
 
     def without_prompts(q, k, v, layout, rule):
-        return honest.attend(q, k, v, PackedLayout.of(layout.lengths), rule)
+        return honest.attend(q, k, v, TreeLayout.of(layout.lengths), rule)
 
     def wrong_gradient(q, k, v, layout, rule):
         return honest.attend(q, k.detach() + 0.9 * (k - k.detach()), v, layout, rule)
@@ -156,7 +157,7 @@ def test_each_gpu_is_tested_by_itself(monkeypatch):
     monkeypatch.setattr(dispatch, "choose", choose)
     for device in ("cuda:1", "cuda:3"):
         q = SimpleNamespace(device=torch.device(device), dtype=BF16, shape=(5, 2, 64))
-        dispatch.packed_rows_attention(q, q, q, PackedLayout.of([5]), scale=1.0)
+        dispatch.packed_rows_attention(q, q, q, TreeLayout.of([5]), scale=1.0)
     assert [str(kind).split()[0] for kind in kinds] == ["cuda:1", "cuda:3"]
 
 
@@ -165,7 +166,7 @@ def test_the_first_call_may_come_without_gradients(fresh_choice, mode):
     state = torch.random.get_rng_state()
     q, k, v = (torch.ones(5, heads, 8) for heads in (2, 1, 1))
     with mode(), torch.autocast("cpu", dtype=BF16):
-        out = dispatch.packed_rows_attention(q, k, v, PackedLayout.of([5]), scale=1.0)
+        out = dispatch.packed_rows_attention(q, k, v, TreeLayout.of([5]), scale=1.0)
     torch.testing.assert_close(out, torch.ones(5, 2, 8))
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -175,7 +176,7 @@ def test_a_window_that_no_query_reaches_is_none(monkeypatch):
     provider = Provider("spy", lambda kind: None, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: kinds.append(kind) or provider)
     # No query sees more than 4 + 3 keys.
-    q, layout = (torch.ones(9, 1, 8), PackedLayout.of([4, 3, 2], sharing=[2]))
+    q, layout = (torch.ones(9, 1, 8), two_levels([4, 3, 2], [2]))
     for window in (None, 8, 7, 6):
         dispatch.packed_rows_attention(q, q, q, layout, scale=1.0, window=window)
     assert [kind.has_window for kind in kinds] == [False, False, False, True]
@@ -187,14 +188,14 @@ def test_refusals():
     model = tiny_model("llama")
     model.set_attn_implementation(register())
     ids = torch.arange(2, 8)[None]
-    layout = PackedLayout.of([2, 4])
+    layout = TreeLayout.of([2, 4])
     call = {"input_ids": ids, "position_ids": layout.position_ids, "use_cache": False}
-    with pytest.raises(ValueError, match="packed_layout: expected a PackedLayout"):
+    with pytest.raises(ValueError, match="packed_layout: expected a TreeLayout"):
         model(**call)
     with pytest.raises(ValueError, match="attention_mask"):
         model(**call, packed_layout=layout, attention_mask=torch.ones_like(ids))
     with pytest.raises(ValueError, match="holds 5 tokens"):
-        model(**call, packed_layout=PackedLayout.of([2, 3]))
+        model(**call, packed_layout=TreeLayout.of([2, 3]))
     with pytest.raises(ValueError, match="one row"):
         model(input_ids=ids.repeat(2, 1), use_cache=False, packed_layout=layout)
     dropping = tiny_model("llama", attention_dropout=0.1).train()
@@ -219,9 +220,7 @@ def test_attention_sinks_are_refused():
 
 def test_no_double_backward():
     q, k, v = (torch.randn(6, heads, 8, requires_grad=True) for heads in (2, 1, 1))
-    out = dispatch.packed_rows_attention(
-        q, k, v, PackedLayout.of([2, 2, 2], sharing=[2]), scale=1.0
-    )
+    out = dispatch.packed_rows_attention(q, k, v, two_levels([2, 2, 2], [2]), scale=1.0)
     with pytest.raises(RuntimeError, match="no double backward"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 

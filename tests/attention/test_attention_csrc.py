@@ -10,13 +10,14 @@ from functools import partial
 import pytest
 import torch
 
-from grpo_fast.attention import PackedLayout, dispatch
+from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import csrc, explicit, torch_cpu
 from grpo_fast.attention.kernels.kernel import Kernel
-from grpo_fast.attention.kernels.shared_prefix import attend
+from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.spans import Rule, Spans
 from grpo_fast.kernels.cpu import loader
+from tests.attention.layouts import two_levels
 
 REASON = loader.load("attention")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
@@ -24,11 +25,12 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASO
 CSRC = Kernel("csrc", csrc.forward, csrc.backward)
 FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward)
 EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
-LAYOUTS = {  # lengths of segments; of the first ones, how many completions look on each
+LAYOUTS = {  # lengths of segments; of the first ones, how many completions look on each; or parents
     "single tokens": ([1, 1, 1], [1]),
     "around a tile": ([15, 16, 17, 31, 32, 33], [3]),
     "around the blocks": ([127, 128, 129, 130, 2], [2]),
     "plain": ([260, 7, 64], []),
+    "a tree": ([17, 130, 40, 1, 9, 150, 3], (-1, -1, 0, 0, 1, 2, 4)),
 }
 HEADS = [(4, 4, 32), (4, 2, 20), (6, 1, 64), (7, 1, 131)]  # of queries, of keys, D
 RULE = Rule(0.3)
@@ -55,7 +57,8 @@ def test_values_against_fp64(name, heads, poisoned_memory):
     beside the rounding of a dot product of D terms, as some of these rows are very few.
     """
     lengths, sharing = LAYOUTS[name]
-    layout = PackedLayout.of(lengths, sharing=sharing)
+    of_tree = -1 in sharing
+    layout = TreeLayout.of(lengths, parents=sharing) if of_tree else two_levels(lengths, sharing)
     given = inputs(layout, heads)
     exact = results(EXPLICIT, given, layout, torch.float64)
     of_torch = results(FLASH, given, layout)
@@ -67,10 +70,10 @@ def test_values_against_fp64(name, heads, poisoned_memory):
 
 
 def test_a_segment_has_the_same_bits_beside_any_others_and_on_any_threads():
-    layout = PackedLayout.of([40, 9, 70, 33])
+    layout = TreeLayout.of([40, 9, 70, 33])
     given = inputs(layout)
     own = slice(49, 119)
-    alone = results(CSRC, [x[own] for x in given], PackedLayout.of([70]))
+    alone = results(CSRC, [x[own] for x in given], TreeLayout.of([70]))
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -81,7 +84,7 @@ def test_a_segment_has_the_same_bits_beside_any_others_and_on_any_threads():
 
 
 def test_views_of_a_fused_projection_and_an_expanded_gradient():
-    layout = PackedLayout.of([9, 5, 6], sharing=[2])
+    layout = two_levels([9, 5, 6], [2])
     *qkv, _ = inputs(layout)
     fused = torch.cat(qkv, dim=1).requires_grad_()
     loss = attend(*fused.split([4, 2, 2], dim=1), layout, RULE, kernel=CSRC).sum()
@@ -92,7 +95,7 @@ def test_views_of_a_fused_projection_and_an_expanded_gradient():
 
 @pytest.mark.parametrize("which", range(3), ids=["q", "k", "v"])
 def test_nan_stays_in_its_segment_and_is_seen_behind_it(which):
-    layout = PackedLayout.of([20, 20, 20])
+    layout = TreeLayout.of([20, 20, 20])
     given = inputs(layout)
     given[which][25, 0, 3] = torch.nan
     out, *_ = results(CSRC, given, layout)
@@ -102,7 +105,7 @@ def test_nan_stays_in_its_segment_and_is_seen_behind_it(which):
 
 
 def test_large_scores_leave_one_key():
-    layout = PackedLayout.of([40])
+    layout = TreeLayout.of([40])
     given = [1e3 * x for x in inputs(layout)]
     for x, y in zip(
         results(CSRC, given, layout)[:1], results(EXPLICIT, given, layout, torch.float64)[:1],
@@ -122,7 +125,7 @@ def test_large_scores_leave_one_key():
     ],
 )
 def test_refusals_name_the_argument(name, change):
-    q, k, v, _ = inputs(PackedLayout.of([6]))
+    q, k, v, _ = inputs(TreeLayout.of([6]))
     given = {"q": q, "k": k, "v": v, "spans": Spans.of([4, 2], [4, 2], causal=True), "rule": RULE}
     csrc.forward(**given)
     with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
@@ -140,8 +143,8 @@ def test_without_a_compiler_torch_does_it(monkeypatch, caplog):
 
 
 def test_it_is_chosen_and_differentiable_once():
-    q, k, v, _ = (x.requires_grad_() for x in inputs(PackedLayout.of([6])))
-    layout = PackedLayout.of([6])
+    q, k, v, _ = (x.requires_grad_() for x in inputs(TreeLayout.of([6])))
+    layout = TreeLayout.of([6])
     assert dispatch.choose(Kind("cpu", torch.float32, 32)).name == "csrc"
     out = dispatch.packed_rows_attention(q, k, v, layout, scale=0.3)
     torch.testing.assert_close(out, partial(attend, kernel=EXPLICIT)(q, k, v, layout, RULE))

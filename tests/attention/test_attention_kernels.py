@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_fast.attention import PackedLayout, dispatch, pack_groups
-from grpo_fast.attention.kernels import explicit, flex, shared_prefix, torch_cpu
+from grpo_fast.attention import TreeLayout, dispatch, pack_groups
+from grpo_fast.attention.kernels import explicit, flex, torch_cpu, tree
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.reference import visible
-from grpo_fast.attention.kernels.shared_prefix import attend
+from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.spans import Rule
+from tests.attention.layouts import two_levels
 
 FLASH = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward)
 EXPLICIT = Kernel("explicit", explicit.forward, explicit.backward)
@@ -25,7 +26,13 @@ LAYOUTS = {
     "groups and plain segments": ([9, 4, 5, 1, 3, 2, 7, 10], [3, 2]),
     "groups of similar shape": ([9, 8, 8, 4, 4, 4, 3, 5, 2], [2, 2, 2]),
     "equal completions, one call": ([5, 3, 3, 3], [3]),
+    "a tree whose ancestors have no descendants at some distance": (
+        [3, 2, 4, 1, 3, 2, 5, 2, 1, 3, 6],
+        (-1, -1, 0, 0, 1, 2, 2, 4, 5, 5, -1),
+    ),
+    "a chain, five levels deep": ([4, 3, 1, 2, 5], (-1, 0, 1, 2, 3)),
     "longer than a block of flex": ([150, 140, 3, 130], [2]),
+    "a tree longer than blocks of flex": ([140, 150, 130, 3, 260, 9], (-1, 0, 0, 1, 2, 3)),
 }
 RULES = [
     Rule(0.4),
@@ -39,7 +46,9 @@ RULES = [
 
 def layout_of(name):
     lengths, sharing = LAYOUTS[name]
-    return PackedLayout.of(lengths, sharing=sharing)
+    return (
+        TreeLayout.of(lengths, parents=sharing) if -1 in sharing else two_levels(lengths, sharing)
+    )
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda name: name.replace(" ", "-"))
@@ -57,19 +66,17 @@ def inputs_of(layout, dtype=torch.float64, heads=4, kv_heads=2, dim=8):
 
 
 def definition(q, k, v, layout, rule):
-    """Row by row from "sees its segment and its segment's prompt up to itself": shares no code with
-    the package.
+    """Row by row from "sees its segment and its ancestors up to itself": shares no code with the
+    package.
     """
     starts = torch.tensor([0, *layout.lengths]).cumsum(0).tolist()
-    prompts = [None] * len(layout.sharing)
-    prompts += [p for p, count in enumerate(layout.sharing) for _ in range(count)]
-    prompts += [None] * (len(layout.lengths) - len(prompts))
     repeat = q.shape[1] // k.shape[1]
-    rows = []
-    for segment, prompt in enumerate(prompts):
+    rows, paths = [], {-1: []}
+    for segment, parent in enumerate(layout.parents):
+        paths[segment] = paths[parent] + list(range(starts[segment], starts[segment + 1]))
         for row in range(starts[segment], starts[segment + 1]):
-            seen = list(range(starts[prompt], starts[prompt + 1])) if prompt is not None else []
-            seen = (seen + list(range(starts[segment], row + 1)))[-(rule.window or 10**9) :]
+            seen = paths[segment][: len(paths[parent]) + row + 1 - starts[segment]]
+            seen = seen[-(rule.window or 10**9) :]
             heads = []
             for head in range(q.shape[1]):
                 scores = (k[seen, head // repeat] @ q[row, head]) * rule.scale
@@ -87,12 +94,12 @@ def results(function, qkv, grad, layout, rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 # The definition goes row by row: not the longest.
-@pytest.mark.parametrize("name", list(LAYOUTS)[:-1])
+@pytest.mark.parametrize("name", list(LAYOUTS)[:-2])
 def test_explicit_merged_and_gathered_are_the_definition(name, rule):
     layout = layout_of(name)
     qkv, grad = inputs_of(layout)
     expected = results(definition, qkv, grad, layout, rule)
-    for gather in (True, None) if layout.sharing else (None,):
+    for gather in (True, None) if layout.has_tree else (None,):
         got = results(partial(attend, kernel=EXPLICIT, gather=gather), qkv, grad, layout, rule)
         for x, y in zip(got, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
@@ -111,7 +118,7 @@ def test_the_dense_reference_is_explicit(layout, rule):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("rule", [Rule(0.4), Rule(0.4, 4, 2.0)], ids=str)
-@pytest.mark.parametrize("name", ["groups and plain segments", "longer than a block of flex"])
+@pytest.mark.parametrize("name", ["groups and plain segments", *list(LAYOUTS)[-2:]])
 def test_flex_is_explicit(name, rule):
     """Forward only: flex_attention has no backward on a CPU."""
     layout = layout_of(name)
@@ -132,10 +139,10 @@ def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
 
 
 def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
-    layout = PackedLayout.of([9, 4, 5, 1, 3, 2, 7, 10], sharing=[3, 2])
+    layout = two_levels([9, 4, 5, 1, 3, 2, 7, 10], [3, 2])
     qkv, grad = inputs_of(layout, torch.bfloat16)
     whole = results(partial(attend, kernel=FLASH), qkv, grad, layout, Rule(0.4))
-    monkeypatch.setattr(shared_prefix, "MERGE_NUMBERS", 100)  # three rows of 32
+    monkeypatch.setattr(tree, "MERGE_NUMBERS", 100)  # three rows of 32
     pieces = results(partial(attend, kernel=FLASH), qkv, grad, layout, Rule(0.4))
     assert all(torch.equal(x, y) for x, y in zip(whole, pieces, strict=True))
 
@@ -174,7 +181,7 @@ def test_any_groups_give_the_same_shared_and_packed(sizes, rule):
 
 def test_flash_cpu_refuses_keys_in_front_of_the_queries():
     """Its causal order starts at the top left, so copied prompts would be seen wrongly."""
-    layout = PackedLayout.of([3, 2, 2], sharing=[2])
+    layout = two_levels([3, 2, 2], [2])
     with pytest.raises(ValueError, match="as many keys as queries"):
         attend(*inputs_of(layout)[0], layout, Rule(0.4), kernel=FLASH, gather=True)
 
@@ -199,7 +206,7 @@ def test_strided_inputs(layout, kernel):
 
 def test_explicit_chunks_change_nothing(monkeypatch):
     """Long prompts are cut into chunks of queries; what a chunk cannot see is not multiplied."""
-    layout = PackedLayout.of([150, 140, 3, 130], sharing=[2])
+    layout = two_levels([150, 140, 3, 130], [2])
     qkv, grad = inputs_of(layout)
     for rule in RULES:
         whole = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, rule)
@@ -208,12 +215,13 @@ def test_explicit_chunks_change_nothing(monkeypatch):
         monkeypatch.undo()
         for x, y in zip(whole, cut, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
-    chunks = list(explicit._chunks(layout.on_itself.blocks[0], True, 20, 4, torch.device("cpu")))
+    blocks = layout.views[0].spans.blocks
+    chunks = list(explicit._chunks(blocks[0], True, 20, 4, torch.device("cpu")))
     assert len(chunks) == 8 and chunks[3].keys == slice(41, 80)
 
 
 def test_explicit_under_autocast_stays_in_fp32():
-    layout = PackedLayout.of([9, 4, 5], sharing=[2])
+    layout = two_levels([9, 4, 5], [2])
     qkv, grad = inputs_of(layout, torch.float32)
     plain = results(partial(attend, kernel=EXPLICIT), qkv, grad, layout, Rule(0.4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -233,6 +241,4 @@ def test_blocks_of_flex_cover_what_is_visible(layout):
         some, full = flex.block_map(layout, window)
         assert torch.equal(some, blocks.any(3).any(1))
         assert not (full & ~blocks.all(3).all(1)).any()
-    assert (
-        PackedLayout.of([600]).total and flex.block_map(PackedLayout.of([600]), None)[1].sum() == 6
-    )
+    assert TreeLayout.of([600]).total and flex.block_map(TreeLayout.of([600]), None)[1].sum() == 6

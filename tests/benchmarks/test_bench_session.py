@@ -19,6 +19,7 @@ from benchmarks.gpu import (
     forward,
     gemms,
     kernel_times,
+    lacking,
     parts,
     predict,
     report,
@@ -41,24 +42,58 @@ def test_the_script_is_sound():
         assert os.access(script, os.X_OK)
 
 
-def test_every_call_fits_its_nine_minutes():
+def test_every_call_fits_its_time():
     every = parts.parts()
-    assert {part.call for part in every.values()} == set(session.CALLS)
+    assert {part.call for part in every.values()} == {*session.CALLS, parts.BY_NAME}
     for call in session.CALLS:
         names = parts.of_call(every, call)
         assert every[names[0]].stops, "a call begins with the smoke test"
-        assert sum(every[name].seconds for name in names) <= parts.CALL_SECONDS == 540
+        assert sum(every[name].seconds for name in names) <= parts.CALL_SECONDS == 570
 
 
-def test_the_first_call_is_ours_and_the_limits():
+FIRST_CALL = {
+    "smoke": 120, "bars": 150, "gemms": 40, "forward-tests": 50, "forward": 60, "one-chunk": 50,
+    "profile": 40, "first-tests": 60,
+}  # fmt: skip
+
+
+def test_the_first_ten_minutes():
+    """What is right, what it takes, whether the candidate is worth its lines."""
     every = parts.parts()
     names = parts.of_call(every, 1)
-    assert names == ["smoke", "bars", "profile", "gemms", "tune", "tests"]
+    assert {name: every[name].seconds for name in names} == FIRST_CALL
+    assert list(FIRST_CALL) == names and sum(FIRST_CALL.values()) == parts.CALL_SECONDS
+    assert "128x192" in every["forward-tests"].commands[0]
+    chosen = [word.partition("::")[2] for word in every["first-tests"].commands[0] if "::" in word]
+    source = (ROOT / "tests" / "gpu" / "test_gpu.py").read_text()
+    assert chosen and all(f"def {name}(" in source for name in chosen)
     for command in every["bars"].commands:
         assert command[command.index("--providers") + 1] == "grpo_fast"
     measured = {word for command in every["bars"].commands for word in command}
     wanted = {bar.command.split()[3] for bar in bars.bars() if "benchmarks linear" in bar.command}
     assert wanted <= measured
+
+
+def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
+    """pydantic is here, not there; what is carried as a wheel is there."""
+    code = "import importlib.util as u, pydantic; assert u.find_spec('trl') is None"
+    part = parts.Part(1, 30, [], [[PY, "-c", code]])
+    monkeypatch.setattr(session, "parts", lambda: {"steps": part})
+    assert session.main(["--dry"]) == 1
+    shown = capsys.readouterr().out
+    assert "No module named 'pydantic'" in shown and "does NOT start" in shown
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "pydantic.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "wheels"))
+    assert session.main(["--dry"]) == 0 and "starts" in capsys.readouterr().out
+
+
+def test_what_the_machine_lacks_is_carried():
+    """Of the packages that are taken away, what a part cannot do without."""
+    script = SCRIPT.with_name("wheels.sh").read_text()
+    carried = script.partition("small=(")[2].partition(")")[0].replace("-", "_").split()
+    needed = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection", "trl"}
+    assert needed <= set(carried) <= set(lacking.PACKAGES)
 
 
 def test_every_risk_is_shown_by_a_part(capsys):
@@ -321,7 +356,7 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     assert "| 2.86× |" in trl and "| 2.86× |" in fastest
     assert "| 2.00 GiB |" in page and "| 1.50× |" in page and "/ 42.0 |" in page
     assert "| 2752 | 4096 | dH bf16 | 4.500 | 761 |" in page and "`slice_kernel`" in page
-    assert "NVIDIA H200" in page and "| 1 | bars | 90 | done |" in page
+    assert "NVIDIA H200" in page and "| 1 | bars | 150 | done |" in page
 
 
 def test_the_report_says_where_a_bar_is_missed(tmp_path):

@@ -339,25 +339,31 @@ def test_shapes():
     } <= set(MODELS)
 
 
-def test_predictions_count_the_code_as_it_is():
+def test_predictions_count_the_code_as_it_is(monkeypatch):
     from grpo_fast.kernels import workspace as memory
 
+    monkeypatch.setattr(memory, "gpu_bytes", lambda device: predict.MEMORY)
     assert predict.WORKSPACE == memory.workspace_bytes(torch.device("cuda"))
     large = predict.Case("linear_grpo_loss", GPU[2])
     dense, sparse = (predict.estimate(large._replace(active=share)) for share in (1.0, 0.2))
     assert abs(dense.limit - 6 * 8192 * 4096 * 151936 / predict.GEMM_FLOPS) < 1e-9
     assert dense.ours > dense.limit and sparse.ours < dense.ours / 2
     assert abs(sum(dense.parts.values()) - dense.ours) < 1e-9
-    # By hand: one chunk, whose rows of 16 bits take 2.5 GB, no more than 1 GiB and an fp32 dW.
+    # By hand: one chunk, whose rows of 16 bits take 2.5 GB, no more than a 48th of the memory.
     assert predict.chunk_plan(8192, 4096, 151936) == (1, 8192)
-    logits, gradient = 2 * 8192 * 151936, 4 * 151936 * 4096
-    assert logits <= predict.WORKSPACE + gradient and dense.workspace == logits
+    logits, targets = 2 * 8192 * 151936, 2 * 8192 * 8192
+    assert logits <= predict.WORKSPACE
+    assert dense.workspace == logits + targets + 8192 * (6 * 4096 + 12 * 75)
     assert dense.parts["dW accumulated in fp32"] == 0
-    # At half of the hidden size three chunks of 2752 rows, 0.8 GB; 4.3e12 bytes per second.
+    # With a workspace of 1 GiB three chunks of 2752 rows, 0.8 GB, at half of the hidden size;
+    # 4.3e12 bytes per second.
+    monkeypatch.setattr(predict, "WORKSPACE", 1 << 30)
+    assert predict.chunk_plan(8192, 4096, 151936) == (1, 8192), "an fp32 dW is as large"
     assert predict.chunk_plan(8192, 2048, 151936) == (3, 2752)
     half = predict.estimate(predict.Case("linear_grpo_loss", GPU[1]))
     gradient = 4 * 151936 * GPU[1].h
-    assert half.workspace == 2 * 2752 * 151936 + gradient
+    beside = 2752 * (6 * 2048 + 12 * 75)
+    assert half.workspace == 2 * 2752 * 151936 + gradient + beside
     assert half.parts["dW accumulated in fp32"] == pytest.approx(5 * gradient / 4.3e12)
     assert half.parts["dW to 16 bits"] == pytest.approx(1.5 * gradient / 4.3e12)
     assert "not measured" in predict.report().lower() and predict.command(large) in predict.report()
@@ -441,6 +447,20 @@ def test_candidates_hold_the_shipped_configurations():
     for candidate in every:
         assert f"{tuple(candidate.make())}" in candidate.line
     assert {c.loop for c in every} == set(candidates.LOOPS)
+
+
+def test_no_row_of_a_candidate_is_swept_twice(monkeypatch):
+    """Logits of size 2: a target is likely enough for the first sweep, as in training."""
+    from grpo_fast.kernels.gpu import linear
+    from grpo_fast.kernels.gpu.math import FAR
+
+    monkeypatch.setattr(linear, "head_logps", lambda *head, **options: head)
+    candidate = next(c for c in candidates.candidates() if c.kind == "linear")
+    for width in (64, 896):
+        hidden, weight, _, targets, _ = candidates.call_of(candidate, 64, width, 4000, "cpu")()
+        logits = hidden.float() @ weight.float().T
+        far = logits.logsumexp(1) - logits.gather(1, targets[:, None])[:, 0]
+        assert far.max() < FAR.value and 1.5 < logits.std() < 2.5
 
 
 def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ import pytest
 
 from tests.kernels.triton_tools.launcher import HAS_TRITON, run_python
 
+if HAS_TRITON:
+    from benchmarks.gpu import trace
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 TRAINED = ("full, H = 4096", "full, H = 2048", "full, H = 896", "1024 rows, H = 896")
 
@@ -43,9 +45,14 @@ def test_a_support(budgets, name, gigabytes):
     assert found["syncs"] == 1 and found["reads"] == 0
 
 
-def test_bytes_outside_of_products(budgets):
-    assert budgets["full, H = 4096"]["gigabytes"] <= 1.0
-    assert budgets["full, H = 4096"]["chunks"] == 1
+def test_one_chunk_stays_in_its_budget(budgets):
+    assert [name for name in TRAINED if name in trace.ONE_CHUNK] == list(trace.ONE_CHUNK)
+    for name in trace.ONE_CHUNK:
+        found = trace.Budget(**budgets[name])
+        assert not trace.overrun(name, found)
+        for field in ("chunks", "per_chunk", "outside", "gigabytes"):
+            more = found._replace(**{field: 1.1 * getattr(found, field)})
+            assert f"{name}: expected at most" in trace.overrun(name, more), field
 
 
 @pytest.mark.parametrize(

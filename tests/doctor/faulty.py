@@ -53,8 +53,9 @@ class FaultyEngine(Engine):
             self.policy.lm.to(self.model_dtype)
         self.version = version if self.answers is None else self.answers
 
-    def generate(self, prompts, sampling, *, group_size, seed, places=None):
-        read = [self.read(list(p)) if self.read else list(p) for p in prompts]
+    def sample(self, request):
+        _, sampling, group_size, _, _ = request
+        read = [self.read(list(p)) if self.read else list(p) for p in request.prompts]
         longest = max(map(len, read))
         pads = [[self.policy.pad_id] * (longest - len(p)) for p in read]
         if self.pad == "left":

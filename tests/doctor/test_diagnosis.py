@@ -188,18 +188,21 @@ PAIRS = {
                                 {causes.TEMPERATURE, causes.PADDING}),
     "stale and head": ({"keeps": "earlier", "head": BF16}, {causes.STALE, causes.HEAD}),
     "padding and head": ({"pad": "left", "head": BF16}, {causes.PADDING, causes.HEAD}),
+    "three": ({"temperature": 0.9, "pad": "left", "head": BF16},
+              {causes.TEMPERATURE, causes.PADDING, causes.HEAD}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("planted", PAIRS)
-def test_two_causes_at_once(policy, earlier, planted):
+def test_causes_at_once(policy, earlier, planted):
     given, expected = PAIRS[planted]
     objects = {"bos": bos_twice(policy), "earlier": earlier}
     engine = FaultyEngine(**{k: objects.get(v, v) for k, v in given.items()})
     found, names = found_by(policy, engine, previous=earlier)
-    assert set(names) == expected and len(names) == 2 and found.left < 2e-5
-    first, second = found.causes
-    assert first.before > first.after == second.before > second.after == found.left
+    assert set(names) == expected and len(names) == len(expected) and found.left < 2e-5
+    left = [found.mean, *(cause.after for cause in found.causes)]
+    assert [cause.before for cause in found.causes] == pytest.approx(left[:-1])
+    assert left == sorted(left, reverse=True) and left[-1] == found.left
     assert planted != "padding and head" or names == [causes.PADDING, causes.HEAD]
 
 

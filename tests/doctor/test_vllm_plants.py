@@ -81,8 +81,8 @@ class Keeps(Engine):
         late, self.last = self.last, policy.frozen_copy()
         self.engine.update(self.keeps or late or policy, version)
 
-    def generate(self, prompts, sampling, **options):
-        return self.engine.generate(prompts, sampling, **options)
+    def sample(self, request):
+        return self.engine.sample(request)
 
     def close(self) -> None:
         self.engine.close()

@@ -14,8 +14,8 @@ import torch
 from grpo_fast.attention import dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import explicit
-from grpo_fast.attention.kernels.kernel import Kernel
-from grpo_fast.attention.kernels.shared_prefix import attend
+from grpo_fast.attention.kernels.kernel import Kernel, Saved
+from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.spans import Rule, Spans
 from tests.tiny import tiny_model
 
@@ -84,6 +84,8 @@ def test_the_aten_kernels_have_the_signature_we_call():
 
 
 def spans_of(cu_q, cu_k, causal):
+    """What a package would read; keys without queries are allowed, the reverse is not."""
+    assert all(k > 0 for k in cu_k.diff().tolist())
     return Spans.of(cu_q.diff().tolist(), cu_k.diff().tolist(), causal=causal)
 
 
@@ -129,7 +131,7 @@ def stand_in_fa2():
         )
         spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
         rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, softcap)
-        gradients = EXPLICIT.backward(dout, q, k, v, out, softmax_lse, spans, rule)
+        gradients = EXPLICIT.backward(dout, Saved(q, k, v, out, softmax_lse), spans, rule)
         for target, gradient in zip((dq, dk, dv), gradients, strict=True):
             target.copy_(gradient)
 
@@ -163,7 +165,7 @@ def stand_in_fa3():
         )
         spans = spans_of(cu_seqlens_q, cu_seqlens_k, is_causal)
         rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, softcap)
-        gradients = EXPLICIT.backward(dout, q, k, v, out, softmax_lse, spans, rule)
+        gradients = EXPLICIT.backward(dout, Saved(q, k, v, out, softmax_lse), spans, rule)
         for target, gradient in zip((dq, dk, dv), gradients, strict=True):
             target.copy_(gradient)
 
@@ -194,8 +196,9 @@ def stand_in_fa4():
     ):  # fmt: skip
         check_gradient_inputs(q, k, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         spans = spans_of(cu_seqlens_q, cu_seqlens_k, causal)
+        assert 0 not in spans.queries  # its first releases cannot
         rule = rule_of(spans, softmax_scale, window_size_left, window_size_right, 0)
-        return EXPLICIT.backward(dout, q, k, v, out, lse, spans, rule)
+        return EXPLICIT.backward(dout, Saved(q, k, v, out, lse), spans, rule)
 
     return {"flash_attn.cute.interface": (_flash_attn_fwd, _flash_attn_bwd)}
 
@@ -235,7 +238,7 @@ def test_the_aten_kernels_are_called_by_their_signatures(monkeypatch, has_window
         )
         spans = spans_of(cum_seq_q, cum_seq_k, is_causal)
         rule = rule_of(spans, scale, window_size_left, window_size_right, None)
-        return EXPLICIT.backward(grad_out, query, key, value, out, logsumexp, spans, rule)
+        return EXPLICIT.backward(grad_out, Saved(query, key, value, out, logsumexp), spans, rule)
 
     aten = SimpleNamespace(
         _flash_attention_forward=_flash_attention_forward,

@@ -12,10 +12,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.attention import PackedLayout
 from grpo_fast.attention.dispatch import Kind, self_test
 from grpo_fast.attention.kernels import flex, reference
 from grpo_fast.attention.spans import Rule
+from tests.attention.layouts import two_levels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def test_flex_is_the_dense_reference(kind, bar):
     """The self-test's tiny row, then one of many blocks, compiled once for both."""
     assert self_test(flex.attend, kind) <= bar
-    layout = PackedLayout.of([300, 1, 64, 1, 128, 200, 3, 129, 333], "cuda", sharing=[3, 4])
+    layout = two_levels([300, 1, 64, 1, 128, 200, 3, 129, 333], [3, 4], "cuda")
     rule = Rule(
         kind.head_dim**-0.5, 100 if kind.has_window else None, 5.0 if kind.has_softcap else None
     )

@@ -11,10 +11,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.attention import PackedLayout, dispatch, pack_groups, plan_packs, register
+from grpo_fast.attention import dispatch, pack_groups, plan_packs, register
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import reference
 from grpo_fast.attention.spans import Rule
+from tests.attention.layouts import two_levels
 from tests.tiny import tiny_model
 
 pytestmark = [
@@ -73,7 +74,7 @@ def test_every_provider_is_the_dense_reference(kind):
     """
     wrong = []
     for name, (lengths, sharing) in LAYOUTS.items():
-        layout = PackedLayout.of(lengths, "cuda", sharing=sharing)
+        layout = two_levels(lengths, sharing, "cuda")
         rule = Rule(
             kind.head_dim**-0.5, 100 if kind.has_window else None, 5.0 if kind.has_softcap else None
         )
@@ -115,7 +116,7 @@ def test_packed_without_a_window_never_leaves_flash_attention():
 
 def test_deterministic_where_asked_for():
     kind = Kind("cuda", BF16, 64)
-    layout = PackedLayout.of([2048, *[64] * 8], "cuda", sharing=[8])
+    layout = two_levels([2048, *[64] * 8], [8], "cuda")
     tensors = inputs(layout, kind, 6, 2)
     torch.use_deterministic_algorithms(True)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.kernels.exact import logps_bar
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logits_grpo_loss
 from tests.loss_cases import relative_l2
 
@@ -93,7 +94,7 @@ def test_against_fp64(width, dtype, name):
     found = call((hidden, weight), tokens, support, CONFIGS[name], old, "triton")
     wide = (hidden.double(), weight.double())
     expected = call(wide, tokens, support, CONFIGS[name], old, "torch")
-    assert (found[0] - expected[0]).abs().max() < 2e-5
+    assert (found[0] - expected[0]).abs().max() < 1e-5 + logps_bar(width, "cuda")
     for actual, exact in zip(found[1:], expected[1:], strict=True):
         assert relative_l2(actual, exact) < BAR[dtype]
 

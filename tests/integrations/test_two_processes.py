@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 pytest.importorskip("trl", minversion="1.16")
 trl_cases = importlib.import_module("tests.integrations.trl_cases")
@@ -24,6 +25,7 @@ two_trl = importlib.import_module("tests.integrations.two_trl")
 two_plain = importlib.import_module("tests.integrations.two_plain")
 two_verl = importlib.import_module("tests.integrations.two_verl")
 two_openrlhf = importlib.import_module("tests.integrations.two_openrlhf")
+two_ranks = importlib.import_module("tests.integrations.two_ranks")
 
 # Relative, of what is logged; absolute, of the weights.
 LOGS, WEIGHTS = 1e-4, 1e-5
@@ -36,6 +38,12 @@ OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 OTHERS += [f"openrlhf-{name}" for name in two_openrlhf.OPTIONS]
 pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
+# What TRL's own resumed run dies of on the oldest versions, before ours is begun: transformers 5.17
+# loads what lies on "cpu:0", which torch 2.11 knows only as "cpu"; peft wants a later transformers.
+NOT_RESUMED = (
+    "don't know how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)",
+    "cannot import name 'EmbeddingParallel' from 'transformers.integrations.tensor_parallel'",
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +71,36 @@ def ranks(tmp_path_factory) -> Ranks:
 def both(ranks: Ranks, case: str) -> Ranks:
     """This case on each rank: two processes, one set of weights, that of the other side."""
     for found in ranks:
-        if case not in found and "missing" in found and "error" not in found:
+        if case not in found and "missing" in found:
             pytest.skip("; ".join(found["missing"]))
-        assert case in found, found.get("error", {}).get("error", list(found))
+        assert case in found, list(found)
     results = [found[case] for found in ranks]
+    for error in [result["error"] for result in results if "error" in result]:
+        known = next((text for text in NOT_RESUMED if text in error), None)
+        if known and transformers.__version__ == "5.17.0":
+            pytest.skip(f"transformers 5.17 cannot resume TRL's own run here: {known}")
+        pytest.fail(error)
     for result in results:
         assert result["processes"] == 2
         assert result["weights"] <= WEIGHTS and result["ranks"] == 0, result
     return results
+
+
+def test_a_case_that_fails_takes_no_other_with_it():
+    def broken():
+        raise ZeroDivisionError("in the middle")
+
+    def missing():
+        raise ModuleNotFoundError("no verl: make trainers")
+
+    found: dict[str, Any] = {}
+    two_ranks.collect(iter([("one", lambda: 1), ("two", broken), ("three", lambda: 3)]), found)
+    two_ranks.collect(iter([("four", missing), ("five", lambda: 5)]), found)
+    assert found["one"] == 1 and found["three"] == 3
+    assert "ZeroDivisionError: in the middle" in found["two"]["error"]
+    assert found["missing"] == ["no verl: make trainers"] and "five" not in found
+    with pytest.raises(pytest.fail.Exception, match="in the middle"):
+        both([found, found], "two")
 
 
 @pytest.mark.parametrize("name", TRL)
@@ -102,7 +132,7 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
 
 def test_the_runs_under_trl_reach_what_they_compare(ranks):
     """Clipped ratios, a KL term, a bonus that is switched, evaluation, a rank without tokens."""
-    logs = {name: both(ranks, f"trl-{name}")[0]["logs"][0] for name in TRL}
+    logs = {name: both(ranks, f"trl-{name}")[0]["logs"][0] for name in two_trl.CASES}
 
     def reached(name: str, key: str) -> float:
         return max(abs(entry.get(key) or 0.0) for entry in logs[name])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,6 @@ def run(name: str) -> Result:
     }
 
 
-def results(folder: Path) -> Iterator[tuple[str, Result]]:
+def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
     for name in OPTIONS:
-        yield f"openrlhf-{name}", run(name)
+        yield f"openrlhf-{name}", partial(run, name)

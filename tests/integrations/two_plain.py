@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,8 @@ def hf_case(folder: Path) -> Result:
     }
 
 
-def results(folder: Path) -> Iterator[tuple[str, Result]]:
-    yield "hf_trainer", hf_case(folder)
+def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
+    yield "hf_trainer", partial(hf_case, folder)
     packages.require("lightning")
     for name in LIGHTNING:
-        yield f"lightning-{name}", lightning_case(name, folder)
+        yield f"lightning-{name}", partial(lightning_case, name, folder)

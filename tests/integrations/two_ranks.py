@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m tests.integrations.two_ranks FOLDER
 
-Each rank writes FOLDER/rank<r>.json: case → result, and what went wrong last.
+Each rank writes FOLDER/rank<r>.json: case → result, or what went wrong in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import datetime
 import json
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -29,18 +31,31 @@ def main(folder: Path) -> None:
     rank, found = distributed.get_rank(), {}
     try:
         for section in SECTIONS:
-            try:
-                found.update(section.results(folder))
-            except ModuleNotFoundError as error:
-                if "make trainers" not in str(error):
-                    raise
-                found["missing"] = [*found.get("missing", []), str(error)]
-    except Exception:
-        found["error"] = {"after": list(found)[-1:], "error": traceback.format_exc()}
-        raise
+            collect(section.cases(folder), found)
     finally:
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
+
+
+def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any]) -> None:
+    """The results of a section's cases; one that fails has its error for a result."""
+    try:
+        for name, work in cases:
+            try:
+                found[name] = work()
+            except Exception as error:
+                if is_missing(error):
+                    raise
+                found[name] = {"error": traceback.format_exc()}
+    except ModuleNotFoundError as error:
+        if not is_missing(error):
+            raise
+        found["missing"] = [*found.get("missing", []), str(error)]
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether a trainer is not installed, and its section has no results."""
+    return isinstance(error, ModuleNotFoundError) and "make trainers" in str(error)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +192,9 @@ def sampled(name: str, folder: Path, output: Path) -> Result:
     return compared(*pair)
 
 
-def cases() -> Iterator[tuple[str, Callable[[str, Path, Path], Result]]]:
-    yield from ((name, run) for name in CASES)
-    yield from ((name, resume) for name in RESUMED)
-    yield from ((name, other) for name in OTHERS)
-    yield from ((name, sampled) for name in SAMPLED)
-
-
-def results(folder: Path) -> Iterator[tuple[str, Result]]:
+def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
     torch.manual_seed(0)
-    for name, work in cases():
-        yield f"trl-{name}", work(name, folder / "model", folder / name)
+    works = (CASES, run), (RESUMED, resume), (OTHERS, other), (SAMPLED, sampled)
+    for names, work in works:
+        for name in names:
+            yield f"trl-{name}", partial(work, name, folder / "model", folder / name)

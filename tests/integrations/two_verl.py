@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def run(name: str, path: str) -> Result:
     }
 
 
-def results(folder: Path) -> Iterator[tuple[str, Result]]:
+def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
     on_a_cpu()
     patched = importlib.import_module("transformers").Qwen2ForCausalLM
     forward = patched.forward
@@ -159,6 +160,5 @@ def results(folder: Path) -> Iterator[tuple[str, Result]]:
         if distributed.get_rank() == 0:
             trl_cases.folder(path, "qwen2", tie_word_embeddings=name == "fused")
         distributed.barrier()
-        result = run(name, str(path))
+        yield f"verl-{name}", partial(run, name, str(path))
         patched.forward = forward  # that of verl's fused kernels would serve the cases that follow
-        yield f"verl-{name}", result

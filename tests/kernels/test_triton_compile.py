@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from importlib import metadata
 
 import pytest
 
@@ -28,6 +27,7 @@ KERNELS = {
         "row_logps",
         "row_grad",
         "row_loss",
+        "row_divergence",
         "scale",
         "coefficients",
         "times",
@@ -86,22 +86,14 @@ def test_compiled_code(arch):
     check(arch)
 
 
-@pytest.mark.parametrize("loop", ["flatten", "specialize"])
-def test_a_candidate_loop_compiles(loop):
-    """No spill in a tile of 128 x 256, and warps of their own only where the loop asks for them.
-
-    Triton 3.6 cannot give this tile warps of their own: its report says so, and the tuner goes on.
-    """
+def test_the_candidate_loop_compiles():
+    """No spill in a tile of 128 x 256."""
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""
 from benchmarks.gpu.candidates import Candidate, compile_one
-print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, {loop!r})))
+print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, "flatten")))
 """
-    report = run_python("-c", code, interpret=False)
-    if loop == "specialize" and metadata.version("triton").startswith("3.6."):
-        assert "'starts': False, 'reason': 'RuntimeError: PassManager::run failed'" in report
-    else:
-        assert "'starts': True" in report
+    assert "'starts': True" in run_python("-c", code, interpret=False)
 
 
 @pytest.mark.slow

@@ -24,10 +24,10 @@ CASES = (
     "cases_nan.py",
     "cases_range.py",
     "cases_scale.py",
+    "cases_divergence.py",
     "cases_support.py",
     "cases_support_public.py",
     "cases_loops.py",
-    "cases_forward_cuda.py",
 )
 
 

@@ -14,7 +14,7 @@ from torch.utils import deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_fast
-from grpo_fast.attention import PackedLayout
+from grpo_fast.attention import TreeLayout
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.kernels import workspace as memory
 from tests.loss_cases import BACKENDS
@@ -176,7 +176,7 @@ def test_no_buffer_of_a_loss_is_filled(filling, dtype, backend):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_no_buffer_of_the_attention_is_filled(filling, softcap):
     q, k, v = (torch.ones(40, heads, 16, requires_grad=True) for heads in (2, 1, 1))
-    layout = PackedLayout.of([25, 15])
+    layout = TreeLayout.of([25, 15])
     packed_rows_attention(q, k, v, layout, scale=1.0, softcap=softcap)  # its self-test, once
     with Filled() as filled:
         packed_rows_attention(q, k, v, layout, scale=1.0, softcap=softcap).sum().backward()

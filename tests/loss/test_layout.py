@@ -4,15 +4,16 @@ sees whom.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_fast.attention import PackedLayout, Share, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.attention import Share, TreeLayout, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.attention.kernels.reference import visible
+from tests.attention.layouts import two_levels
 
 sizes = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=5)),
@@ -66,8 +67,7 @@ def test_the_trunk_sees_no_token_too_many(groups, shared):
     )
     assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
     # A layout without sharing says so, whoever asked for it.
-    shares = [cs for _, cs in groups if sum(c > 1 for c in cs) > 1]
-    assert pack.layout.sharing == (tuple(sum(c > 1 for c in cs) for cs in shares) if shared else ())
+    assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in groups))
     if shared:
         every = pack.input_ids[0].tolist()
         assert len(set(every)) == len(every)
@@ -138,50 +138,31 @@ def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for()
 
 
 def test_a_layout_by_hand():
-    layout = PackedLayout.of([3, 2, 1, 2, 4, 2], sharing=[2, 1])
+    layout = two_levels([3, 2, 1, 2, 4, 2], [2, 1])
     # rows:   P1 P1 P1 | P2 P2 | c11 | c12 c12 | c21 c21 c21 c21 | s s
     assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 3, 3, 4, 2, 3, 4, 5, 0, 1]]
-    assert layout.prompt_of == (-1, -1, 0, 0, 1, -1) and layout.prefixes == (0, 0, 3, 3, 2, 0)
-    assert (layout.total, layout.max_seqlen, layout.longest_context, layout.prompt_rows) == (
-        14,
-        4,
-        6,
-        5,
-    )
-    assert layout.completion_rows == slice(5, 12)
-    across = layout.on_prompts
-    assert (across.queries, across.keys, across.causal) == ((3, 4), (3, 2), False)
-    assert (
-        across.cu_q.tolist() == [0, 3, 7]
-        and across.cu_k.tolist() == [0, 3, 5]
-        and across.cu_k.dtype == torch.int32
-    )
-    itself = layout.on_itself
-    assert itself.cu_q.tolist() == itself.cu_k.tolist() == [0, 3, 5, 6, 8, 12, 14] and itself.causal
-    gathered = layout.gathered(3)  # two rows of the prompt in front of each completion
-    assert gathered.rows.tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        1,
-        2,
-        5,
-        1,
-        2,
-        6,
-        7,
-        3,
-        4,
-        8,
-        9,
-        10,
-        11,
-        12,
-        13,
-    ]
-    assert gathered.spans.keys == (3, 2, 3, 4, 6, 2) and layout.gathered(3) is gathered
+    assert layout.parents == (-1, -1, 0, 0, 1, -1) and layout.prefixes == (0, 0, 3, 3, 2, 0)
+    assert (layout.total, layout.longest_context, layout.has_tree) == (14, 6, True)
+    itself, across = layout.views
+    assert across.queries == slice(5, 12) and across.keys == slice(0, 5)
+    assert itself.spans.cu_q.tolist() == itself.spans.cu_k.tolist() == [0, 3, 5, 6, 8, 12, 14]
+    assert itself.spans.causal and not across.spans.causal
+    assert across.spans.queries == (3, 4) and across.spans.keys == (3, 2)
+    assert across.spans.cu_q.tolist() == [0, 3, 7] and across.spans.cu_k.tolist() == [0, 3, 5]
+    assert across.spans.cu_q.dtype == across.spans.cu_k.dtype == torch.int32
+    # two rows of the prompt in front of each completion
+    (gathered,) = layout.copies(3)
+    rows = [0, 1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 3, 4, 8, 9, 10, 11, 12, 13]
+    assert gathered.keys.rows.tolist() == rows and gathered is layout.copies(3)[0]
+    assert gathered.spans.keys == (3, 2, 3, 4, 6, 2)
+    # Three levels: the ancestors of each distance are one run of rows, with or without queries.
+    tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 2, -1])
+    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.views]
+    assert calls[1:] == [(slice(5, 17), slice(0, 6), (5, 2, 5)), (slice(12, 17), slice(0, 3), (5,))]
+    tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 3, 4])
+    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.views]
+    assert calls[1] == (slice(5, 18), slice(0, 12), (5, 2, 0, 5, 1))
+    assert calls[2] == (slice(12, 18), slice(0, 5), (5, 1)) and tree.prefixes[-2:] == (7, 4)
 
 
 @pytest.mark.parametrize(
@@ -206,11 +187,12 @@ def test_other_bad_input_is_refused():
     with pytest.raises(ValueError, match="budget: expected at least 1"):
         plan_packs([(1, [1])], 0)
     with pytest.raises(ValueError, match="lengths: expected at least one segment and none empty"):
-        PackedLayout.of([3, 0])
-    with pytest.raises(ValueError, match="sharing: expected at least 1 completion"):
-        PackedLayout.of([3, 2], sharing=[0])
-    with pytest.raises(ValueError, match="prompts [+] completions ≤ 2 segments"):
-        PackedLayout.of([3, 2], sharing=[2])
+        TreeLayout.of([3, 0])
+    for parents in ([0, -1], [-1, 1], [-1, 5], [-1, -2], [-1, 0, 1, 0], [-1, -1, 1, -1, 1]):
+        with pytest.raises(ValueError, match="parents: expected an earlier segment than"):
+            TreeLayout.of([2] * len(parents), parents=parents)
+    with pytest.raises(ValueError, match="parents: expected one for each of 3 segments, came 2"):
+        TreeLayout.of([3, 2, 2], parents=[-1, 0])
     pack = pack_groups([([1, 2], [[3, 4]])])
     with pytest.raises(ValueError, match="values: expected one row for each of 2 tokens"):
         pack.split(torch.zeros(3))
@@ -223,13 +205,11 @@ def test_no_groups_no_packs():
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9))
 def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """`Gathered.put_back` is the transpose of gathering."""
+    """`Copies.put_back` is the transpose of gathering."""
     layout = pack_groups(numbered(groups)).layout
-    gathered = layout.gathered(window)
-    grad = torch.arange(1.0, len(gathered.rows) + 1, dtype=torch.float64)
-    expected = torch.zeros(layout.total, dtype=torch.float64).index_add_(0, gathered.rows, grad)
-    assert torch.equal(gathered.put_back(grad), expected)
-    spans = gathered.spans
-    assert list(chain(accumulate(spans.queries)))[-1] == layout.total and sum(spans.keys) == len(
-        gathered.rows
-    )
+    (call,) = layout.copies(window)
+    rows, spans = call.keys.rows, call.spans
+    grad = torch.arange(1.0, len(rows) + 1, dtype=torch.float64)
+    expected = torch.zeros(layout.total, dtype=torch.float64).index_add_(0, rows, grad)
+    assert torch.equal(call.keys.put_back(grad), expected)
+    assert sum(spans.queries) == layout.total and sum(spans.keys) == len(rows)

@@ -51,6 +51,8 @@ CASES["fp64-twice"] = values.twice
 CASES["fp64-nothing-active"] = lambda w: as_one(
     w, make_case(3, dtype=DOUBLE, mask=torch.zeros(2, 4, dtype=torch.bool), **options_for("grpo"))
 )
+for _kind in ("forward_kl", "reverse_kl", "jsd"):
+    CASES[f"fp64-divergence-{_kind}"] = lambda w, k=_kind: values.divergence(w, k, DOUBLE)
 for _wants in ("hwb", "h", "w", "wb", ""):
     CASES[f"fp64-logps-{_wants or 'no_grad'}"] = lambda w, x=_wants: values.logps(w, x)
 for _wanted in ("hidden", "weight", "bias", "nothing"):
@@ -82,6 +84,9 @@ for _backend in BACKENDS:
     )
     CASES[f"fp32-logps-{_backend}"] = lambda w, b=_backend: values.logps(
         w, "hwb", SINGLE, backend=b
+    )
+    CASES[f"fp32-divergence-{_backend}"] = lambda w, b=_backend: values.divergence(
+        w, "jsd", SINGLE, b
     )
     CASES[f"confident-{_backend}"] = lambda w, b=_backend: values.confident(w, b)
     CASES[f"inert-{_backend}"] = lambda w, b=_backend: values.masked_slots_are_inert(w, b)

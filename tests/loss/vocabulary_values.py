@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import grpo_fast
-from tests import loss_cases
+from tests import loss_cases, oracles
 from tests.loss.vocabulary_world import SIZES, Found, World, as_one, flat, off
 from tests.loss_cases import Case, make_case, options_for
 
@@ -31,7 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
     "everything": {"temperature": 0.8, "softcap": 3.0, "logit_scale": 1.2, "entropy_coef": 0.1},
     "metrics_entropy": {"compute_entropy": True},
     "top_entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
-    "off_policy": {"off_policy_threshold": 0.2},
+    "off_policy": {"corrections": [oracles.off_policy(0.2)]},
 }
 
 
@@ -175,6 +175,37 @@ def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
         dw, db = (x.grad.full_tensor() if shared else x.grad for x in (w, b))
         found.append({"loss": out.loss, "logps": lp, "dhidden": h.grad, "dweight": dw, "dbias": db})
     return {**off(*found), "same": all(placed)}
+
+
+def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto") -> Found:
+    """`linear_divergence`, and a loss with a `DivergenceTerm`; the teacher is sharded alike."""
+    case = make_case(4, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
+    g = torch.Generator().manual_seed(5)
+    h, w, b = (torch.randn(*x, generator=g).to(dtype) for x in ((4, 40, 6), (23, 6), (23,)))
+    rule = dict(temperature=0.7, softcap=3.0)
+    weights = torch.rand(4, 40, generator=g).to(dtype)
+    found = []
+    for cut, group in ((world.cut, distributed.group.WORLD), (lambda x: x, None)):
+        leaves = [
+            x.clone().requires_grad_() for x in (case.hidden, cut(case.weight), cut(case.bias))
+        ]
+        teacher = grpo_fast.TeacherHead(h, cut(w), cut(b), softcap=2.0)
+        out = grpo_fast.linear_divergence(
+            *leaves[:2], teacher, kind, bias=leaves[2], weights=weights, group=group,
+            backend=backend, **rule,
+        )  # fmt: skip
+        out.loss.backward()
+        names = ("dhidden", "dweight", "dbias")
+        grads = {n: x.grad for n, x in zip(names, leaves, strict=True)}
+        if group is None:
+            grads = {n: x if n == "dhidden" else world.cut(x) for n, x in grads.items()}
+        found.append({"loss": out.loss.detach(), "values": out.values, **grads})
+    term = grpo_fast.DivergenceTerm(grpo_fast.TeacherHead(h, w, b), kind, 0.3)
+    cut_term = term._replace(teacher=grpo_fast.TeacherHead(h, world.cut(w), world.cut(b)))
+    one = loss_cases.run("linear", case, divergence=term, backend=backend)
+    shared = flat(world.run(case, divergence=cut_term, backend=backend))
+    both = off(*found)["off"], off(shared, flat(one, world.cut))["off"]
+    return {"off": both[0] | {f"term {n}": x for n, x in both[1].items()}}
 
 
 def nan_is_seen(world: World, where: str, backend: str) -> Found:

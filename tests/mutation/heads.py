@@ -67,7 +67,7 @@ MUTANTS = [
            "if active is None or is_capturing(active):", "if active is None:",
            "the inactive rows are looked for while a CUDA graph is recorded", "graphs"),
     Mutant("head-bias-forgotten", CHUNKS,
-           "return z if self.bias is None else z.add_(self.bias)", "return z", "the bias is not in the logits", "sweeps"),
+           "z.add_(self.bias)\n        if self.on", "pass\n        if self.on", "the bias is not in the logits", "sweeps"),
     Mutant("head-chunk-offset-of-rows", SUMS,
            "keep + index.start if isinstance(index, slice)", "keep if isinstance(index, slice)",
            "dH of a gathered chunk lands in the first chunk", "chunks"),

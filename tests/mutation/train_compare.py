@@ -30,7 +30,7 @@ MUTANTS = [
            "if config.output_dir not in self.failed]", "if True]",
            "a failed run is read like the others", "compare"),
     Mutant("compare-seeds-of-the-failed", COMPARE,
-           '"seeds": [config.seed for config in found.done(arm)],',
+           '"seeds": [config.seed for config in comparison.done(arm)],',
            '"seeds": [config.seed for config in arm.runs],',
            "values stand beside the seeds of other runs", "compare"),
     Mutant("compare-axis-in-common", COMPARE,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
+FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, METRICS = (
     f"grpo_fast/{x}.py"
     for x in (
         "train/update/precompute",
@@ -14,17 +14,16 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, STORED, METRICS = (
         "train/update/batch",
         "train/models/reference",
         "train/update/exact_kl",
-        "rollout/completions",
         "train/metrics/losses",
     )
 )
-DATA, DOOR = "grpo_fast/train/config/data.py", "grpo_fast/loss/exact_kl.py"
-AHEAD, TRAINER, RUN_STATE, RUN, PLOT = (
+DATA = "grpo_fast/train/config/data.py"
+AHEAD, TRAINER, STEPS, RUN, PLOT = (
     f"grpo_fast/{x}.py"
     for x in (
         "train/collect/ahead",
         "train/update/trainer",
-        "train/runs/run_state",
+        "train/runs/run",
         "train/config/run",
         "train/experiments/compare_plot",
     )
@@ -46,10 +45,6 @@ MUTANTS = [
            "support=None if batch.support is None else selected(batch.support, mask),",
            "support=None,",
            "the exact KL is over the whole vocabulary", "replay"),
-    Mutant("replay-exact-kl-empty-set", DOOR,
-           "kept = (counts == 0)[:, None].repeat(1, vocab_size)",
-           "kept = (counts < 0)[:, None].repeat(1, vocab_size)",
-           "a token that was not truncated has no distribution", "exact_kl"),
     Mutant("replay-order", BATCH,
            "    for i in chosen:\n        kept = rollout.kept[i]",
            "    for i in sorted(chosen):\n        kept = rollout.kept[i]",
@@ -64,9 +59,9 @@ MUTANTS = [
     Mutant("replay-off-bounds", DATA,
            'return self.replay_support == "auto" and self.truncates', "return self.truncates",
            "off keeps the sets", "replay"),
-    Mutant("replay-forgotten-in-a-checkpoint", STORED,
-           'kept = [None if known is None else Kept(*known) for known in state["kept"]]',
-           'kept = [None for known in state["kept"]]',
+    Mutant("replay-forgotten-in-a-checkpoint", STEPS,
+           "            step.collected.rollout.check(vocab_size)\n",
+           "            step.collected.rollout.kept = [None] * len(step.collected.rollout.texts)\n",
            "a step that is resumed goes on over the whole vocabulary", "checkpoint_kept"),
     Mutant("replay-mass", "grpo_fast/train/metrics/samples.py",
            '"sampling/support_size/max": float(sizes.max())',
@@ -83,18 +78,18 @@ MUTANTS = [
            "abs(value - neutral) > TELLING", "abs(value - neutral) >= 0",
            "every comparison shows a ratio that is 1", "compare"),
     Mutant("ahead-later-weights", "grpo_fast/train/loop.py",
-           "    collector.sample_ahead(step.number, step.clock)\n    if step.metrics is not None:\n        return\n    for minibatch in trainer.remaining(step):  # of all passes over the batch\n        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer\n        rest(step)\n",
-           "    if step.metrics is not None:\n        return\n    for minibatch in trainer.remaining(step):  # of all passes over the batch\n        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer\n        rest(step)\n    collector.sample_ahead(step.number, step.clock)\n",
+           "    collector.ahead.begin(step.number, step.clock)\n    if step.metrics is not None:\n        return\n    for minibatch in trainer.remaining(step):  # of all passes over the batch\n        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer\n        rest(step)\n",
+           "    if step.metrics is not None:\n        return\n    for minibatch in trainer.remaining(step):  # of all passes over the batch\n        trainer.update(step, minibatch)  # hidden → fused loss → clip → optimizer\n        rest(step)\n    collector.ahead.begin(step.number, step.clock)\n",
            "what is sampled ahead comes from the weights after the updates", "ahead"),
     Mutant("ahead-same-numbers", "grpo_fast/train/collect/ahead.py",
            "seed=(self.seed, step + 1)", "seed=(self.seed, step)",
            "a step's random numbers are those of the step before", "ahead_bits"),
-    Mutant("ahead-not-saved", RUN_STATE,
-           'if state["ahead"] is not None:', "if False:",
+    Mutant("ahead-not-saved", STEPS,
+           "        collector.ahead.sampled = state.ahead\n", "",
            "what was sampled ahead is sampled again with newer weights", "ahead"),
     Mutant("ahead-dropped-early", AHEAD,
-           "        return self.found.rollout\n",
-           "        found, self.found = self.found, None\n        return found.rollout\n",
+           "        return self.sampled.rollout\n",
+           "        sampled, self.sampled = self.sampled, None\n        return sampled.rollout\n",
            "a step that is left while it refills has lost what it began with", "ahead"),
     Mutant("ahead-consumes", "grpo_fast/train/collect/ahead.py",
            "self.queue.next(self.config.prompts_per_step)",

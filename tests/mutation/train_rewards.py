@@ -11,6 +11,9 @@ INIT, PATTERN = f"{REWARDS}/__init__.py", f"{REWARDS}/workers/pattern.py"
 GROUPS, PROMPTS, COLLECT = (f"{TRAIN}/collect/{x}.py" for x in ("groups", "prompts", "collect"))
 TRAINING, PAIRS = f"{TRAIN}/experiments/reward_model.py", "grpo_fast/data/pairs.py"
 
+SET = "grpo_fast/rewards/reward_set.py"
+SANDBOX, CODE = (f"grpo_fast/rewards/workers/{x}.py" for x in ("sandbox", "code_tests"))
+
 MUTANTS = [
     Mutant("rewards-own-code-here", INIT,
            "return None if in_process else name", "return name if in_process else None",
@@ -105,4 +108,41 @@ MUTANTS = [
     Mutant("dynamic-judge", GROUPS,
            "self.scores.total if name is None else self.scores.per_fn[name]", "self.scores.total",
            "the sum is judged where a reward was named", "dynamic"),
+    # ---- code as a reward: with these tests alone, since a bug here lets hostile answers out
+    Mutant("code-any-call", SANDBOX, "ALLOW, DENY, KILL = 0x7FFF0000, 0x00050001,",
+           "ALLOW, DENY, KILL = 0x7FFF0000, 0x7FFF0000,",
+           "every system call is allowed", "code_tests_socket"),
+    Mutant("code-writes", SANDBOX, "step(LOAD, 0, 0, FLAGS), step(ANY_BIT, 0, 1, WRITES)",
+           "step(LOAD, 0, 0, FLAGS), step(ANY_BIT, 0, 1, 0)",
+           "an answer opens files for writing", "code_tests_all"),
+    Mutant("code-no-clock", CODE, "_read(pipe, count * len(line) if begun == line else 500, seconds)",
+           "_read(pipe, count * len(line) if begun == line else 500, 60 * seconds)",
+           "an answer that sleeps is waited for", "code_tests"),
+    Mutant("code-exits-in-a-test", SANDBOX, "except BaseException:  # sys.exit()",
+           "except Exception:  # sys.exit()",
+           "a test that exits takes the later ones along", "code_tests_exit"),
+    Mutant("code-all-tests", CODE, "told.split(b\"\\n\").count(mark.encode())",
+           "told.split(b\"\\n\").count(mark.encode()) and count",
+           "one test that holds is all of them", "code_tests"),
+    Mutant("code-first-block", CODE, "parts[-2] if len(parts) % 2", "parts[1] if len(parts) % 2",
+           "an answer that was given up is run", "code_tests_block"),
+    Mutant("code-one-time-for-all", "grpo_fast/rewards/isolated.py",
+           "self.timeout * max(1, count * self.per_sample)", "self.timeout",
+           "answers that hang take the others' time", "code_tests_limit"),
+    Mutant("code-prepares", SANDBOX, "        if is_test(statement):\n", "        if True:\n",
+           "a statement that prepares counts as a test", "code_tests_check"),
+    # ---- rewards per token
+    Mutant("per-token-first", SET, "reward[-1:] += weight", "reward[:1] += weight",
+           "a plain reward stands at the first token", "per_token"),
+    Mutant("per-token-unweighted", SET, "reward += weight * torch.tensor(score",
+           "reward += torch.tensor(score", "rewards per token have no weight", "per_token"),
+    Mutant("per-token-any-length", SET, "length is not None and length != len(value)",
+           "length is not None and length < len(value)", "a row may be too short", "per_token"),
+    Mutant("process-means-of-means", "grpo_fast/objective/gae.py",
+           "steps = normalized(grouped, eps=eps).reshape(rewards.shape)",
+           "steps = normalized(rewards.double(), eps=eps)",
+           "each completion is its own group", "process"),
+    Mutant("process-behind", "grpo_fast/objective/gae.py",
+           "steps.flip(-1).cumsum(-1).flip(-1)", "steps.cumsum(-1)",
+           "a token is paid for what came before it", "process"),
 ]  # fmt: skip

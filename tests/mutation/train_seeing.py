@@ -13,6 +13,8 @@ GENERATED, FILES, DATA, CLI = (
     f"grpo_fast/{x}.py" for x in ("data/generated", "data/files", "data/__init__", "cli")
 )
 
+LOSS_CURVES = "grpo_fast/train/report/loss_curves.py"
+
 MUTANTS = [
     # ---- completions
     Mutant("seeing-page-markup", PAGE,
@@ -127,4 +129,15 @@ MUTANTS = [
     Mutant("seeing-explicit-folder", CLI,
            'w.startswith("output_dir=")', 'w.startswith("folder=")',
            "a folder that the user named is replaced by another", "small_sets"),
+    # ---- the picture of the losses
+    Mutant("seeing-loss-of-another-ratio", LOSS_CURVES, "token_loss(old + ratio.log(), None",
+           "token_loss(old - ratio.log(), None", "the curves run backwards", "loss_curves"),
+    Mutant("seeing-loss-options", LOSS_CURVES, "return LossConfig(loss, max_completion_length=1, **options)",
+           "return LossConfig(loss, max_completion_length=1)",
+           "the picture is of the default options", "loss_curves"),
+    Mutant("seeing-loss-hidden", LOSS_CURVES, "if torch.equal(_stacked(found), _stacked(other)):",
+           "if False:", "equal curves lie behind each other", "loss_curves"),
+    Mutant("seeing-loss-range", LOSS_CURVES, "math.exp(-config.epsilon_low), math.exp(config.epsilon_high)",
+           "1 - config.epsilon_low, 1 + config.epsilon_high",
+           "gmpo's range is shaded as if it were one of ratios", "loss_curves"),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.engine import say_that_kept_is_unknown
+from grpo_fast.rollout.own import continuous
 from grpo_fast.rollout.own.continuous import ContinuousEngine, ContinuousOptions
 from grpo_fast.train import loop
 from grpo_fast.train.config.data import HeldOut
@@ -51,6 +52,37 @@ def test_logps_are_the_policys_and_completions_end_with_their_eos(policy):
         assert (one.finish_reason == "eos") == (one.ids[-1] == 1)
         assert 1 not in one.ids[:-1] and (one.finish_reason == "eos" or len(one.ids) == 8)
     assert policy.lm.config._attn_implementation == "grpo_packed"
+
+
+class OldConfig:
+    """ContinuousBatchingConfig as transformers 5.17 has it, by what matters here."""
+
+    def __init__(self, block_size=256, num_blocks=None, max_batch_tokens=None,
+                 return_logprobs=False, seed=None):  # fmt: skip
+        self.asked = block_size, num_blocks, max_batch_tokens, return_logprobs, seed
+
+
+class NewConfig(OldConfig):
+    """And as later ones do."""
+
+    def __init__(self, page_size=256, auto_switch_to_flash=True, **rest):
+        assert auto_switch_to_flash is False
+        super().__init__(page_size, **rest)
+
+
+@pytest.mark.parametrize("config", [OldConfig, NewConfig])
+def test_the_batches_are_asked_for_in_the_words_of_the_installed_transformers(
+    policy, monkeypatch, config
+):
+    """The pages, and the attention that was chosen: 5.17 would take flash attention."""
+    monkeypatch.setattr("transformers.ContinuousBatchingConfig", config)
+    continuous.config_fields.cache_clear()
+    assert engine_of(policy)._batching(7).asked == (32, 64, 64, True, 7)
+    names = ("sdpa", "paged|eager", "flash_attention_2")
+    asked = [continuous.asked_for(name) for name in names]
+    continuous.config_fields.cache_clear()
+    wanted = ("paged|sdpa", "paged|eager", "flash_attention_2")
+    assert asked == list(wanted if config is OldConfig else names)
 
 
 def test_greedy_is_the_most_likely_token(policy):

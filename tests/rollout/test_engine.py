@@ -25,9 +25,9 @@ class Recorded(Engine):
         self.calls: list = []
         self.short = short
 
-    def generate(self, prompts, sampling, *, group_size, seed, places=None):
+    def sample(self, request):
         self.calls.append("generate")
-        count = len(prompts) * group_size - self.short
+        count = len(request.prompts) * request.group_size - self.short
         return [Completion([1], torch.zeros(1), "eos", 7)] * count
 
     def update(self, policy, version):

@@ -44,7 +44,8 @@ PROMPTS = [LONG, "3 1 =", LONG.replace("1 =", "2 ="), "2 ="]
 
 def policy_of(family: str = "llama") -> Any:
     config = load_recipe("sort", [*SORT, f"model.config.model_type={family}"])
-    tokenizer = build_tokenizer(config, load_examples(config.data, split="train", seed=0))
+    questions = load_examples(config.data, split="train", seed=0)
+    tokenizer = build_tokenizer(config.model, config.data, questions)
     torch.manual_seed(0)
     policy = load_policy(config.model, tokenizer)
     spoil(policy)

@@ -30,7 +30,8 @@ def words_of(*servers: StandIn, **options: float) -> list[str]:
 def servers(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
     config = config_of(tmp_path)
-    tokenizer = build_tokenizer(config, load_examples(config.data, split="train", seed=0))
+    questions = load_examples(config.data, split="train", seed=0)
+    tokenizer = build_tokenizer(config.model, config.data, questions)
     policy = load_policy(config.model, tokenizer)  # other random weights than the run's
     made = [StandIn(policy), StandIn(policy)]
     yield made

@@ -264,6 +264,20 @@ def load_large(megabytes: int) -> Any:
     return {"grown": peaks[1] - peaks[0], "size": size}
 
 
+def pass_unevenly() -> Any:
+    """A backward pass of shards after a rollout in which each rank made passes of another kind."""
+    fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
+              "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
+    config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
+    policy = load_policy(config, build_symbol_tokenizer(list("0123456789")))
+    sharding.shard_all([policy], policy.device, None)
+    with policy.whole(), policy.generation():
+        passing = policy.lm.base_model if distributed.is_main() else policy.lm
+        passing(input_ids=torch.tensor([[1, 2, 3]]))
+    policy.logps(pack_groups([([1, 2, 3], [[4, 5]])])).sum().backward()
+    return all(p.grad is not None for p in policy.trainable())
+
+
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
     """A run in which every rank was started with words of its own."""
     words = list(words_of_ranks[distributed.rank()])

@@ -22,7 +22,7 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.runs import resume
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
 from grpo_fast.train.runs.folder import FolderLock, OutputFolderError
-from grpo_fast.train.runs.run_state import RunState
+from grpo_fast.train.runs.run import Run
 from tests.command_line import invoke, refused
 from tests.train.resuming import Leave, run
 
@@ -94,28 +94,28 @@ FIELDS = [
     ("step", "2", "state.json: step: Input should be a valid integer"),
     ("step", 2.0, "state.json: step: Input should be a valid integer"),
     ("step", True, "state.json: step"),
-    ("consumed", -1, "state.json: consumed: Input should be greater than or equal to 0"),
-    ("consumed", 1 << 70, "state.json: consumed"),
+    ("collector.consumed", -1, "state.json: collector.consumed: Input should be greater"),
+    ("collector.consumed", 1 << 70, "state.json: collector.consumed"),
     ("lengths", DELETE, "state.json: lengths: Field required"),
     ("lengths.0", -5, "state.json: lengths.0: Input should be greater"),
     ("lengths", [1], "state.json: lengths"),
     ("lengths.1", 10**9, "at least 1000000000 bytes in .*prompts.jsonl"),
     ("training_set", 0, "state.json: training_set"),
-    ("optimizers.policy.steps", "2", "state.json: optimizers.policy.steps"),
-    ("optimizers.policy.skipped", -1, "state.json: optimizers.policy.skipped"),
-    ("optimizers.critic", {"steps": 1, "skipped": 0, "_skipped_in_a_row": 0}, "optimizers holds"),
-    ("optimizers", {}, "got another: .*policy"),
+    ("trainer.optimizers.policy.steps", "2", "state.json: trainer.optimizers.policy.steps"),
+    ("trainer.optimizers.policy.skipped", -1, "state.json: trainer.optimizers.policy.skipped"),
+    ("trainer.optimizers.critic", {"steps": 1, "skipped": 0, "skipped_in_a_row": 0}, "trainer hol"),
+    ("trainer.optimizers", {}, "got another: .*policy"),
     ("trainer.beta", None, "state.json: trainer.beta"),
     ("trainer.budget.tokens", 0, "state.json: trainer.budget.tokens"),
-    ("trainer.more", 1, "state.json: trainer.more: Extra inputs are not permitted"),
-    ("rewards.recent", [], "state.json: rewards.recent"),
-    ("rewards.failed_total", {}, "got another: .*sort"),
+    ("trainer.more", 1, "state.json: trainer.more: Unexpected keyword"),
+    ("collector.rewards.recent", [], "state.json: collector.rewards.recent"),
+    ("collector.rewards.failed_total", {}, "got another: .*sort"),
     ("config", [], "state.json: config"),
     ("config.seed", 5, "seed: 5 → 0"),
     ("config.steps", "2", "steps: '2' → 3"),
     ("config.model", None, "model: None → "),
     ("fingerprints", {}, "came others .resume_allow=.data."),
-    ("run", "x", "state.json: run: Extra inputs"),
+    ("run", "x", "state.json: run: Unexpected keyword"),
 ]
 
 
@@ -136,25 +136,32 @@ OF_A_STEP = [
     ("underway.minibatch", -1, "underway.minibatch"),
     ("underway.epoch", 99, "epoch"),
     ("underway.minibatch", 99, "minibatch"),
-    ("underway.batch.parts.0.0", 5, "every completion once"),
-    ("underway.batch.parts.0.0", 10**9, "every completion once"),
-    ("underway.batch.parts", [], "every completion once"),
-    ("underway.batch.budget", 0, "underway.batch.budget"),
-    ("underway.batch.fixed", ["no_such"], "underway.batch.fixed"),
-    ("underway.prompts.0.prompt", 10**9, "got another"),
-    ("underway.prompts.0.use", "eaten", "underway.prompts.0.use"),
-    ("underway.prompts", [], "got another"),
-    ("underway.rollout.completion_ids", [], "one length"),
-    ("underway.rollout.completion_ids.0.0", -1, "completion_ids.0.0"),
-    ("underway.rollout.completion_ids.0.0", 10**6, "got another"),
-    ("underway.rollout.completion_ids.0", [1] * 50, "got another"),
-    ("underway.rollout.texts.0", 5, "underway.rollout.texts.0"),
-    ("underway.rewards", {"other": "underway/advantages"}, "got another"),
-    ("underway.advantages", "underway/total", "expected the name of a tensor that is there once"),
-    ("underway.advantages", [1.0], "expected the name of a tensor that is there once"),
-    ("underway.updates.norms", [], "got another"),
-    ("underway.updates.losses", DELETE, "underway.updates.losses: Field required"),
+    ("underway.packing.parts.0.0", 5, "every completion once"),
+    ("underway.packing.parts.0.0", 10**9, "every completion once"),
+    ("underway.packing.parts", [], "every completion once"),
+    ("underway.packing.budget", 0, "underway.packing.budget"),
+    ("underway.packing.fixed", ["no_such"], "underway.packing.fixed"),
+    ("underway.collected.prompts.0.prompt", 10**9, "got another"),
+    ("underway.collected.prompts.0.use", "eaten", "underway.collected.prompts.0.use"),
+    ("underway.collected.prompts", [], "got another"),
+    ("underway.collected.rollout.completion_ids", [], "one length"),
+    ("underway.collected.rollout.completion_ids.0.0", -1, "got -1 to"),
+    ("underway.collected.rollout.completion_ids.0.0", 10**6, "got another"),
+    ("underway.collected.rollout.completion_ids.0", [1] * 50, "got another"),
+    ("underway.collected.rollout.texts.0", 5, "underway.collected.rollout.texts.0"),
+    ("underway.collected.rewards", {"other": "underway/collected/advantages"}, "got another"),
+    (
+        "underway.collected.advantages",
+        "underway/collected/total",
+        "expected the name of a tensor that is there once",
+    ),
+    ("underway.collected.advantages", [1.0], "expected the name of a tensor that is there once"),
+    ("underway.updates.norms", [], "as many norms and rates as losses"),
+    ("underway.updates.losses", DELETE, "as many norms and rates as losses"),
     ("underway", None, "has no place here"),
+    ("underway.collected", None, "has no place here"),
+    ("underway.noise", DELETE, "underway holds"),  # the default is not filled in
+    ("underway.updates.per_pass", 1, "a place in step 2"),
 ]
 
 
@@ -187,11 +194,11 @@ TENSORS = {
     "rows": (lambda t: t.update({WEIGHT: t[WEIGHT][1:].clone()}), f"{WEIGHT}: expected"),
     "dtype": (lambda t: t.update({WEIGHT: t[WEIGHT].double()}), f"{WEIGHT}: expected"),
     "half of the moments": (
-        lambda t: t.pop(f"optimizer.policy.{WEIGHT}.exp_avg"), "exp_avg is missing"),
+        lambda t: t.pop(f"optimizer.{WEIGHT}.exp_avg"), "exp_avg is missing"),
     "one moment more": (
-        lambda t: t.update({f"optimizer.policy.{WEIGHT}.third": torch.ones(3)}), "third has no pl"),
+        lambda t: t.update({f"optimizer.{WEIGHT}.third": torch.ones(3)}), "third has no pl"),
     "moments of another": (
-        lambda t: t.update({"optimizer.policy.policy.x.step": torch.zeros(())}), "x.step has no"),
+        lambda t: t.update({"optimizer.policy.x.step": torch.zeros(())}), "x.step has no"),
     "moments of nobody": (
         lambda t: t.update({"optimizer.critic.y.step": torch.zeros(())}), "critic.y.step has no"),
 }  # fmt: skip
@@ -270,7 +277,7 @@ def test_state_tensors_that_are_too_many_or_too_few(left, tmp_path):
     for name, edit in (
         ("random/cpu", lambda t: t.pop("random/cpu")),
         ("underway/more", lambda t: t.update({"underway/more": torch.ones(1)})),
-        ("underway/advantages", lambda t: t.pop("underway/advantages")),
+        ("underway/collected/advantages", lambda t: t.pop("underway/collected/advantages")),
     ):
         folder = Path(shutil.copytree(left, tmp_path / name.replace("/", "-")))
         checkpoint = checkpoints_in(folder)[0]
@@ -422,11 +429,11 @@ def test_another_format_is_not_damage(folder, tmp_path):
     """40: the run is refused, and nothing that it did not write is removed."""
     newest, before = checkpoints_in(folder)
     manifest = json.loads((newest / "manifest.json").read_text())
-    for was in (1, 3):
+    for was in (2, 4):
         text = json.dumps({"format": was, "step": 2, "anything": {}})
         (newest / "manifest.json").write_text(text)
         for word in ("resume=auto", f"resume={newest}", f"resume={folder}"):
-            with pytest.raises(ValueError, match=f"format 2, which .* got format {was} in"):
+            with pytest.raises(ValueError, match=f"format 3, which .* got format {was} in"):
                 run(folder, *WORDS, word, "steps=3")
         assert checkpoints_in(folder) == [newest, before]
         assert (newest / "manifest.json").read_text() == text
@@ -524,7 +531,7 @@ def test_a_start_that_fails_changes_nothing(folder, tmp_path, monkeypatch, place
         if place == "model":
             patched.setattr(loop, "load_policy", failing)
         elif place == "state":
-            patched.setattr(RunState, "_load_state", failing)
+            patched.setattr(Run, "_load_state", failing)
         else:
             patched.setattr(loop, "check_prompts", failing)
         for target in (folder, tmp_path / "new"):

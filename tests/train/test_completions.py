@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -19,7 +18,7 @@ from pyarrow import parquet
 
 from grpo_fast.data import Example
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.rewards import RewardResult, scorer_for
+from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.report import page
@@ -88,15 +87,15 @@ def collected(advantages, *, extra=()):
     answers = ["1", "1", "1 2", "1 2"]
     examples = [Example(p, a, None) for p, a in zip(rollout.prompts, answers, strict=True)]
     total = torch.tensor([1.0, 0.5, math.nan, 1.0])
-    scores = RewardResult(total, {"f": total / 2}, {"f": Counter(nan=1)})
-    return tokenizer, Collected(rollout, examples, scores, torch.tensor(advantages), {}, 8, [])
+    advantages = torch.tensor(advantages)
+    return tokenizer, examples, Collected(rollout, total, {"f": total / 2}, advantages, {}, 8, [])
 
 
 def test_rows_hold_what_a_completion_was_given():
-    tokenizer, step = collected([0.5, -0.5, 0.0, 0.25])
-    rows = rows_of(step, tokenizer, scorer_for("sort"), count=3, group_size=2)
+    tokenizer, examples, step = collected([0.5, -0.5, 0.0, 0.25])
+    rows = rows_of(step, examples, tokenizer, scorer_for("sort"), count=3, group_size=2)
     assert [r["group"] for r in rows] == [0, 0, 1, 1]  # whole groups
-    assert len(rows_of(step, tokenizer, scorer_for("sort"), count=2, group_size=2)) == 2
+    assert len(rows_of(step, examples, tokenizer, scorer_for("sort"), count=2, group_size=2)) == 2
     third = rows[2]
     assert third["tokens"] == ["2", " 1", " <|eos|>"] and third["token_ids"] == [3, 2, 1]
     assert third["logps"] == [-0.25, -0.5, -0.75] and third["advantages"] == [0.0] * 3
@@ -107,16 +106,16 @@ def test_rows_hold_what_a_completion_was_given():
 
 
 def test_rows_take_one_advantage_for_each_token():
-    tokenizer, step = collected([1.0, 2.0, 4.0, 0.0, 3.0, 0.0, 5.0, 6.0])
-    rows = rows_of(step, tokenizer, scorer_for("sort"), count=4, group_size=2)
+    tokenizer, examples, step = collected([1.0, 2.0, 4.0, 0.0, 3.0, 0.0, 5.0, 6.0])
+    rows = rows_of(step, examples, tokenizer, scorer_for("sort"), count=4, group_size=2)
     assert [r["advantages"] for r in rows] == [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
     assert [r["advantage"] for r in rows] == [1.0, 3.0, 1.0, 5.5]
 
 
 def test_rows_of_prompts_without_an_answer():
-    tokenizer, step = collected([0.0] * 4)
-    step = step._replace(examples=[e._replace(answer=None) for e in step.examples])
-    rows = rows_of(step, tokenizer, scorer_for("jsonl"), count=4, group_size=2)
+    tokenizer, examples, step = collected([0.0] * 4)
+    examples = [e._replace(answer=None) for e in examples]
+    rows = rows_of(step, examples, tokenizer, scorer_for("jsonl"), count=4, group_size=2)
     assert rows[0]["answer"] is None and rows[0]["correct"] is None
     assert 'class="unjudged"' in page.completion_html(rows[0], 1.0)
     assert "answer <b>" not in step_html(rows, 10**6)
@@ -128,10 +127,9 @@ def test_strict_and_lenient_answers_are_told_apart():
     ids = [tokenizer(text)["input_ids"] for text in texts]
     rollout = Rollout(["q"] * 3, [[5]] * 3, ids, [torch.zeros(len(i)) for i in ids], texts,
                       [False] * 3)  # fmt: skip
-    scores = RewardResult(torch.zeros(3), {}, {})
     examples = [Example("q", "1080", None)] * 3
-    step = Collected(rollout, examples, scores, torch.zeros(3), {}, 9, [])
-    rows = rows_of(step, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
+    step = Collected(rollout, torch.zeros(3), {}, torch.zeros(3), {}, 9, [])
+    rows = rows_of(step, examples, tokenizer, scorer_for("gsm8k"), count=1, group_size=3)
     found = [(r["extracted"], r["extracted_lenient"], r["correct"]) for r in rows]
     assert found == [("1080", "1080", True), (None, "1080", False), (None, None, False)]
     shown = Walk(step_html(rows, 10**6)).text

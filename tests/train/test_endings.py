@@ -282,7 +282,7 @@ def test_the_audit_follows_every_prompt(tmp_path, monkeypatch):
     assert shown.exit_code == 0 and "no prompt was skipped" in shown.output
     state = json.loads((checkpoints_in(tmp_path / "left")[0] / "state.json").read_text())
     waiting = [f.prompt for f in left.fates if f.fate == WAITING]
-    asked = state["underway"]["prompts"]
+    asked = state["underway"]["collected"]["prompts"]
     assert waiting == [row["prompt"] for row in asked if row["use"] != "dropped"] != []
     Leave(monkeypatch, None)
     file = tmp_path / "whole" / "prompts.jsonl"

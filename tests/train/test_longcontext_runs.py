@@ -14,7 +14,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.report.report import memory_line
+from grpo_fast.train.report.lines import memory_line
 from tests.tiny import tiny_folder
 
 TINY_SORT = [

@@ -103,7 +103,7 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
             assert not any("lora" in name for name in names)
             again = load_recipe(str(run / "config.yaml"), [f"critic.path={run / 'critic'}"])
             policy = load_policy(again.model)
-            found = load_critic(again, policy)
+            found = load_critic(again.critic, again.model, policy)
             assert torch.equal(found.head.weight.cpu(), head["weight"])
             assert sum(p.requires_grad for p in found.trunk.lm.parameters()) == sum(
                 p.requires_grad for p in policy.lm.parameters()

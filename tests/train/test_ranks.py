@@ -11,8 +11,8 @@ import pytest
 
 from grpo_fast.errors import SAVED
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.ranks.rollouts import balanced
 from grpo_fast.train.runs.checkpoint import checkpoints_in
-from grpo_fast.train.update.batch import balanced
 from tests.tiny import FAMILIES, tiny_folder
 from tests.train.ranks import CASES, SMALL, Ranks, differences
 
@@ -76,6 +76,11 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
     assert all(180 < x["size"] < 240 for x in found)
     assert found[0]["grown"] > 180, found
     assert all(x["grown"] < 0.45 * found[0]["grown"] for x in found[1:]), found
+
+
+def test_a_rollout_leaves_no_order_behind(ranks):
+    """What FSDP2 gathers ahead in a backward pass is the same on all ranks, or they wait."""
+    assert ranks(2, ["pass_unevenly"], timeout=60) == [[True], [True]]
 
 
 APART = {

@@ -14,7 +14,7 @@ import torch
 from grpo_fast.data import escape_control
 from grpo_fast.train.config.recipes import load_recipe, parse_config
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
-from grpo_fast.train.report.report import final_line
+from grpo_fast.train.report.lines import final_line
 from grpo_fast.train.runs.folder import OutputFolderError, check_folder, free_folder, run_folder
 from tests.train.resuming import opened
 from tests.train.test_completions import row

@@ -26,7 +26,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import is_timing
 from grpo_fast.train.metrics.losses import LossMetrics, is_zero_on_policy, policy_gradient
 from grpo_fast.train.metrics.samples import reward_metrics
-from grpo_fast.train.report.report import zero_line
+from grpo_fast.train.report.lines import zero_line
 from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
 

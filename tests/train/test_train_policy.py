@@ -59,13 +59,13 @@ def test_self_check_finds_an_unknown_head_rule(monkeypatch):
 
 
 def test_self_check_finds_attention_that_ignores_the_layout(monkeypatch):
-    from grpo_fast.attention import PackedLayout, dispatch
+    from grpo_fast.attention import TreeLayout, dispatch
 
     policy = tiny_policy("llama")
     whole = dispatch.packed_rows_attention
 
     def contaminated(q, k, v, layout, **options):
-        return whole(q, k, v, PackedLayout.of([layout.total]), **options)
+        return whole(q, k, v, TreeLayout.of([layout.total]), **options)
 
     monkeypatch.setattr("grpo_fast.attention.model.packed_rows_attention", contaminated)
     with pytest.raises(ValueError, match="differs from its own logits"):

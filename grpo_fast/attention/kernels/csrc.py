@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from grpo_fast.attention.kernels.kernel import Saved
 from grpo_fast.attention.spans import Rule, Spans
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.types import contiguous_rows, detached
@@ -17,20 +18,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
     return loader.door("attention", "attention")(*given, *_places(spans), rule.scale)
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    rule: Rule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `out` and `lse` may be merged with those of other keys."""
-    given = map(contiguous_rows, (grad, q, k, v, out))
+def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
+    given = map(contiguous_rows, (grad, *saved[:4]))
     operator = loader.door("attention", "attention_backward")
-    return operator(*given, detached(lse), *_places(spans), rule.scale)
+    return operator(*given, detached(saved.lse), *_places(spans), rule.scale)
 
 
 def _places(spans: Spans) -> tuple[Tensor, Tensor, bool]:

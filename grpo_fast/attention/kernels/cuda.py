@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.attention.kernels.kernel import Saved
 from grpo_fast.attention.spans import Rule, Spans
 from grpo_fast.kernels.workspace import unset
 
@@ -51,23 +52,13 @@ def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _
     )[:2]  # fmt: skip
 
 
-def aten_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    rule: Rule,
-) -> _Gradients:
+def aten_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
     left, right = window_of(spans, rule)
     # Of the random numbers of dropout: never read.
-    state = unset(torch.empty, 2, dtype=torch.uint64, device=q.device)
+    state = unset(torch.empty, 2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
-        spans.causal, state, state[:0], scale=rule.scale, window_size_left=left,
-        window_size_right=right,
+        grad, *_contiguous(saved), spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal,
+        state, state[:0], scale=rule.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
 
 
@@ -82,20 +73,11 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _R
     )[:2]  # fmt: skip
 
 
-def fa2_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    rule: Rule,
-) -> _Gradients:
+def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
     left, right = window_of(spans, rule)
-    dq, dk, dv = _like(q, k, v)
+    dq, dk, dv = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
-        grad, q, k, v, out, lse.contiguous(), dq, dk, dv, spans.cu_q, spans.cu_k, *longest(spans),
+        grad, *_contiguous(saved), dq, dk, dv, spans.cu_q, spans.cu_k, *longest(spans),
         dropout_p=0.0, softmax_scale=rule.scale, causal=spans.causal, window_size_left=left,
         window_size_right=right, softcap=rule.softcap or 0.0, alibi_slopes=None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -112,19 +94,10 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _R
     )[:2]  # fmt: skip
 
 
-def fa3_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    rule: Rule,
-) -> _Gradients:
-    dq, dk, dv = _like(q, k, v)
+def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
+    dq, dk, dv = _like(*saved[:3])
     import_module("flash_attn_interface")._flash_attn_backward(
-        grad, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=rule.scale,
+        grad, *_contiguous(saved), dq=dq, dk=dk, dv=dv, softmax_scale=rule.scale,
         is_causal=spans.causal, softcap=rule.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(), **_places(spans),
         **_window(spans, rule),
@@ -141,18 +114,17 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> _R
     )[:2]  # fmt: skip
 
 
-def fa4_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    rule: Rule,
-) -> _Gradients:
+def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> _Gradients:
+    if 0 in spans.queries:
+        # Its first releases wait for ever, or store registers, where keys have no queries; FA2 and
+        # FA3 store zeros.
+        inner, rows = spans.seen
+        seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
+        dq, *parts = fa4_backward(grad, seen, inner, rule)
+        dk, dv = (torch.zeros_like(saved.k).index_copy_(0, rows, x) for x in parts)
+        return dq, dk, dv
     return import_module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, out, grad, lse.contiguous(), softmax_scale=rule.scale, causal=spans.causal,
+        *saved[:4], grad, saved.lse.contiguous(), softmax_scale=rule.scale, causal=spans.causal,
         deterministic=torch.are_deterministic_algorithms_enabled(), **_places(spans),
         **_window(spans, rule, none=True),
     )[:3]  # fmt: skip
@@ -179,6 +151,11 @@ def _window(spans: Spans, rule: Rule, *, none: bool = False) -> dict[str, int | 
             "window_size_right": 0 if left >= 0 else None,
         }
     return {"window_size_left": left, "window_size_right": right}
+
+
+def _contiguous(saved: Saved) -> Saved:
+    """FlashAttention reads the log-sum-exps without their strides."""
+    return saved._replace(lse=saved.lse.contiguous())
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:

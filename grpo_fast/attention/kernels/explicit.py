@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_fast.attention.kernels.kernel import Saved, empty_gradients
 from grpo_fast.attention.spans import Block, Rule, Spans
 from grpo_fast.kernels.workspace import unset
 
@@ -38,9 +39,9 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
     """Autocast would take the fp32 products in 16 bits."""
 
     @wraps(function)
-    def wrapped(q: Tensor, *rest: Any) -> Result:
-        with torch.autocast(q.device.type, enabled=False):
-            return function(q, *rest)
+    def wrapped(first: Tensor, *rest: Any) -> Result:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *rest)
 
     return wrapped
 
@@ -67,18 +68,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
 
 
 @without_autocast
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    rule: Rule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `out` and `lse` may be merged with those of other keys."""
-    dq, dk, dv = (unset(torch.empty_like, x) for x in (q, k, v))
+def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
+    q, k, v, out, lse = saved
+    dq, dk, dv = empty_gradients(saved, spans)
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v)
         gs = block.queries.stack_zero_padded(grad).transpose(1, 2).to(lse.dtype)

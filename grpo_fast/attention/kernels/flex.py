@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import Rule
 
 BLOCK = 128
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D); differentiable."""
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", rule.window), lambda: _block_mask(layout, rule.window))
@@ -57,18 +57,18 @@ def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
     return cap
 
 
-def _block_mask(layout: PackedLayout, window: int | None) -> Any:
+def _block_mask(layout: TreeLayout, window: int | None) -> Any:
     """The BlockMask of a layout: which blocks of keys hold a visible key, which need no mask, and
     the mask itself.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    segment, prompt, position = layout.mask_rows
+    related, segment, position = layout.related, layout.segments, layout.position_ids[0]
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = position[query] - position[key]
-        related = (segment[query] == segment[key]) | (prompt[query] == segment[key])
-        return related & (distance >= 0) & (distance < (window or layout.total + 1))
+        seen = related[segment[query], segment[key]]
+        return seen & (distance >= 0) & (distance < (window or layout.total + 1))
 
     some, full = block_map(layout, window)
     partial_blocks, full_blocks = (_indices(x, position.device) for x in (some & ~full, full))
@@ -91,30 +91,27 @@ def _indices(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
-def block_map(layout: PackedLayout, window: int | None) -> tuple[Tensor, Tensor]:
+def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
     """(Q, K) bool on the host, twice: blocks where some query sees some key; where every query sees
     every key.
     """
     number = -(-layout.total // BLOCK)
     some, full = (torch.zeros(number, number, dtype=torch.bool) for _ in range(2))
-    starts, reach = layout.starts, window or layout.total + 1
-    for first, end, prompt in zip(starts, starts[1:], layout.prompt_of, strict=False):
+    starts, before, reach = layout.starts, layout.prefixes, window or layout.total + 1
+    for segment in range(len(layout.lengths)):
+        first, end = starts[segment], starts[segment + 1]
         for block in range(first // BLOCK, -(-end // BLOCK)):
             top, bottom = max(first, block * BLOCK), min(end, (block + 1) * BLOCK)
-            alone = bottom - top == BLOCK
-            _mark(
-                some[block],
-                full[block],
-                max(first, top - reach + 1),
-                bottom,
-                max(first, bottom - reach),
-                top,
-                alone,
-            )
-            if prompt >= 0:  # as if the completion stood right behind its prompt
-                begin, stop = starts[prompt], starts[prompt + 1]
-                low, high = (max(begin, row + stop - first - reach) for row in (top + 1, bottom))
-                _mark(some[block], full[block], low, stop, high, stop, alone)
+            marks, alone = (some[block], full[block]), bottom - top == BLOCK
+            own = max(first, top - reach + 1), bottom, max(first, bottom - reach), top
+            _mark(*marks, *own, alone)
+            ancestor = layout.parents[segment]
+            while ancestor >= 0:  # as if the segment stood right behind it
+                begin, stop = starts[ancestor], starts[ancestor + 1]
+                offset = before[segment] - before[ancestor] + begin - first - reach
+                low, high = (max(begin, row + offset) for row in (top + 1, bottom))
+                _mark(*marks, low, stop, high, stop, alone)
+                ancestor = layout.parents[ancestor]
     return some, full
 
 

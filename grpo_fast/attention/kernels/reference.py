@@ -7,19 +7,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import PackedLayout
+from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import Rule
 
 
-def visible(layout: PackedLayout, window: int | None = None) -> Tensor:
+def visible(layout: TreeLayout, window: int | None = None) -> Tensor:
     """(T, T) bool on the layout's device: which keys (columns) each query (row) sees."""
-    segment, prompt, position = layout.mask_rows
-    related = (segment[:, None] == segment[None]) | (prompt[:, None] == segment[None])
+    segment, position = layout.segments, layout.position_ids[0]
+    related = layout.related[segment[:, None], segment[None]]
     distance = position[:, None] - position[None]
     return related & (distance >= 0) & (distance < (window or layout.total + 1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, rule: Rule) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, rule: Rule) -> Tensor:
     """(T, H, D), (T, H_kv, D) twice → (T, H, D), in fp32 or better, differentiable by autograd."""
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]

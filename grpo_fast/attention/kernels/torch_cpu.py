@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_fast.attention.kernels.kernel import Saved, empty_gradients
 from grpo_fast.attention.spans import Block, Rule, Spans
 from grpo_fast.kernels.workspace import unset
 
@@ -37,18 +38,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
     return out, lse.t()
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Spans,
-    rule: Rule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `out` and `lse` may be merged with those of other keys."""
-    dq, dk, dv = (unset(torch.empty_like, x) for x in (q, k, v))
+def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; the output and lse may be merged with those of other keys."""
+    q, k, v, out, lse = saved
+    dq, dk, dv = empty_gradients(saved, spans)
     groups = q.shape[1] // k.shape[1]
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v, spans.causal)

@@ -50,9 +50,8 @@ def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normal
         info: verl's `config.global_batch_info`.
     """
     if loss_agg_mode not in AGGREGATION_MODES:
-        raise ValueError(
-            f"loss_agg_mode: expected one of {list(AGGREGATION_MODES)}, got {loss_agg_mode!r}"
-        )
+        expected = list(AGGREGATION_MODES)
+        raise ValueError(f"loss_agg_mode: expected one of {expected}, got {loss_agg_mode!r}")
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     if unknown:
         raise ValueError(f"global_batch_info: expected {list(GLOBAL_BATCH_INFO)}, got {unknown}")
@@ -60,21 +59,21 @@ def normaliser(loss_agg_mode: str, mask: Tensor, info: dict[str, Any]) -> Normal
     ranks = info.get("dp_size", 1)
     if divides_by == "one":
         return Normaliser(aggregation, 1.0 / ranks, None)
-    given = info.get("batch_num_tokens" if divides_by == "tokens" else "global_batch_size")
-    if given is None:
+    by_token = divides_by == "tokens"
+    name = "batch_num_tokens" if by_token else "global_batch_size"
+    count = info.get(name)
+    if count is None:
         if ranks > 1:
-            name = "batch_num_tokens" if divides_by == "tokens" else "global_batch_size"
             raise ValueError(
                 f"{name}: expected the count of the whole batch for dp_size = {ranks}, got None"
             )
-        given = mask.sum() if divides_by == "tokens" else (mask.sum(-1) > 0).sum()
-        given = given.clamp(min=1)
-    if divides_by == "tokens":
-        return Normaliser(aggregation, given / ranks, None)
+        count = (mask.sum() if by_token else (mask.sum(-1) > 0).sum()).clamp(min=1)
+    if by_token:
+        return Normaliser(aggregation, count / ranks, None)
     if loss_agg_mode == "seq-mean-token-sum-norm":
         factor = info.get("loss_scale_factor")
-        given = given * (mask.shape[-1] if factor is None else factor)
-    return Normaliser(aggregation, None, given / ranks)
+        count = count * (mask.shape[-1] if factor is None else factor)
+    return Normaliser(aggregation, None, count / ranks)
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
@@ -106,9 +105,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     ) -> tuple[Tensor, dict[str, Any]]:
         if config is None:
             raise ValueError("config: expected verl's ActorConfig, got None")
-        batch = Batch(
-            old_log_prob, log_prob.detach(), advantages, response_mask, rollout_is_weights
-        )
+        given = old_log_prob, log_prob.detach(), advantages, response_mask, rollout_is_weights
+        batch = Batch(*given)
         info = dict(getattr(config, "global_batch_info", None) or {})
         if loss_agg_mode not in AGGREGATION_MODES or recipe.aggregation is None:
             total = normaliser(loss_agg_mode, response_mask, info)
@@ -120,14 +118,11 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             weighted, old_logps = recipe.advantages(batch, config), recipe.old_logps(batch)
             names, values = recipe.metrics(batch, config)
         output = grpo_loss(
-            log_prob,
-            weighted,
+            log_prob, weighted,
             LossConfig(**recipe.options(config), aggregation=total.aggregation),
-            completion_mask=response_mask,
-            old_logps=old_logps,
-            num_items_in_batch=total.num_items,
-            num_completions_in_batch=total.num_completions,
-        )
+            completion_mask=response_mask, old_logps=old_logps,
+            num_items_in_batch=total.num_items, num_completions_in_batch=total.num_completions,
+        )  # fmt: skip
         return output.loss, dict(zip(names, values.tolist(), strict=True)) if names else {}
 
     loss.__name__ = f"policy_loss_{loss_mode}"

@@ -1,4 +1,4 @@
-"""What verl's workers import: `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`.
+"""The module for verl's workers: `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`.
 
 Importing it registers our losses as `fast_<name>` in this process; with `GRPO_FAST_VERL_HEAD=1` the
 head of verl's `use_fused_kernels` is ours, too. Nothing else in grpo_fast imports this module.

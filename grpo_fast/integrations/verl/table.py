@@ -17,8 +17,10 @@ LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio here
 GSPO_BOUND = 10.0  # and the one of a sequence here
 DPPO_RATIO_CAP = 20.0  # of our dppo objectives
 
-Metrics = tuple[tuple[str, ...], Tensor]
 NAMES = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+Metrics = tuple[tuple[str, ...], Tensor]
+# The log ratio of a loss, and the tokens it clips: above, below (None: none).
+Clipping = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Batch(NamedTuple):
@@ -33,15 +35,13 @@ class Batch(NamedTuple):
     def mean(self, x: Tensor) -> Tensor:
         """The mean over the tokens of the mask, 0 without one."""
         keep = self.mask.bool()
-        kept = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
-        return kept.sum() / keep.sum().clamp(min=1)
+        return torch.where(keep, x, 0).sum() / keep.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:
         """(B, 1): the mean over each completion, 0 where it is empty."""
         keep = self.mask.bool()
-        return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(
-            min=1
-        )
+        counts = keep.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / counts
 
     @property
     def raw_log_ratio(self) -> Tensor:
@@ -57,24 +57,35 @@ class Recipe(NamedTuple):
 
     Attributes:
         options: verl's actor config → fields of `LossConfig`.
-        metrics: (batch, config) → names and values.
-        advantages: (batch, config) → what `grpo_loss` gets as advantages.
+        clipping: (batch, config) → what its metrics count; None: it reports nothing.
+        advantages: (batch, config) → the advantages for `grpo_loss`.
         aggregation: the loss_agg_mode verl uses whatever the config says; None: the config's.
         has_old: whether the objective reads old_log_prob.
+        names: of verl's metrics, a beginning or a part of `NAMES`.
     """
 
     options: Callable[[Any], dict[str, Any]]
-    metrics: Callable[[Batch, Any], Metrics]
+    clipping: Callable[[Batch, Any], Clipping] | None
     advantages: Callable[[Batch, Any], Tensor]
     aggregation: str | None = None
     has_old: bool = True
+    names: tuple[str, ...] = NAMES
 
     def old_logps(self, batch: Batch) -> Tensor | None:
         return batch.old_log_prob if self.has_old else None
 
+    def metrics(self, batch: Batch, config: Any) -> Metrics:
+        """Names and values: fractions of tokens (0 for None), and the mean of -log r."""
+        if self.clipping is None:
+            return (), batch.advantages.new_empty(0)
+        log_ratio, above, below = self.clipping(batch, config)
+        nothing = log_ratio.new_zeros(())
+        high, low = (nothing if x is None else batch.mean(x) for x in (above, below))
+        values = dict(zip(NAMES, (high, -batch.mean(log_ratio), low), strict=True))
+        return self.names, torch.stack([values[name] for name in self.names])
 
-# ------------------------------------------------------------------------------------------------
-# options
+
+# ---- options
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
@@ -85,13 +96,15 @@ def option(config: Any, name: str, default: Any = None) -> Any:
 
 def clip_range(config: Any) -> dict[str, Any]:
     """epsilon_low and epsilon_high: verl's clip_ratio_low and clip_ratio_high, else clip_ratio."""
-    low, high = option(config, "clip_ratio_low"), option(config, "clip_ratio_high")
-    both = option(config, "clip_ratio")
-    low, high = both if low is None else low, both if high is None else high
-    for name, value in (("clip_ratio_low", low), ("clip_ratio_high", high)):
+    both, bounds = option(config, "clip_ratio"), {}
+    for side in ("low", "high"):
+        value = option(config, f"clip_ratio_{side}", both)
         if value is None or not value >= 0:
-            raise ValueError(f"{name}: expected a number >= 0 (or clip_ratio), got {value!r}")
-    return {"epsilon_low": low, "epsilon_high": high}
+            raise ValueError(
+                f"clip_ratio_{side}: expected a number >= 0 (or clip_ratio), got {value!r}"
+            )
+        bounds[f"epsilon_{side}"] = value
+    return bounds
 
 
 def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
@@ -101,20 +114,12 @@ def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
     return cap
 
 
-def named(loss_type: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda config: {"loss_type": loss_type, **clip_range(config)}
+def named(loss_type: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda config: {"loss_type": loss_type, **options, **clip_range(config)}
 
 
 def vanilla(config: Any) -> dict[str, Any]:
-    return {
-        "loss_type": "dual_clip",
-        "dual_clip_c": ratio_cap(config, 3.0, least=1.0),
-        **clip_range(config),
-    }
-
-
-def cispo(config: Any) -> dict[str, Any]:
-    return {"loss_type": "cispo", "cispo_bound": "offset", **clip_range(config)}
+    return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
 
 
 def sapo(config: Any) -> dict[str, Any]:
@@ -131,17 +136,13 @@ def dro(config: Any) -> dict[str, Any]:
     return {"loss_type": "dro", "beta": float(beta)}
 
 
-# ------------------------------------------------------------------------------------------------
-# advantages
+# ---- advantages
 
 
 def weighted(batch: Batch, config: Any) -> Tensor:
     """A times the importance weight of the rollout."""
-    return (
-        batch.advantages
-        if batch.rollout_is_weights is None
-        else batch.advantages * batch.rollout_is_weights
-    )
+    weights = batch.rollout_is_weights
+    return batch.advantages if weights is None else batch.advantages * weights
 
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
@@ -157,13 +158,12 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight, and times what makes our min(r, 20) verl's min(r,
-    clip_ratio_c).
+    """A times the importance weight, and times min(r, clip_ratio_c) / min(r, 20): verl's cap in
+    the place of ours.
     """
     ratio = batch.log_ratio.exp()
-    return weighted(batch, config) * (
-        ratio.clamp(max=ratio_cap(config, 20.0)) / ratio.clamp(max=DPPO_RATIO_CAP)
-    )
+    theirs, ours = ratio.clamp(max=ratio_cap(config, 20.0)), ratio.clamp(max=DPPO_RATIO_CAP)
+    return weighted(batch, config) * (theirs / ours)
 
 
 def unweighted(batch: Batch, config: Any) -> Tensor:
@@ -174,17 +174,7 @@ def unweighted(batch: Batch, config: Any) -> Tensor:
     return batch.advantages
 
 
-# ------------------------------------------------------------------------------------------------
-# metrics
-
-
-def fractions(
-    batch: Batch, clipped: Tensor | None, lower: Tensor | None, log_ratio: Tensor
-) -> Metrics:
-    """verl's three metrics: fractions of tokens (0 for None), and the mean of -log r."""
-    nothing = log_ratio.new_zeros(())
-    low, high = (nothing if x is None else batch.mean(x) for x in (lower, clipped))
-    return NAMES, torch.stack([high, -batch.mean(log_ratio), low])
+# ---- the tokens that are clipped, for verl's metrics
 
 
 def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
@@ -194,53 +184,41 @@ def beyond(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
 
 
-def vanilla_metrics(batch: Batch, config: Any) -> Metrics:
-    log_ratio = batch.log_ratio
-    ratio = log_ratio.exp()
-    low, high = clip_range(config).values()
+def clipped_twice(batch: Batch, config: Any) -> Clipping:
+    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
     lower = (at_least > ratio_cap(config, 3.0, least=1.0)) & (batch.advantages < 0)
-    return fractions(batch, beyond(ratio, batch, config), lower, log_ratio)
+    return batch.log_ratio, beyond(ratio, batch, config), lower
 
 
-def gspo_metrics(batch: Batch, config: Any) -> Metrics:
-    log_ratio = batch.raw_log_ratio
-    ratio = batch.row_mean(log_ratio).clamp(max=GSPO_BOUND).exp()
-    return fractions(batch, beyond(ratio, batch, config), None, log_ratio)
+def clipped_by_completion(batch: Batch, config: Any) -> Clipping:
+    ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
+    return batch.raw_log_ratio, beyond(ratio, batch, config), None
 
 
-def sapo_metrics(batch: Batch, config: Any) -> Metrics:
-    return fractions(batch, None, None, batch.log_ratio)
-
-
-def geo_mean_metrics(batch: Batch, config: Any) -> Metrics:
-    low, high = clip_range(config).values()
-    log_ratio, a = batch.raw_log_ratio, batch.advantages
+def clipped_by_token(batch: Batch, config: Any) -> Clipping:
+    log_ratio, (low, high), a = batch.raw_log_ratio, clip_range(config).values(), batch.advantages
     clipped = (log_ratio < -low) | (log_ratio > high)
-    return fractions(batch, clipped & (a > 0), clipped & (a < 0), log_ratio)
+    return log_ratio, clipped & (a > 0), clipped & (a < 0)
 
 
-def cispo_metrics(batch: Batch, config: Any) -> Metrics:
-    low, high = clip_range(config).values()
-    log_ratio = batch.log_ratio
-    ratio = log_ratio.exp()
-    return fractions(batch, (ratio < 1 - low) | (ratio > 1 + high), None, log_ratio)
+def clipped_weight(batch: Batch, config: Any) -> Clipping:
+    ratio, (low, high) = batch.log_ratio.exp(), clip_range(config).values()
+    return batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high), None
 
 
-def dppo_metrics(
-    batch: Batch, config: Any, distance: Callable[[Tensor, Tensor], Tensor]
-) -> Metrics:
-    low, high = clip_range(config).values()
-    p, p_old = batch.log_prob.exp(), batch.old_log_prob.exp()
-    far = distance(p, p_old)
-    left = torch.where(batch.advantages > 0, (far > high) & (p > p_old), (far > low) & (p < p_old))
-    log_ratio = batch.log_ratio
-    capped = (log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
-    return fractions(batch, left, capped, log_ratio)
+def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Clipping]:
+    """dppo's tokens whose distance from the old policy grows beyond its bound; the capped ones."""
 
+    def clipping(batch: Batch, config: Any) -> Clipping:
+        low, high = clip_range(config).values()
+        p, p_old, is_good = batch.log_prob.exp(), batch.old_log_prob.exp(), batch.advantages > 0
+        far = distance(p, p_old)
+        left = torch.where(is_good, (far > high) & (p > p_old), (far > low) & (p < p_old))
+        capped = (batch.log_ratio.exp() > ratio_cap(config, 20.0)) & ~left
+        return batch.log_ratio, left, capped
 
-def total_variation(p: Tensor, p_old: Tensor) -> Tensor:
-    return (p - p_old).abs()
+    return clipping
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
@@ -250,32 +228,18 @@ def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
     )
 
 
-def dppo_tv_metrics(batch: Batch, config: Any) -> Metrics:
-    return dppo_metrics(batch, config, total_variation)
-
-
-def dppo_kl_metrics(batch: Batch, config: Any) -> Metrics:
-    return dppo_metrics(batch, config, binary_kl)
-
-
-def dro_metrics(batch: Batch, config: Any) -> Metrics:
-    return NAMES[1:2], batch.mean(-batch.raw_log_ratio)[None]
-
-
-def no_metrics(batch: Batch, config: Any) -> Metrics:
-    return (), batch.advantages.new_empty(0)
-
-
 LOSSES: dict[str, Recipe] = {
-    "vanilla": Recipe(vanilla, vanilla_metrics, weighted),
-    "gspo": Recipe(named("gspo_token"), gspo_metrics, weighted),
-    "cispo": Recipe(cispo, cispo_metrics, weighted),
-    "sapo": Recipe(sapo, sapo_metrics, weighted, aggregation="seq-mean-token-mean"),
-    "geo_mean": Recipe(
-        named("gmpo"), geo_mean_metrics, weighted_rows, aggregation="mean over all rows"
+    "vanilla": Recipe(vanilla, clipped_twice, weighted),
+    "gspo": Recipe(named("gspo_token"), clipped_by_completion, weighted),
+    "cispo": Recipe(named("cispo", cispo_bound="offset"), clipped_weight, weighted),
+    "sapo": Recipe(sapo, lambda b, _: (b.log_ratio, None, None), weighted, "seq-mean-token-mean"),
+    "geo_mean": Recipe(named("gmpo"), clipped_by_token, weighted_rows, "mean over all rows"),
+    "dppo_tv": Recipe(
+        named("dppo_tv"), too_far(lambda p, p_old: (p - p_old).abs()), weighted_to_cap
     ),
-    "dppo_tv": Recipe(named("dppo_tv"), dppo_tv_metrics, weighted_to_cap),
-    "dppo_kl": Recipe(named("dppo_kl"), dppo_kl_metrics, weighted_to_cap),
-    "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, no_metrics, weighted, has_old=False),
-    "dro": Recipe(dro, dro_metrics, unweighted),
+    "dppo_kl": Recipe(named("dppo_kl"), too_far(binary_kl), weighted_to_cap),
+    "gpg": Recipe(lambda config: {"loss_type": "reinforce"}, None, weighted, has_old=False),
+    "dro": Recipe(
+        dro, lambda b, _: (b.raw_log_ratio, None, None), unweighted, names=("actor/ppo_kl",)
+    ),
 }

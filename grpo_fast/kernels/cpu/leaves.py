@@ -1,9 +1,10 @@
-"""The loss leaves for C++: prints the functions of losses.py and kl.py as a header for
-csrc/rows/loss.h.
+"""The leaves for C++: prints the functions of losses.py, kl.py and divergences.py as a header for
+csrc/rows/loss.h and csrc/rows/divergence.h.
 
 The third reader of the same source, after torch and Triton: a leaf is parsed, and every word of the
-vocabulary has one C++ counterpart, in double. Nothing is written by hand per loss; the header is
-made when the kernels are compiled.
+vocabulary has one C++ counterpart, in double, and for the divergences, which run once per logit,
+on vectors as well. Nothing is written by hand per leaf; the header is made when the kernels are
+compiled.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import hashlib
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
 
@@ -30,18 +32,25 @@ WORDS = {
     "where": "where", "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum",
     "maximum": "maximum",
 }  # fmt: skip
-# Helpers of kl.py that are words themselves: each reader has its own.
-HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
+VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
+# Helpers of kl.py and divergences.py that are words themselves: each reader has its own.
+HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus", "log1p": "std::log1p"}
+VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
 PRELUDE = """\
 #pragma once
 #include <cmath>
 #include <cstdint>
 
+#include "vec/words.h"
+
 namespace grpo_fast {
 
 struct ValueAndSlope {
   double value, slope;
+};
+struct VectorPair {
+  Floats value, slope;
 };
 
 // A NaN argument comes out as NaN everywhere, as in torch.
@@ -76,37 +85,57 @@ def header() -> str:
             the expression.
         OSError: the python sources are not there.
     """
-    text = print_header(objective_leaves(), kl_leaves())
+    text = _text()
     return f'{text}\n[[gnu::used]] static const char kLeavesMarker[] = "{marker_of(text)}";\n'
 
 
 def marker() -> str:
-    """What a library built with this header holds as a string: how a prebuilt one is known to have
-    the same leaves.
+    """The string that a library built with this header contains: by it a prebuilt one is known to
+    have the same leaves.
     """
-    return marker_of(print_header(objective_leaves(), kl_leaves()))
+    return marker_of(_text())
+
+
+def _text() -> str:
+    return print_header(objective_leaves(), kl_leaves(), list(DIVERGENCES.values()))
 
 
 def marker_of(text: str) -> str:
     return f"grpo_fast leaves {hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
-def print_header(objectives: list[Callable], estimators: list[Callable]) -> str:
-    """A header with every leaf and the two tables `objective` and `kl_estimator`, which choose by
-    number.
+def print_header(
+    objectives: list[Callable], estimators: list[Callable], divergences: Sequence[Callable] = ()
+) -> str:
+    """A header with every leaf and the tables `objective`, `kl_estimator` and `divergence`, which
+    choose by number; of the last one on vectors, too.
     """
     functions: dict[Callable, str] = {}  # in the order in which C++ must see them: helpers first
-    for leaf in (*objectives, *estimators):
+    for leaf in (*objectives, *estimators, *divergences):
         add_function(leaf, functions)
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
         table("kl_estimator", ("d",), estimators),
+        table("divergence", ("student", "teacher", "d", "near"), divergences),
+        *(VectorPrinter(leaf).function() for leaf in divergences),
+        vector_table("divergence", ("p", "q", "d", "near", "beta"), divergences),
     ]
     limit = f"constexpr double kLogRatioMax = {LOG_RATIO_MAX!r};\n"
     return "\n".join([PRELUDE, limit, *functions.values(), *tables, "}  // namespace grpo_fast\n"])
 
 
-def table(name: str, arguments: tuple[str, ...], leaves: list[Callable]) -> str:
+def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
+    """`name<index>(arguments…)` on vectors."""
+    cases = [
+        f"  if constexpr (index == {i}) return {function_name(x)}({', '.join(arguments)});\n"
+        for i, x in enumerate(leaves)
+    ]
+    signature = ", ".join(f"Floats {argument}" for argument in arguments)
+    head = f"template <int index>\nGRPO_FAST_INLINE VectorPair {name}({signature}) {{\n"
+    return head + "".join(cases) + "}\n"
+
+
+def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
     """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0],
     p[1], …
     """
@@ -147,6 +176,8 @@ class LeafPrinter:
     keyword or word.
     """
 
+    signature, number, words, helpers = "inline ValueAndSlope", "double", WORDS, HELPERS
+
     def __init__(self, leaf: Callable) -> None:
         self.leaf = leaf
         tree = ast.parse(textwrap.dedent(inspect.getsource(leaf))).body[0]
@@ -157,10 +188,10 @@ class LeafPrinter:
         self.callees: list[Callable] = []
 
     def function(self) -> str:
-        arguments = ", ".join(f"double {argument.arg}_" for argument in self.tree.args.args)
+        arguments = ", ".join(f"{self.number} {argument.arg}_" for argument in self.tree.args.args)
         lines = [line for statement in self.tree.body for line in self.statement(statement)]
         return (
-            f"inline ValueAndSlope {function_name(self.leaf)}({arguments}) {{\n"
+            f"{self.signature} {function_name(self.leaf)}({arguments}) {{\n"
             + "\n".join(lines)
             + "\n}\n"
         )
@@ -193,7 +224,7 @@ class LeafPrinter:
             case ast.Name(id=name):
                 return self.name(node, name)
             case ast.Constant(value=int() | float()):
-                return repr(float(node.value))  # type: ignore[arg-type]
+                return self.constant(node.value)  # type: ignore[arg-type]
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
                 return f"({self.expression(left)} {OPERATORS[type(op)]} {self.expression(right)})"
             case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -213,15 +244,18 @@ class LeafPrinter:
             return f"{name}_"
         constant = self.leaf.__globals__.get(name)
         if isinstance(constant, (int, float)):
-            return repr(float(constant))
+            return self.constant(constant)
         raise self.refusal(node)
+
+    def constant(self, value: float) -> str:
+        return repr(float(value))
 
     def callee(self, node: ast.expr) -> str:
         match node:
-            case ast.Attribute(value=ast.Name(id="tl"), attr=word) if word in WORDS:
-                return WORDS[word]
-            case ast.Name(id=name) if name in HELPERS:
-                return HELPERS[name]
+            case ast.Attribute(value=ast.Name(id="tl"), attr=word) if word in self.words:
+                return self.words[word]
+            case ast.Name(id=name) if name in self.helpers:
+                return self.helpers[name]
             case ast.Name(id=name) if isinstance(
                 self.leaf.__globals__.get(name), types.FunctionType
             ):
@@ -231,8 +265,18 @@ class LeafPrinter:
         raise self.refusal(node)
 
     def refusal(self, node: ast.AST) -> ValueError:
-        words = ", ".join(WORDS)
+        words = ", ".join(self.words)
         return ValueError(
             f"{self.leaf.__name__}: expected assignments and a returned pair in the words {words}, "
             f"got {ast.unparse(node)!r}"
         )
+
+
+class VectorPrinter(LeafPrinter):
+    """One leaf as a C++ function of vectors of floats."""
+
+    signature, number = "GRPO_FAST_INLINE VectorPair", "Floats"
+    words, helpers = VECTOR_WORDS, VECTOR_HELPERS
+
+    def constant(self, value: float) -> str:
+        return f"splat({float(value)!r}f)"

@@ -59,6 +59,7 @@ _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "avx2": (["-march=haswell"], {"avx2", "fma", "f16c", "bmi2"}),
     "generic": ([], set()),
 }
+WITH_LEAVES = ("rows", "divergence")  # libraries that hold the printed leaves
 _COMPILE_TIMEOUT_S = 300
 _DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
 _LONGEST_LINE = 400  # characters of a reason in a log, a table or a summary
@@ -171,7 +172,7 @@ def _prebuilt(library: str, wanted: str) -> Path | None:
         path = _PACKAGE / "_csrc" / f"{library}-{platform.machine()}-{name}.so"
         if not path.is_file() or not _INSTRUCTION_SETS[name][1] <= present:
             continue
-        if library != "rows" or _has_our_leaves(path):
+        if library not in WITH_LEAVES or _has_our_leaves(path):
             return path
         logger.warning(
             "grpo_fast: the prebuilt %s was made for other losses than objective/losses.py and "
@@ -217,7 +218,7 @@ def compiler() -> list[str] | None:
 
 @functools.cache
 def _cpuinfo() -> str:
-    """What Linux says of the CPU; empty elsewhere."""
+    """The text of Linux's /proc/cpuinfo; empty elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -226,7 +227,7 @@ def _cpuinfo() -> str:
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """What this CPU can do, as Linux names it; elsewhere the name of the processor."""
+    """The CPU's features by Linux's names; elsewhere the name of the processor."""
     text = _cpuinfo()
     if not text:
         return (platform.machine(), platform.processor())

@@ -23,7 +23,10 @@ from torch import Tensor
 
 def is_capturing(x: Tensor) -> bool:
     """Whether the work on x is being recorded, so that nothing may depend on values."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not x.is_cuda:
+        return False
+    with torch.cuda.device_of(x):  # torch asks the stream of the current device
+        return torch.cuda.is_current_stream_capturing()
 
 
 def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:

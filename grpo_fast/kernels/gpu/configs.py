@@ -19,7 +19,7 @@ import torch
 # the number of rows. A program takes one slice of 128 rows: at 2752 rows (a chunk of 1 GiB at V =
 # 151936) and 4096 columns 814 of them fill 132 multiprocessors 6.2 times and the 7th round runs
 # nearly empty; 2048 columns leave 5% less idle. 1024 would leave another 3% and start twice as many
-# programs.
+# programs. A chunk of 8192 rows leaves 2% idle.
 SLICE_COLUMNS = 2048
 
 # Rows that are worked on side by side: what they hold of hidden is read again for every tile of W
@@ -63,59 +63,21 @@ class LinearConfig(NamedTuple):
     use_tma: bool = False
 
 
-class CudaConfig(NamedTuple):
-    """The forward kernel of csrc/cuda: a tile of BLOCK_T rows and BLOCK_V columns, its stages, the
-    buffers of a warp for what it stores, and 2 teams that take turns with tiles or 1 that shares
-    each.
-    """
-
-    block_t: int
-    block_v: int
-    stages: int
-    buffers: int
-    teams: int
-
-
-# What fits the shared memory and spills nothing, with what a tile reads from L2 per flop when two
-# blocks share a tile of W: turns at 128 x 192 1/109 byte, 128 x 128 and 64 x 256 1/85; no turns at
-# 128 x 256 1/128.
-CUDA_CONFIGS = (
-    CudaConfig(128, 192, 4, 3, 2),
-    CudaConfig(128, 256, 4, 2, 1),
-    CudaConfig(128, 128, 5, 2, 2),
-    CudaConfig(64, 256, 4, 2, 2),
-)
-FORWARDS = ("triton", "cuda")
-
-
-@functools.cache
-def forward_kernel() -> str:
-    """GRPO_FAST_FORWARD: which forward kernel a Hopper GPU takes for a call without options."""
-    choice = os.environ.get("GRPO_FAST_FORWARD", "triton")
-    if choice not in FORWARDS:
-        raise ValueError(f"GRPO_FAST_FORWARD: expected one of {list(FORWARDS)}, got {choice!r}")
-    return choice
-
-
-def cuda_config() -> CudaConfig:
-    """Tile of the forward kernel of csrc/cuda."""
-    return CUDA_CONFIGS[0]
-
-
 def architecture(device: torch.device) -> str:
     """`"sm_90"`, `"gfx942"`, … of the device a launch on `device` goes to; `"interpreter"` under
     TRITON_INTERPRET.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
-    return _architecture(device.index if device.type == "cuda" else None)
+    return _architecture(device.index if device.type == "cuda" and device.index is not None else -1)
 
 
 @functools.cache
-def _architecture(index: int | None) -> str:
+def _architecture(index: int) -> str:
     from triton.runtime import driver
 
-    target = driver.active.get_current_target()
+    with torch.cuda.device(index):  # Triton names the current device; -1 leaves it
+        target = driver.active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
@@ -144,9 +106,10 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Without soft cap and bias the epilogue is light enough for twice the tile (with a soft cap it
-# spills, with a bias beside other options Triton 3.6 does): a third less traffic from L2 per
-# product, 1/85 instead of 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper.
+# Most epilogues are light enough for twice the tile: a third less traffic from L2 per product, 1/85
+# instead of 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper. Not those that
+# store exponentials under a soft cap (3 to 12 spills with Triton 3.6, 14 to 44 with 3.9), or beside
+# a bias and an entropy (57 with 3.6).
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
@@ -156,7 +119,7 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
     """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to
     the next.
 
-    `light`: no soft cap, no bias. An entry of `_LIGHT` has the `piece` and `block_h` of its
+    `light`: the epilogue, as above. An entry of `_LIGHT` has the `piece` and `block_h` of its
     neighbour in `_LINEAR`.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned

@@ -1,5 +1,5 @@
-"""What happens to a tile of logits in the registers of the hidden -> logps kernel: statistics, and
-the store.
+"""The epilogue of the hidden -> logps kernel: statistics of a tile of logits in registers, and its
+store.
 
 The tile is taken in pieces of a fixed number of columns, from left to right. Only a piece then
 needs registers beside the tile itself (a tile of 128 x 256 spills otherwise), and the order of the

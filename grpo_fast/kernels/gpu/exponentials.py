@@ -50,9 +50,9 @@ def target_kernel(
         h = tl.load(hidden_ptr + row * stride_hidden_t + offs_h, mask=mask, other=0.0).to(
             tl.float32
         )
-        w = tl.load(
-            weight_ptr + target * stride_weight_v + offs_h * stride_weight_h, mask=mask, other=0.0
-        )
+        # Of a transposed head (stride V) H·V elements may be more than int32 can tell.
+        at = weight_ptr + target * stride_weight_v + offs_h.to(tl.int64) * stride_weight_h
+        w = tl.load(at, mask=mask, other=0.0)
         total += h * w.to(tl.float32)
     raw = tl.sum(total, 0)
     if bias_ptr is not None:

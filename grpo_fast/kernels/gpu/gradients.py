@@ -1,4 +1,4 @@
-"""What surrounds the two gradient GEMMs of exponentials (exponentials.py), one pass each.
+"""The passes around the two gradient GEMMs of exponentials (exponentials.py).
 
     times            by_row, by_target: dL/dlogps times the units of a row and of its target
     write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
@@ -56,7 +56,7 @@ def write_hidden_kernel(
         cols = start + tl.arange(0, BLOCK_H)
         inside = cols < H
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
-        at = weight_ptr + target * stride_weight_v + cols * stride_weight_h
+        at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
         total = tl.where(by_row == 0.0, 0.0, x * by_row)
         total += tl.where(by_target == 0.0, 0.0, w * by_target)

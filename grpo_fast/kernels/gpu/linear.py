@@ -17,7 +17,6 @@ it. Accumulation is fp32 (`input_precision="ieee"` for fp32 inputs, no TF32).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu import forward_cuda
 from grpo_fast.kernels.gpu.configs import (
     GROUP_BYTES,
     SLICE_COLUMNS,
@@ -237,11 +235,12 @@ def sweep(
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     temperature_ptr, *scalars = rule_arguments(p.rule)
+    is_heavy = p.rule.softcap is not None or (p.bias is not None and has_entropy)
     config = linear_config(
         p.hidden.dtype,
         architecture(p.hidden.device),
         aligned=is_aligned(p.weight),
-        light=p.is_light,
+        light=raw_target is None or not is_heavy,
     )
     store_tma = config.use_tma and raw_target is not None and is_aligned(out)
     # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and
@@ -266,18 +265,13 @@ def sweep(
     )  # fmt: skip
 
 
-def partial_sums(
-    p: Problem, out: Tensor | None, raw_target: Tensor | None, *, entropy: bool
-) -> Iterator[tuple[slice, Tensor]]:
-    """Rows, and (3 or 4, S, rows) sums of their slices, for all rows; `out` as in `sweep`."""
-    if forward_cuda.takes(p, out, raw_target, entropy=entropy):
-        yield from forward_cuda.partial_sums(p, out, raw_target)
-        return
-    rows, device = p.hidden.shape[0], p.hidden.device
-    sums = (4 if entropy else 3, slice_count(p), rows)
-    partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
-    sweep(p, partial, out, raw_target)
-    yield slice(0, rows), partial
+def join(p: Problem, partial: Tensor, stats: RowStats) -> None:
+    """The statistics of every row, (T,) each, from the sums of its slices, (3 or 4, S, T)."""
+    _, slices, rows = partial.shape
+    launch(
+        join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows, p.weight.shape[0],
+        slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+    )  # fmt: skip
 
 
 def statistics(
@@ -288,13 +282,10 @@ def statistics(
     lse, logps = (unset(torch.empty, rows, dtype=torch.float32, device=device) for _ in range(2))
     entropy = unset(torch.empty_like, lse) if return_entropy else None
     if rows:
-        for part, partial in partial_sums(p, out, raw_target, entropy=return_entropy):
-            _, slices, count = partial.shape
-            launch(
-                join_kernel, triton.cdiv(count, 32), partial, p.target_ids[part], lse[part],
-                logps[part], None if entropy is None else entropy[part], count,
-                p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
-            )  # fmt: skip
+        sums = (4 if return_entropy else 3, slice_count(p), rows)
+        partial = unset(torch.empty, sums, dtype=torch.float32, device=device)
+        sweep(p, partial, out, raw_target)
+        join(p, partial, (lse, logps, entropy))
     return lse, logps, entropy
 
 

@@ -39,7 +39,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x >= 0; the quotient takes back what rounding 1 + x lost."""
+    """log(1 + x) for x > -1; the quotient takes back what rounding 1 + x lost."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 

@@ -46,16 +46,15 @@ from grpo_fast.kernels.workspace import unset
 @triton.jit
 def numbers(start, cols, H, stride):
     """Some columns of a row in fp32, zeros outside of it."""
-    return tl.load(start + cols * stride, mask=cols < H, other=0.0).to(tl.float32)
+    return tl.load(start + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
     """Some columns of rows that lie anywhere, in fp32, zeros where nothing is."""
     mask = inside[:, None] & (cols < H)[None, :]
-    return tl.load(
-        starts[:, None] + (cols * stride)[None, :], mask=mask, other=0.0, eviction_policy=POLICY
-    ).to(tl.float32)
+    at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
+    return tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
 
 
 @triton.jit

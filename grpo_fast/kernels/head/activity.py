@@ -61,7 +61,7 @@ def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:
-    """What gives the whole numbers of x on the host; on a GPU their copy is under way."""
+    """Return a function that reads the whole numbers of x on the host; their copy starts now."""
     if not x.is_cuda:
         return x.tolist
     host, arrived = on_its_way(x)

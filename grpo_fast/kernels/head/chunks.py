@@ -13,6 +13,8 @@ last stay unset.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,8 @@ class LogitChunks:
         # gradient is wanted must give them where one is, too.
         self.in_one_pass = route.kernels.head_logps is None
         self.most_rows = 0  # rows of the workspace
+        self.buffers = 1  # of most_rows each, in one workspace
+        self.on_logits: Callable[[Tensor], None] | None = None  # sees them before a kernel writes
         self._logits: Tensor | None = None
         self._narrow: Tensor | None = None
 
@@ -57,13 +61,12 @@ class LogitChunks:
         """Whether dW of one chunk of so many rows can leave its product in 16 bits on a GPU."""
         return self.has_narrow
 
-    def workspace(self, rows: int) -> Tensor:
-        """(rows, V): the one buffer of logits of this pass."""
+    def workspace(self, rows: int, buffer: int = 0) -> Tensor:
+        """(rows, V): a buffer of logits of this pass."""
         if self._logits is None:
-            self._logits = take_workspace(
-                self.most_rows, self.weight.shape[0], self.weight, self.dtype
-            )
-        return self._logits[:rows]
+            count = self.buffers * self.most_rows
+            self._logits = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
+        return self._logits[buffer * self.most_rows :][:rows]
 
     def release(self) -> None:
         """Give the workspace back."""
@@ -78,11 +81,16 @@ class LogitChunks:
             self._narrow = unset(self.weight.new_empty, (self.most_rows, self.weight.shape[0]))
         return self._narrow[:rows]
 
-    def _raw_logits(self, h: Tensor) -> Tensor:
-        """(C, V) = h·Wᵀ + bias in fp32."""
+    def raw_logits(self, h: Tensor) -> Tensor:
+        """(C, V) = h·Wᵀ + bias in fp32; a shard of the vocabulary may have no columns at all."""
         z = self.workspace(h.shape[0])
-        matmul_wide(h, self.weight, out=z)
-        return z if self.bias is None else z.add_(self.bias)
+        if self.weight.shape[0]:
+            matmul_wide(h, self.weight, out=z)
+        if self.bias is not None:
+            z.add_(self.bias)
+        if self.on_logits is not None:
+            self.on_logits(z)
+        return z
 
     def logps(
         self, h: Tensor, target_ids: Tensor, rule: LogitRule, *, return_entropy: bool
@@ -92,7 +100,7 @@ class LogitChunks:
         """
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
-            z = self._raw_logits(h)[:count]
+            z = self.raw_logits(h)[:count]
             return self.kernels.row_logps(z, target_ids, rule, return_entropy=return_entropy)
         return self.kernels.head_logps(
             h[:count], self.weight, self.bias, target_ids, rule, return_entropy=return_entropy,
@@ -105,7 +113,7 @@ class LogitChunks:
         """The d-logits, and the losses of the first C = len(target_ids) rows."""
         count, has_entropy = target_ids.shape[0], config.needs_entropy
         if self.in_one_pass:
-            d, z = self._gradient(h.shape[0]), self._raw_logits(h)
+            d, z = self._gradient(h.shape[0]), self.raw_logits(h)
             part = self.kernels.row_loss_(
                 z[:count], d[:count], target_ids, terms, config, rule, return_entropy=has_entropy
             )

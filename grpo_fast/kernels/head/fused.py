@@ -15,7 +15,7 @@ from grpo_fast.kernels.workspace import unset
 
 
 class Coefficients(NamedTuple):
-    """What turns exponentials into d-logits: by_row[:, None]·matrix, and by_target in the targets'
+    """Factors from exponentials to d-logits: by_row[:, None]·matrix, and by_target in the targets'
     columns.
     """
 
@@ -40,7 +40,7 @@ def hidden_gradient(
     places: Tensor | None = None,  # (C,)
 ) -> Tensor:
     """dH of C rows, in fp32 unless `out` says otherwise."""
-    product = matmul_narrow(matrix, weight, wide=True)
+    product = matmul_narrow(matrix, weight)
     if out is None:
         out = unset(torch.empty_like, product[: by.target_ids.shape[0]])
     return doors.write_hidden_(out, product, by.by_row, by.by_target, by.target_ids, weight, places)

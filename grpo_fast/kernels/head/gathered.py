@@ -87,7 +87,7 @@ class GatheredHead:
         return tuple(x.to(like.dtype) for x, like in zip(found, likes, strict=True))
 
     def _new_weight(self) -> tuple[Tensor, bool]:
-        """What dW is written to, and whether it is zeros that are added to."""
+        """Memory for dW, and whether it is zeros to be added to."""
         dtype = self.sum_dtype if self.is_wide else self.weight.dtype
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True

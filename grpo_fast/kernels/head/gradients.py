@@ -73,11 +73,11 @@ class GradientSums:
         self.index, self.repeats = index, repeats
         self.is_wide, self.is_only = is_wide, is_only and not is_wide
         self.tolerance, self.doors, self.sum_hidden = tolerance, doors, sum_hidden
-        # Parts of a sum are not rounded.
-        self.wide_hidden = is_wide or sum_hidden is not None
         self.filtered = None if tolerance is None else Filtered.none(hidden)
         self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.hidden_dtype = self.sum_dtype if self.wide_hidden or repeats else hidden.dtype
+        # Parts of a sum are not rounded.
+        in_parts = is_wide or repeats or sum_hidden is not None
+        self.hidden_dtype = self.sum_dtype if in_parts else hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
@@ -129,7 +129,7 @@ class GradientSums:
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
-            self._keep_hidden(matmul_narrow(d, weight, wide=self.wide_hidden)[:count], index)
+            self._keep_hidden(matmul_narrow(d, weight)[:count], index)
         self._keep_weight(d, h, columns)
         if self.wanted.bias:
             self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)

@@ -49,4 +49,7 @@ def largest_exponent(x: Tensor) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
+    """2^exponent in fp32 for int32 from -126 to 127, by its bits: torch.ldexp asks `pow`, which is
+    not exact on a GPU.
+    """
+    return ((exponent + 127) << 23).view(torch.float32)

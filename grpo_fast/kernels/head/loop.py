@@ -179,7 +179,7 @@ class LinearHead:
         if not keep:
             self.held = None
             self.chunk.release()
-        return joined(parts, self.hidden)
+        return concat_chunks(parts, self.hidden)
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
@@ -202,7 +202,7 @@ class LinearHead:
                 keep = active_rows(part.grad_logps, here.grad_entropy).nonzero()[:, 0]
             sums.add(chunk, h, d_logits, len(targets), keep)
             parts.append(part)
-        return RowLoss(*joined(parts, self.hidden)), self._finished(sums)
+        return RowLoss(*concat_chunks(parts, self.hidden)), self._finished(sums)
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
@@ -239,7 +239,7 @@ class LinearHead:
         return self._finished(sums)
 
 
-def joined(parts: list, like: Tensor) -> tuple:
+def concat_chunks(parts: list, like: Tensor) -> tuple:
     """Concatenate the fields of the chunks' statistics; a field that is None stays None."""
     if not parts:
         return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))

@@ -43,11 +43,11 @@ def matmul_wide(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
             matmul_wide(h, weight[v : v + WIDEN_ROWS].float(), out=out[:, v : v + WIDEN_ROWS])
 
 
-def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
-    """(C, H) = d (C, V) · weight (V, H), summed in fp32.
+def matmul_narrow(d: Tensor, weight: Tensor) -> Tensor:
+    """(C, H) = d (C, V) · weight (V, H), summed and left in fp32 (fp64 for fp64).
 
-    d is fp32, or has the weight's 16 bits already. `wide`: the product comes in fp32; else a GPU
-    may round it to the weight's dtype. An fp32 d that a CPU multiplies in 16 bits keeps 16 digits.
+    d is fp32, or has the weight's 16 bits already. An fp32 d that a CPU multiplies in 16 bits keeps
+    16 digits. A GPU that may write 16 bits may split the sum over V and round its parts.
     """
     if own_product(weight):
         out = unset(d.new_empty, (d.shape[0], weight.shape[1]), dtype=torch.float32)
@@ -55,8 +55,7 @@ def matmul_narrow(d: Tensor, weight: Tensor, *, wide: bool = False) -> Tensor:
     if is_wide(weight):
         return d @ weight
     if weight.is_cuda:
-        d = d.to(weight.dtype)
-        return torch.mm(d, weight, out_dtype=torch.float32) if wide else d @ weight
+        return torch.mm(d.to(weight.dtype), weight, out_dtype=torch.float32)
     dh = torch.zeros((d.shape[0], weight.shape[1]), dtype=torch.float32, device=d.device)
     for v in range(0, weight.shape[0], WIDEN_ROWS):
         add_product_(dh, d[:, v : v + WIDEN_ROWS].float(), weight[v : v + WIDEN_ROWS].float())
@@ -76,7 +75,7 @@ def weighted_product(
     if own_product(weight):
         out = unset(weight.new_empty, (count, weight.shape[1]), dtype=dtype)
         return gemm.mm_(matrix[:count], weight, out, out_scales=scales, added=added)
-    product = scaled_rows(matmul_narrow(matrix, weight, wide=True)[:count], scales)
+    product = scaled_rows(matmul_narrow(matrix, weight)[:count], scales)
     return (product + added.terms()).to(dtype)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.head.entropy import WholeEntropy
 from grpo_fast.kernels.head.gathered import GatheredHead
 from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.loop import LinearHead
@@ -37,22 +38,45 @@ def linear_sweep(
     bias: Tensor | None,
     rows: ActiveRows,
     route: Route,
+    whole_entropy: bool = False,
     **options: Any,
-) -> LinearHead | SupportSweep:
-    """The sweep of a head over these rows; `options` are those of `LinearHead`."""
+) -> LinearHead | SupportSweep | WholeEntropy:
+    """The sweep of a head over these rows; `options` are those of `LinearHead`.
+
+    whole_entropy: entropies are over the whole vocabulary, logps in the rows' support.
+    """
     if rows.support is None:
         return LinearHead(hidden, weight, bias, rows, route, **options)
+    if whole_entropy:
+        inside = linear_sweep(hidden, weight, bias, rows, route,
+                              **{**options, "entropy_gradient": False})  # fmt: skip
+        whole = LinearHead(hidden, weight, bias, rows._replace(support=None), route, **options)
+        return WholeEntropy(inside, whole)
     support, dense, is_wide = rows.support, None, options.pop("is_wide", False)
     if support.others is not None:
         rest = rows.select(support.others)
         dense = LinearHead(hidden, weight, bias, rest, route, is_wide=True, **options)
-    cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    is_large = len(support.ids) * cost > len(support.places) * weight.shape[0]
-    form = DenseHead if is_large else GatheredHead
-    head = form(hidden, weight, bias, rows, route, is_wide=is_wide)
+    head = supported_head(hidden, weight, bias, rows, route, is_wide=is_wide)
     return SupportSweep(
         head, rows, route, dense, entropy_gradient=options.get("entropy_gradient", False)
     )
+
+
+def supported_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: ActiveRows,
+    route: Route,
+    *,
+    is_wide: bool,
+) -> GatheredHead | DenseHead:
+    """Logits in the support of these rows, in the way that costs less."""
+    assert rows.support is not None
+    cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
+    is_large = len(rows.support.ids) * cost > len(rows.support.places) * weight.shape[0]
+    form = DenseHead if is_large else GatheredHead
+    return form(hidden, weight, bias, rows, route, is_wide=is_wide)
 
 
 class SupportSweep:
@@ -95,7 +119,7 @@ class SupportSweep:
         if self.dense is not None:
             others = self.dense.logps(return_entropy=return_entropy, keep=keep)
         lse, logps, entropy = (
-            None if x is None else self.support.joined(x, y)
+            None if x is None else self.support.merge_rows(x, y)
             for x, y in zip(found.stats, others, strict=True)
         )
         assert lse is not None and logps is not None

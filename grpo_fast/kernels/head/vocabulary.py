@@ -72,7 +72,7 @@ class VocabularyShard(NamedTuple):
         distributed.all_reduce(x, group=self.group)
         return x
 
-    def joined(self, stats: RowStats, target_ids: Tensor) -> RowStats:
+    def join_ranks(self, stats: RowStats, target_ids: Tensor) -> RowStats:
         """The statistics of whole rows from those of every rank's columns; fp32, as of one head."""
         parts = torch.stack([x for x in stats if x is not None]).double()
         lse, logps, *entropies = self.gathered(parts).unbind(1)
@@ -116,13 +116,13 @@ class VocabularyChunks(LogitChunks):
         """lse, logp, entropy of the first C = len(target_ids) rows of h (padded C, H); the logits
         stay.
         """
-        z, own = self._columns(h)[: target_ids.shape[0]], self.shard.own(target_ids)
+        z, own = self.raw_logits(h)[: target_ids.shape[0]], self.shard.own(target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, rule, return_entropy=return_entropy)
         else:
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
-        return self.shard.joined(stats, target_ids)
+        return self.shard.join_ranks(stats, target_ids)
 
     def gradients(
         self,
@@ -138,13 +138,9 @@ class VocabularyChunks(LogitChunks):
         """The d-logits of Σ g·logp + g_entropy·entropy in the columns of this shard, without a word
         to the other ranks.
         """
-        z = self.workspace(h.shape[0]) if held else self._columns(h)
+        z = self.workspace(h.shape[0]) if held else self.raw_logits(h)
         d, count = self._gradient(h.shape[0]), target_ids.shape[0]
         if z.shape[1]:
             own = self.shard.own(target_ids)
             self.kernels.row_grad_(z[:count], own, known, g, g_entropy, rule, out=d[:count])
         return ChunkGradients(d)
-
-    def _columns(self, h: Tensor) -> Tensor:
-        """(C, V/n) raw logits; a shard may have no columns at all."""
-        return self._raw_logits(h) if self.weight.shape[0] else self.workspace(h.shape[0])

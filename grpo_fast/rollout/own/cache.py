@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import PackedLayout, packed_attention, window_as_mask, window_of
+from grpo_fast.attention import TreeLayout, packed_attention, window_as_mask, window_of
 from grpo_fast.kernels.cpu import decode as cpp
 
 NAME = "grpo_cached"
@@ -73,7 +73,7 @@ class Rule(NamedTuple):
 
 
 class Layer:
-    """What one layer keeps."""
+    """Keys and values of one layer."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
@@ -83,7 +83,7 @@ class Layer:
 
 
 class RolloutCache:
-    """What the completions of N prompts look back on.
+    """Keys and values of N prompts and of their completions, for the rollout.
 
     Args:
         lengths: of the prompts.
@@ -96,7 +96,7 @@ class RolloutCache:
     ) -> None:
         self.lengths, self.most, self.device = list(lengths), most, device
         self.layers: dict[nn.Module, Layer] = {}
-        self.layout: PackedLayout | None = None  # of the prompts that pass through; None: decoding
+        self.layout: TreeLayout | None = None  # of the prompts that pass through; None: decoding
         self.time = 0  # tokens of each completion that the cache holds
         self.seat(counts)
 

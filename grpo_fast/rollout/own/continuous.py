@@ -8,8 +8,9 @@ the batch, and it does not say which tokens a truncating sampler kept.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from grpo_fast.rollout.engine import (
     LENGTH,
     Completion,
     Engine,
-    Seed,
+    Request,
     say_that_kept_is_unknown,
     seed_for,
 )
@@ -29,7 +30,7 @@ from grpo_fast.rollout.sampler import Sampling
 
 
 class ContinuousOptions(BaseModel):
-    """What `rollout.continuous` takes."""
+    """The options under `rollout.continuous`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -37,6 +38,24 @@ class ContinuousOptions(BaseModel):
     pages: int | None = Field(None, ge=1)  # None: what the GPU's memory holds
     max_batch_tokens: int | None = Field(None, ge=1)  # of one pass; None: by the GPU's memory
     timeout: float = Field(600.0, gt=0, le=1e6)  # seconds without any completion
+
+
+@functools.cache
+def config_fields() -> frozenset[str]:
+    """What the installed transformers' ContinuousBatchingConfig takes: 5.17 knows a page as a
+    block, and no auto_switch_to_flash.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    return frozenset(inspect.signature(ContinuousBatchingConfig).parameters)
+
+
+def asked_for(attention: str) -> str:
+    """The attention's name by which transformers keeps to it: 5.17 takes flash attention wherever
+    it is installed, unless a name begins with "paged|", which later ones refuse.
+    """
+    keeps = "auto_switch_to_flash" in config_fields() or "flash" in attention
+    return attention if keeps else f"paged|{attention.removeprefix('paged|')}"
 
 
 class ContinuousEngine(Engine):
@@ -56,29 +75,22 @@ class ContinuousEngine(Engine):
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
+        sampling, seed, places = request.sampling, request.seed, request.places
         if sampling.min_p > 0:
             raise ValueError(f"min_p: continuous batching knows none, got {sampling.min_p}")
         if sampling.wants_kept:
             say_that_kept_is_unknown("continuous batching")
-        rows = [list(prompt) for prompt in prompts for _ in range(group_size)]
+        rows = [list(prompt) for prompt in request.prompts for _ in range(request.group_size)]
         number = seed_for("rollout", seed, *(places or ())) % 2**31
         size = sampling.batch_size or max(len(rows), 1)
-        found: list[Completion] = []
+        completions: list[Completion] = []
         with self.policy.generation():
-            self.policy.lm.set_attn_implementation(self.policy.generation_attn)
+            self.policy.lm.set_attn_implementation(asked_for(self.policy.generation_attn))
             for start in range(0, len(rows), size):
                 outputs = self._run(rows[start : start + size], sampling, number + start)
-                found += [self._completion(output) for output in outputs]
-        return found
+                completions += [self._completion(output) for output in outputs]
+        return completions
 
     def _run(self, rows: list[list[int]], sampling: Sampling, seed: int) -> list[Any]:
         """The finished requests of these prompts, in order."""
@@ -116,11 +128,13 @@ class ContinuousEngine(Engine):
     def _batching(self, seed: int) -> Any:
         from transformers import ContinuousBatchingConfig
 
-        asked = {"num_blocks": self.options.pages, "page_size": self.options.page_size,
-                 "max_batch_tokens": self.options.max_batch_tokens}  # fmt: skip
+        known = config_fields()
+        page = "page_size" if "page_size" in known else "block_size"
+        own = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
         return ContinuousBatchingConfig(
-            return_logprobs=True, seed=seed, auto_switch_to_flash=False, **asked
-        )
+            return_logprobs=True, seed=seed, num_blocks=self.options.pages,
+            max_batch_tokens=self.options.max_batch_tokens, **{page: self.options.page_size}, **own,
+        )  # fmt: skip
 
     def _completion(self, output: Any) -> Completion:
         if output.error is not None:

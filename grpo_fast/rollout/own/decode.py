@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_fast.attention import Head, PackedLayout
+from grpo_fast.attention import Head, TreeLayout
 from grpo_fast.rollout.own.cache import RolloutCache, register
 from grpo_fast.rollout.own.kept import KeptIds
 from grpo_fast.rollout.sampler import Sampling, sample
@@ -82,7 +82,7 @@ def prefill(policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache) 
     """(N, H): the last hidden state of each prompt; the cache keeps the rest."""
     last = []
     for chunk in chunks(prompts):
-        cache.layout = PackedLayout.of([len(prompt) for prompt in chunk], policy.device)
+        cache.layout = TreeLayout.of([len(prompt) for prompt in chunk], policy.device)
         ids = torch.tensor([token for prompt in chunk for token in prompt], device=policy.device)
         states = forward(policy, ids, cache.layout.position_ids[0], cache)
         last.append(states[cache.layout.cu_seqlens[1:].long() - 1])

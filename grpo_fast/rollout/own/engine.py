@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grpo_fast.attention import check_supported, check_tolerance, small_windows
 from grpo_fast.errors import NonFiniteLogits
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Seed, uniforms
+from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
 from grpo_fast.rollout.own.decode import Decoded, decode
 from grpo_fast.rollout.own.kept import KeptIds
 from grpo_fast.rollout.sampler import Sampler, Sampling
@@ -39,15 +39,8 @@ class TransformersEngine(Engine):
     def update(self, policy: Any, version: int) -> None:
         self.policy, self.version = policy, version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
+        prompts, sampling, group_size, seed, places = request
         length = sampling.max_new_tokens
         numbers = uniforms(seed, len(prompts), length, group_size=group_size, places=places)
         rows = [prompt for prompt in prompts for _ in range(group_size)]
@@ -60,24 +53,24 @@ class TransformersEngine(Engine):
                 part = slice(start, start + size)
                 runs = [(prompt, len(list(same))) for prompt, same in groupby(rows[part])]
                 chosen, counts = map(list, zip(*runs, strict=True))
-                found = run(self.policy, chosen, counts, sampling, numbers[part])
-                completions += self._cut(found)
+                decoded = run(self.policy, chosen, counts, sampling, numbers[part])
+                completions += self._cut(decoded)
         return completions
 
-    def _cut(self, found: Decoded) -> list[Completion]:
+    def _cut(self, decoded: Decoded) -> list[Completion]:
         """Each completion up to its first EOS."""
-        eos = torch.tensor(sorted(self.policy.eos_ids), device=found.tokens.device)
-        ends = torch.isin(found.tokens, eos).cpu()
+        eos = torch.tensor(sorted(self.policy.eos_ids), device=decoded.tokens.device)
+        ends = torch.isin(decoded.tokens, eos).cpu()
         has_end = ends.any(1).tolist()
         lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1]).tolist()
-        logps = found.logps.cpu()
+        logps = decoded.logps.cpu()
         if any(row[:n].isnan().any() for row, n in zip(logps, lengths, strict=True)):
             raise NonFiniteLogits("the policy's logits are NaN or infinite")
-        kept = found.kept.by_completion(lengths)
+        kept = decoded.kept.by_completion(lengths)
         return [
             Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, own)
             for ids, row, n, ended, own in zip(
-                found.tokens.tolist(), logps, lengths, has_end, kept, strict=True
+                decoded.tokens.tolist(), logps, lengths, has_end, kept, strict=True
             )
         ]
 

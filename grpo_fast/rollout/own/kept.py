@@ -1,4 +1,4 @@
-"""What a truncating sampler chose from, gathered token by token, handed out by completion."""
+"""The ids that a truncating sampler chose from: gathered by token, handed out by completion."""
 
 from __future__ import annotations
 

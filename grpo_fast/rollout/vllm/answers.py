@@ -1,4 +1,4 @@
-"""What both vLLM engines ask for, and the one door by which answers come in."""
+"""The requests of both vLLM engines, and the one door by which answers come in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_fast.rollout.engine import (
     LENGTH,
     Completion,
     Kept,
-    Seed,
+    Request,
     say_that_kept_is_unknown,
     seed_for,
 )
@@ -126,23 +126,21 @@ class Asked(NamedTuple):
     version: int
     label: str  # of these weights, as vLLM has been told
 
-    def parameters(
-        self, count: int, group_size: int, seed: Seed, places: Sequence[int] | None
-    ) -> list[dict[str, Any]]:
+    def parameters(self, request: Request) -> list[dict[str, Any]]:
         """vLLM's SamplingParams for the G completions of each prompt.
 
         vLLM gives the g-th of them the seed plus g. Greedy ones are all the same: it makes one.
         """
-        sampling = self.sampling
+        sampling, count = request.sampling, request.group_size
         same = {
-            "n": 1 if sampling.temperature == 0 else group_size, "logprobs": 0, "detokenize": False,
+            "n": 1 if sampling.temperature == 0 else count, "logprobs": 0, "detokenize": False,
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(self.policy.eos_ids),
             "ignore_eos": True,  # the model's own would come on top of these
         }  # fmt: skip
-        where = range(count) if places is None else places
-        return [same | {"seed": seed_for("vllm", seed, place) >> 8} for place in where]
+        where = range(len(request.prompts)) if request.places is None else request.places
+        return [same | {"seed": seed_for("vllm", request.seed, place) >> 8} for place in where]
 
     @property
     def vocab_size(self) -> int:
@@ -223,12 +221,10 @@ class Asked(NamedTuple):
         return Kept(kept, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
 
-def grouped(
-    found: Sequence[Collection[Completion]], sampling: Sampling, group_size: int
-) -> list[Completion]:
+def grouped(by_prompt: Sequence[Collection[Completion]], request: Request) -> list[Completion]:
     """G completions of each prompt, from what vLLM made of `Asked.parameters`."""
-    copies = group_size if sampling.temperature == 0 else 1
-    completions = [one for group in found for _ in range(copies) for one in group]
-    if sampling.wants_kept and any(one.kept is None for one in completions):
+    copies = request.group_size if request.sampling.temperature == 0 else 1
+    completions = [one for group in by_prompt for _ in range(copies) for one in group]
+    if request.sampling.wants_kept and any(one.kept is None for one in completions):
         say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
     return completions

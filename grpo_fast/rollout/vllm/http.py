@@ -35,7 +35,7 @@ START = (
 
 
 class Incoming(io.RawIOBase):
-    """What a socket receives, in the place of the socket: until a deadline, and so many bytes.
+    """A reader of a socket that stops at a deadline and at a number of bytes.
 
     A socket's own timeout holds for each read: a byte now and then would be waited for for ever.
     """

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
-from grpo_fast.rollout.engine import Completion, Engine, Seed
-from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import Asked, Choices, grouped, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
 from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
@@ -60,28 +58,20 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
         from vllm import SamplingParams
 
         if self.asleep or self.version is None:
             raise EngineError("the engine vllm: expected wake and update before generate")
-        asked = Asked(self.policy, sampling, self.version, str(self.version))
-        wanted = asked.parameters(len(prompts), group_size, seed, places)
-        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        asked = Asked(self.policy, request.sampling, self.version, str(self.version))
+        wanted = asked.parameters(request)
+        given = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         several = [SamplingParams(**one) for one in wanted]
         outputs = self.llm.generate(given, several, use_tqdm=False)
         served = [parsed(Choices, _as_served(output), "vLLM") for output in outputs]
         pairs = zip(served, wanted, strict=True)
-        found = [asked.completions(choices, one["n"], "vLLM") for choices, one in pairs]
-        return grouped(found, sampling, group_size)
+        completions = [asked.completions(choices, one["n"], "vLLM") for choices, one in pairs]
+        return grouped(completions, request)
 
 
 def _as_served(output: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the engines `vllm` and `vllm-server` are told beside the sampling."""
+"""Options of the engines `vllm` and `vllm-server` beside the sampling."""
 
 from __future__ import annotations
 

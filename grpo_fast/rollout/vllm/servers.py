@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_fast.rollout.engine import Completion, Engine, Seed
-from grpo_fast.rollout.sampler import Sampling
+from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import Asked, ServerError, grouped
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
@@ -52,7 +51,7 @@ class VLLMServers(Engine):
 
     @property
     def label(self) -> str:
-        """What a server calls these weights: of this run, so that no other's are taken for them."""
+        """The name of these weights on a server; it holds the run, so that no other's fit it."""
         return f"{self.run}-{self.version}"
 
     def check(self) -> None:
@@ -111,22 +110,15 @@ class VLLMServers(Engine):
         each(links, lambda link: link.finish(self.label))
 
     def _why(self) -> str:
-        """What the servers that are left out are left out for."""
+        """The errors for which servers are left out."""
         return "; ".join(str(x.error) for x in self.links if x.error is not None) or "none is up"
 
     # --------------------------------------------------------------------------- completions
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        group_size: int,
-        seed: Seed,
-        places: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    def sample(self, request: Request) -> list[Completion]:
         """See `Engine`. Raises ServerError where prompts have no completions after some tries."""
-        asked = Asked(self.policy, sampling, self.version, self.label)
-        wanted = asked.parameters(len(prompts), group_size, seed, places)
+        asked = Asked(self.policy, request.sampling, self.version, self.label)
+        prompts = request.prompts
+        wanted = asked.parameters(request)
         done: dict[int, list[Completion]] = {}
         for _ in range(ATTEMPTS):
             pending = [i for i in range(len(prompts)) if i not in done]
@@ -135,7 +127,7 @@ class VLLMServers(Engine):
         if len(done) < len(prompts):
             missing = f"{len(prompts) - len(done)} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{missing} after {ATTEMPTS} tries: {self._why()}")
-        return grouped([done[i] for i in range(len(prompts))], sampling, group_size)
+        return grouped([done[i] for i in range(len(prompts))], request)
 
     def _ask(self, questions: dict[int, Question], asked: Asked) -> dict[int, list[Completion]]:
         """Ask all at once, and return the completions that come."""

@@ -60,7 +60,7 @@ def _stored(lm: Any) -> dict[str, Tensor]:
 
 
 def dtype_of(policy: Any) -> str:
-    """What the policy computes in, as vLLM calls it."""
+    """The dtype that the policy computes in, by vLLM's name."""
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
 
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 from grpo_fast.data import reason
 from grpo_fast.rollout import Engine, Rollout, awake
@@ -23,7 +23,8 @@ from grpo_fast.train.ranks import distributed, rollouts
 log = logging.getLogger(__name__)
 
 
-class Sampled(NamedTuple):
+@dataclass
+class Sampled:
     """A rollout, and the seconds that it took."""
 
     rollout: Rollout
@@ -45,17 +46,17 @@ class Ahead:
     ) -> None:
         self.config, self.policy, self.engine, self.queue = config, policy, engine, queue
         self.seed, self.steps = seed, steps
-        self.found: Sampled | None = None
+        self.sampled: Sampled | None = None
         self.coming: Future[Sampled] | None = None
         self.threads = ThreadPoolExecutor(1, "rollout.ahead")
 
     def begin(self, step: int, clock: Clock) -> None:
-        """Sample for the step after this one, where that is asked for and not done.
+        """Sample for the step after this one, where the run samples ahead and has not done it.
 
         The weights are those that this step began with.
         """
-        asked = self.config.ahead and step < self.steps
-        if not asked or self.found is not None or self.coming is not None:
+        is_wanted = self.config.ahead and step < self.steps
+        if not is_wanted or self.sampled is not None or self.coming is not None:
             return
         prompts = [one.example.prompt for one in self.queue.next(self.config.prompts_per_step)]
 
@@ -71,7 +72,7 @@ class Ahead:
             if self.engine.is_apart:
                 self.coming = self.threads.submit(sample, rollouts.generate_share)
             else:
-                self.found = sample(rollouts.generate)
+                self.sampled = sample(rollouts.generate)
         clock.lap("ahead")
 
     def settle(self, clock: Clock) -> None:
@@ -82,33 +83,28 @@ class Ahead:
         with distributed.together():
             own = coming.result()
         rollout = rollouts.join_ranks(own.rollout, self.config.group_size)
-        self.found = own._replace(rollout=rollout)
+        self.sampled = Sampled(rollout, own.seconds)
         clock.lap("ahead")
 
     def rollout(self, clock: Clock) -> Rollout | None:
-        """That of the step that begins, if there is one; its seconds count there.
+        """The rollout of the step that begins, if there is one; its seconds count there.
 
         It stays until the step calls `done`: one that is left before it has all its completions
         begins again.
         """
-        if self.found is None:
+        if self.sampled is None:
             return None
-        clock.seconds["rollout"] = self.found.seconds
-        return self.found.rollout
+        clock.seconds["rollout"] = self.sampled.seconds
+        return self.sampled.rollout
 
     def done(self) -> None:
-        """The step has taken over what there was."""
-        self.found = None
+        """The step has taken over its rollout."""
+        self.sampled = None
 
-    def state(self) -> dict[str, Any] | None:
+    def state_dict(self) -> Sampled | None:
         """The rollout for a checkpoint. One that fails is sampled again."""
         try:
             self.settle(Clock())
         except Exception as error:
             log.warning("the next step's completions are not in the checkpoint: %s", reason(error))
-        if self.found is None:
-            return None
-        return {"rollout": vars(self.found.rollout), "seconds": self.found.seconds}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.found = Sampled(Rollout.of_state(state["rollout"]), state["seconds"])
+        return self.sampled

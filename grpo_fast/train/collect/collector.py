@@ -3,42 +3,60 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Rollout, awake
+from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.ahead import Ahead
-from grpo_fast.train.collect.groups import Drawn, difficulties, uses_of
+from grpo_fast.train.collect.groups import Drawn, PromptRecord, Use, difficulties, uses_of
 from grpo_fast.train.collect.prompts import PromptQueue
 from grpo_fast.train.config import RolloutConfig
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, reward_metrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks.rollouts import generate, score
 
 
-class Collected(NamedTuple):
+@dataclass
+class Collected:
     """N·G scored completions, the G of a prompt side by side."""
 
     rollout: Rollout
-    examples: list[Example]  # of each completion (so each G times)
-    scores: RewardResult
-    advantages: Tensor  # (N·G,) fp32
+    total: Saved  # (N·G,) the weighted sum of the rewards
+    rewards: dict[str, Saved]  # (N·G,) of each function
+    advantages: Saved  # (N·G,) fp32
     metrics: dict[str, float]  # of all that was sampled, dropped groups included
-    generated: int  # tokens, likewise
-    prompts: list[dict[str, Any]]  # of each prompt that was asked, for prompts.jsonl
+    generated: Count  # tokens, likewise
+    prompts: list[PromptRecord]  # of all that were asked
+
+
+@dataclass
+class RewardsState:
+    """The state of a RewardSet: samples that it has lost, by function."""
+
+    failed_total: dict[str, Count]
+    recent: dict[str, list[tuple[Count, Count]]]
+    last_error: dict[str, str]
+
+
+@dataclass
+class CollectorState:
+    """The place in the training set, the memory of the rewards, a running baseline."""
+
+    consumed: Count
+    rewards: RewardsState
+    baseline: dict[str, float | None] | None
 
 
 class Collector:
     """Prompts → G completions each → rewards → advantages.
 
-    It owns the place in the training set, the rewards' memory, the running baseline and what is
-    sampled ahead. A step that is left before its completions are all there begins again, from the
-    last `mark`.
+    It owns the place in the training set, the rewards' memory, the running baseline and `ahead`,
+    the completions of the following step.
 
     Args:
         engine: samples with the weights it was last given.
@@ -61,7 +79,6 @@ class Collector:
         self.config, self.policy, self.engine, self.seed = config, policy, engine, seed
         self.rewards, self.queue, self.advantages = rewards, queue, advantages
         self.ahead = Ahead(config, policy, engine, queue, seed=seed, steps=steps)
-        self.mark()
 
     def next(self, step: int, clock: Clock) -> Collected:
         """The completions of a step, sampled by the weights of the step before or ahead of it.
@@ -77,36 +94,33 @@ class Collector:
         self.ahead.done()
         return collected
 
-    def sample_ahead(self, step: int, clock: Clock) -> None:
-        """Begin with the completions of the following step, where the run samples ahead."""
-        self.ahead.begin(step, clock)
+    def examples_of(self, collected: Collected) -> list[Example]:
+        """The example of each completion (so each G times).
 
-    def settle(self, clock: Clock) -> None:
-        """Wait for what is being sampled ahead."""
-        self.ahead.settle(clock)
+        Raises:
+            ValueError, IndexError: of a checkpoint, whose prompts are those of other completions.
+        """
+        numbers = [one.prompt for one in collected.prompts if one.use != "dropped"]
+        count, size = len(collected.rollout.texts), self.config.group_size
+        if len(numbers) * size != count:
+            expected = f"expected {count // size} prompts that are kept"
+            raise ValueError(f"underway.collected.prompts: {expected}, got {len(numbers)}")
+        return [self.queue.examples[number] for number in numbers for _ in range(size)]
 
-    def mark(self) -> None:
-        """Remember the state to go on from: sampling and evaluations move it before they end."""
-        self.marked = {
-            "consumed": self.queue.consumed,
-            "rewards": self.rewards.state_dict(),
-            "baseline": self.advantages.state_dict(),
-        }
+    def state_dict(self) -> CollectorState:
+        """The state to go on from, apart from `ahead`."""
+        rewards = RewardsState(**self.rewards.state_dict())
+        return CollectorState(self.queue.consumed, rewards, self.advantages.state_dict())
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the last mark, apart from what is sampled ahead."""
-        return self.marked
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CollectorState) -> None:
         """Go on from `state_dict`."""
-        self.queue.consumed = state["consumed"]
-        self.rewards.load_state_dict(state["rewards"])
-        self.advantages.load_state_dict(state["baseline"])
-        self.mark()
+        self.queue.consumed = state.consumed
+        self.rewards.load_state_dict(vars(state.rewards))
+        self.advantages.load_state_dict(state.baseline)
 
     def _draw_groups(
         self, step: int, clock: Clock, ahead: Rollout | None
-    ) -> tuple[Drawn, list[str], dict[str, float]]:
+    ) -> tuple[Drawn, list[Use], dict[str, float]]:
         """All groups that were sampled, what becomes of each, and metrics of dynamic sampling."""
         dynamic, wanted = self.config.dynamic, self.config.prompts_per_step
         drawn = self._draw(wanted, (self.seed, step), clock, ahead)
@@ -145,18 +159,18 @@ class Collector:
         return Drawn(asked, rollout, scores)
 
     def _scored(
-        self, drawn: Drawn, uses: list[str], metrics: dict[str, float], step: int
+        self, drawn: Drawn, uses: list[Use], metrics: dict[str, float], step: int
     ) -> Collected:
         """The groups that are not dropped, with their advantages; metrics of all of them."""
         size, dynamic = self.config.group_size, self.config.dynamic
         chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
-        advantages = self.advantages.of(chosen.scores.total, chosen.rollout)
+        advantages = self.advantages.of(chosen.scores, chosen.rollout)
         self.advantages.observe(drawn.scores.total)
         judged = drawn.judged(None if dynamic is None else dynamic.judged_by)
         return Collected(
             chosen.rollout,
-            [one.example for one in chosen.asked for _ in range(size)],
-            chosen.scores,
+            chosen.scores.total,
+            chosen.scores.per_fn,
             advantages,
             {
                 **reward_metrics(drawn.scores, size),

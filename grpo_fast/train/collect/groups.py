@@ -1,11 +1,12 @@
-"""Groups of scored completions: joined, chosen from, judged by the spread of their rewards."""
+"""Groups of scored completions: concatenated, selected, judged by the spread of their rewards."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +14,25 @@ from torch import Tensor
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.collect.prompts import Asked
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.samples import spread_of
+
+Use = Literal["kept", "filled", "dropped"]
+
+
+@dataclass
+class PromptRecord:
+    """A line of prompts.jsonl: a prompt that was asked, and what became of its group."""
+
+    step: Count
+    prompt: Count  # its place in the training set
+    reward: float | None  # the mean of the samples that have one; None: no sample has any
+    reward_std: float | None
+    use: Use
 
 
 class Drawn(NamedTuple):
-    """What was sampled for some prompts, the G completions of each side by side."""
+    """Scored completions of some prompts, the G of each side by side."""
 
     asked: list[Asked]  # of each group
     rollout: Rollout
@@ -54,15 +69,15 @@ class Drawn(NamedTuple):
         return values.view(len(self.asked), -1)
 
 
-def uses_of(judged: Tensor, wanted: int) -> list[str]:
-    """What becomes of each group: kept with a spread; without one filled in, or dropped.
+def uses_of(judged: Tensor, wanted: int) -> list[Use]:
+    """The use of each group: kept where its rewards differ, else filled in or dropped.
 
     `wanted` groups are kept or filled in; lost samples (NaN) make no spread.
     """
     low = judged.nan_to_num(nan=torch.inf).amin(1)
     spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
     missing = wanted - sum(spread)
-    uses = []
+    uses: list[Use] = []
     for has_spread in spread:
         uses.append("kept" if has_spread else "filled" if missing > 0 else "dropped")
         missing -= uses[-1] == "filled"
@@ -70,15 +85,14 @@ def uses_of(judged: Tensor, wanted: int) -> list[str]:
 
 
 def difficulties(
-    asked: Sequence[Asked], judged: Tensor, uses: Sequence[str], step: int
-) -> list[dict[str, Any]]:
-    """Of each prompt the mean and the spread of its rewards; null where no sample has any."""
-    rows = []
+    asked: Sequence[Asked], judged: Tensor, uses: Sequence[Use], step: int
+) -> list[PromptRecord]:
+    """The mean and the spread of each prompt's rewards."""
+    records = []
     for one, group, use in zip(asked, judged.double(), uses, strict=True):
         known = group[~group.isnan()]
         mean, spread = None, None
         if len(known):
             mean, spread = float(known.mean()), float(spread_of(known))
-        row = {"step": step, "prompt": one.number, "reward": mean, "reward_std": spread, "use": use}
-        rows.append(row)
-    return rows
+        records.append(PromptRecord(step, one.number, mean, spread, use))
+    return records

@@ -19,8 +19,9 @@ def home_path(path: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(home_path)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+LIMIT = 1 << 53  # JSON's readers agree on the integers below
+Count = Annotated[int, Field(ge=0, lt=LIMIT)]
+Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of what is made in memory before a run begins
 # For a choice of words: YAML takes this one for false.
 Off = BeforeValidator(lambda value: "off" if value is False else value)

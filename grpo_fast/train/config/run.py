@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
-from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
+from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
     KLConfig,
@@ -27,21 +27,8 @@ SHARDED = ("fsdp2", "hsdp")  # of `distributed`: every rank has a part of the we
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
 
 
-def _loss_settings() -> type[Section]:
-    hints: dict[str, Any] = get_type_hints(LossConfig)
-    for name, choices in CHOICES.items():
-        hints[name] = Literal[(*choices, *([None] if name in NULLABLE else []))]
-    fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(LossConfig)}
-    fields["temperature"] = (float | None, None)  # None: that of the rollout
-    return create_model("LossSettings", __base__=Section, **fields)
-
-
-# Every field and default of LossConfig, but the temperature's; `RunConfig.loss_config` checks them.
-LossSettings = _loss_settings()
-
-
 class LogConfig(Section):
-    """What is written while the run goes on."""
+    """Logs, tables, pictures and trackers of a run."""
 
     completions_every: Count = 10  # steps between tables of completions; 0: none
     completions: Positive = 8  # how many in each at least: groups are whole
@@ -54,7 +41,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What of a run is kept to resume from, beside the checkpoint of a run that is ended."""
+    """When checkpoints are written, and how many stay. A run that is ended writes one, too."""
 
     every: Count = 0  # steps between checkpoints; 0: only when a signal or an error ends the run
     keep: Positive = 2  # the newest ones
@@ -136,9 +123,10 @@ class RunConfig(Section):
         require(fits, "distributed_replicas", expected, self.distributed_replicas)
         if self.distributed not in SHARDED:
             return
-        exact = cast(Any, self.loss).kl_estimator == EXACT
+        estimator = cast(Any, self.loss).kl_estimator
         for refused, name, expected, came in (
-            (exact, "loss.kl_estimator", "an estimator, of the sampled tokens,", EXACT),
+            (estimator in EXACT, "loss.kl_estimator", "an estimator, of the sampled tokens,",
+             estimator),
             (self.log.grad_variance, "log.grad_variance", "false", "true"),
             (self.rollout.engine == "continuous", "rollout.engine",
              "transformers, or an engine of its own,", "continuous"),
@@ -176,7 +164,8 @@ class RunConfig(Section):
             fits = self.advantages == GAE
             require(fits, "kl.into", "loss unless advantages: gae", f"reward, {self.advantages}")
             expected = "an estimator, of the sampled tokens, beside kl.into: reward"
-            require(loss.kl_estimator != EXACT, "loss.kl_estimator", expected, EXACT)
+            fits = loss.kl_estimator not in EXACT
+            require(fits, "loss.kl_estimator", expected, loss.kl_estimator)
             fits = not loss.kl_times_ratio and OBJECTIVES[loss.loss_type].reference
             expected = "loss for a loss_type or kl_times_ratio with a KL of its own"
             require(fits, "kl.into", expected, "reward")
@@ -203,16 +192,15 @@ class RunConfig(Section):
         given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
         expected = "true beside rollout.ahead, whose completions older weights sampled"
         require(given or not self.rollout.ahead, "rollout.correct_sampling", expected, "false")
-        for name in ("sampling_correction", "sampling_ratio_cap"):
-            came, default = getattr(loss, name), getattr(LossConfig, name)
-            # A saved configuration holds every default: this one beside correct_sampling: false.
-            saved = came == default and "correct_sampling" in self.rollout.model_fields_set
-            fits = given or saved or came is None or name not in loss.model_fields_set
-            expected = "rollout.correct_sampling: true beside it"
-            require(fits, f"loss.{name}", expected, f"{came!r} alone")
-        reads = loss.sampling_correction is not None or loss.off_policy_threshold is not None
-        expected = "loss.sampling_correction or loss.off_policy_threshold beside it"
-        require(reads or not given, "rollout.correct_sampling", expected, "neither")
+        # A saved configuration holds every default: this one beside correct_sampling: false.
+        is_default = loss.corrections == LossSettings().corrections
+        saved = is_default and "correct_sampling" in self.rollout.model_fields_set
+        of_sampler = [x for x in loss.corrections if x.ratio != "current/behaviour"]
+        fits = given or saved or not of_sampler or "corrections" not in loss.model_fields_set
+        expected = "rollout.correct_sampling: true beside it"
+        require(fits, "loss.corrections", expected, "corrections by the sampler's logps alone")
+        expected = "loss.corrections beside it"
+        require(loss.corrections or not given, "rollout.correct_sampling", expected, "none")
 
     def loss_config(self) -> LossConfig:
         """The loss's own frozen configuration, with the sampling temperature unless one was set.
@@ -220,11 +208,14 @@ class RunConfig(Section):
         A KL in the reward is not in the loss, whose beta is then 0.
         """
         settings: dict[str, Any] = dict(self.loss)
+        settings["corrections"] = [dict(x) for x in settings["corrections"]]
         if self.kl.into == "reward":
             settings["beta"] = 0.0
         if settings["temperature"] is None:
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
+        if settings["group_size"] is None:
+            settings["group_size"] = self.rollout.group_size
         with named_in("loss"):
             return LossConfig(**settings)

@@ -106,7 +106,7 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(node: Any, part: str, key: str) -> Any:
-    """What a part of a dotted key stands for in a mapping or list."""
+    """The key or index that a part of a dotted key stands for."""
     if isinstance(node, dict):
         return part
     length = len(node) if isinstance(node, list) else None
@@ -203,8 +203,8 @@ def nearest(key: str, known: Sequence[str], dotted: Iterable[str] = ()) -> str:
     """The end of a refusal: the name most like `key`, those of other sections, or all of them."""
     name = ELSEWHERE.get(key, key)
     others = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
-    found = ", ".join(others) or close_to(key, known, cutoff=0.4)
-    return f"; nearest: {found}" if found else f"; known: {', '.join(known)}"
+    close = ", ".join(others) or close_to(key, known, cutoff=0.4)
+    return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
 
 
 def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -44,9 +44,9 @@ def run_eval(
         OSError: `settings.out` cannot be written after all; the message holds the results.
     """
     passes = _asked([model], settings, allow_code)
-    found = {mode: results[0].metrics for mode, results in passes.items()}
-    _save(found, settings.out, table(found))
-    return found
+    metrics = {mode: results[0].metrics for mode, results in passes.items()}
+    _save(metrics, settings.out, table(metrics))
+    return metrics
 
 
 def compare_models(
@@ -58,13 +58,13 @@ def compare_models(
     errors as in `run_eval`; a run as `first` says how both are asked.
     """
     passes = _asked([first, second], settings, allow_code)
-    found = {
+    compared = {
         mode: {name: paired(a.per_question[name], b.per_question[name]) for name in a.per_question}
         for mode, (a, b) in passes.items()
     }
-    plain = {m: {name: x._asdict() for name, x in pairs.items()} for m, pairs in found.items()}
-    _save({**plain, "models": {"a": first, "b": second}}, settings.out, paired_table(found))
-    return found
+    plain = {m: {name: x._asdict() for name, x in pairs.items()} for m, pairs in compared.items()}
+    _save({**plain, "models": {"a": first, "b": second}}, settings.out, paired_table(compared))
+    return compared
 
 
 def _asked(

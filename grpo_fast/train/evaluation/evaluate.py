@@ -46,7 +46,7 @@ class Judged(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """What an evaluation found."""
+    """The metrics of an evaluation, and the answers that they were counted on."""
 
     metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
     judged: list[Judged]
@@ -69,7 +69,7 @@ def evaluate(
 
     Args:
         rewards: also report their mean; samples that a reward failed on do not count in it.
-        samples: completions per question; with temperature 0 there is only one different.
+        samples: completions per question; at temperature 0 all samples of a question are equal.
         k: values for pass@k and maj@k, each at most `samples`.
         batch_size: completions per call of `generate` (at least one question); None: one call for
             all, which leaves the size of batches to `generate`: samples do not depend on it.
@@ -147,15 +147,16 @@ def _accuracies(judged: list[Judged], k: Sequence[int]) -> dict[str, list[float]
     if not judged:
         return values
     for suffix in ("strict", "lenient"):
-        found = [(getattr(j, suffix), j.gold) for j in judged]
-        right = [sum(a is not None and a == gold for a in answers) for answers, gold in found]
-        values[f"accuracy_{suffix}"] = [c / len(a) for c, (a, _) in zip(right, found, strict=True)]
+        answered = [(getattr(j, suffix), j.gold) for j in judged]
+        right = [sum(a is not None and a == gold for a in answers) for answers, gold in answered]
+        shares = [c / len(a) for c, (a, _) in zip(right, answered, strict=True)]
+        values[f"accuracy_{suffix}"] = shares
         ending = "" if suffix == "strict" else "_lenient"
         for size in k:
             values[f"pass@{size}{ending}"] = [
-                pass_at_k(len(a), c, size) for c, (a, _) in zip(right, found, strict=True)
+                pass_at_k(len(a), c, size) for c, (a, _) in zip(right, answered, strict=True)
             ]
-            values[f"maj@{size}{ending}"] = [_majority_rate(a, gold, size) for a, gold in found]
+            values[f"maj@{size}{ending}"] = [_majority_rate(a, gold, size) for a, gold in answered]
     return values
 
 

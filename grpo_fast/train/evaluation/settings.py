@@ -105,7 +105,7 @@ def parse_settings(words: Sequence[str]) -> EvalSettings:
 
 
 def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) -> RunConfig | None:
-    """What completes the settings: the named recipe, else the first model's run, else the second's.
+    """The recipe that completes the settings: the named one, else the first run among the models.
 
     Raises ValueError where rewards name code to import that was not allowed.
     """

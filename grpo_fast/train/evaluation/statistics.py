@@ -58,15 +58,15 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     """
     if not differences:
         return math.nan
-    found = torch.tensor(differences, dtype=torch.float64)
-    largest = float(found.abs().max())
+    values = torch.tensor(differences, dtype=torch.float64)
+    largest = float(values.abs().max())
     if largest == 0:
         return 1.0
-    found = (found / largest / GRID).round() * GRID
-    sizes, counts = found.abs().unique(return_counts=True)
-    limit = abs(float(found.sum())) - GRID * (1 + len(sizes))
+    values = (values / largest / GRID).round() * GRID
+    sizes, counts = values.abs().unique(return_counts=True)
+    limit = abs(float(values.sum())) - GRID * (1 + len(sizes))
     exact = _exact_tail(sizes, counts, limit)
-    return _drawn_tail(found.abs(), limit) if exact is None else exact
+    return _drawn_tail(values.abs(), limit) if exact is None else exact
 
 
 def _exact_tail(sizes: Tensor, counts: Tensor, limit: float) -> float | None:

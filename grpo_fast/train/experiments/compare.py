@@ -60,9 +60,9 @@ class Comparison:
         return [config for config in arm.runs if config.output_dir not in self.failed]
 
     def values(self, arm: Arm, metric: str) -> list[float | None]:
-        """Of each run, the mean over the last tenth of the metric, at least its last value."""
-        found = [series(rows, metric) for rows in self.rows[arm.name]]
-        tails = [points[-max(1, len(points) // 10) :] for points in found]
+        """The mean of each run over the last tenth of the metric, at least its last value."""
+        logged = [series(rows, metric) for rows in self.rows[arm.name]]
+        tails = [points[-max(1, len(points) // 10) :] for points in logged]
         return [sum(v for _, v in tail) / len(tail) if tail else None for tail in tails]
 
     def cell(self, arm: Arm, metric: str) -> tuple[float, float] | None:
@@ -96,8 +96,8 @@ def compare(
     """
     stems = "-".join(Path(name).stem for name in recipe.split(","))
     folder = Path(out) if out is not None else Path("runs") / f"compare-{stems}"
-    found = Comparison(recipe, plan_arms(recipe, words, seeds, folder))
-    runs = [config for arm in found.arms for config in arm.runs]
+    comparison = Comparison(recipe, plan_arms(recipe, words, seeds, folder))
+    runs = [config for arm in comparison.arms for config in arm.runs]
     finished = {config.output_dir: is_finished(config) for config in runs}
     for number, config in enumerate(runs, start=1):
         label = f"run {number} of {len(runs)}: {config.output_dir}"
@@ -109,17 +109,19 @@ def compare(
         try:
             run(config)
         except (RuntimeError, OSError, ValueError) as error:
-            found.failed[config.output_dir] = escape_control(reason(error))
-            say(f"{config.output_dir} failed: {found.failed[config.output_dir]}")
-    for arm in found.arms:
-        found.rows[arm.name] = [read_metrics(config.output_dir) for config in found.done(arm)]
+            comparison.failed[config.output_dir] = escape_control(reason(error))
+            say(f"{config.output_dir} failed: {comparison.failed[config.output_dir]}")
+    for arm in comparison.arms:
+        comparison.rows[arm.name] = [
+            read_metrics(config.output_dir) for config in comparison.done(arm)
+        ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(table(found), encoding="utf-8")
-    (folder / "compare.json").write_text(json.dumps(numbers(found), indent=2) + "\n", "utf-8")
-    if any(found.rows.values()):
-        settings = {arm.name: arm.values for arm in found.arms}
-        say(f"picture: {compare_plot.plot(found.rows, settings, folder / 'compare.png')}")
-    return found
+    (folder / "table.md").write_text(table(comparison), encoding="utf-8")
+    (folder / "compare.json").write_text(json.dumps(numbers(comparison), indent=2) + "\n", "utf-8")
+    if any(comparison.rows.values()):
+        settings = {arm.name: arm.values for arm in comparison.arms}
+        say(f"picture: {compare_plot.plot(comparison.rows, settings, folder / 'compare.png')}")
+    return comparison
 
 
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
@@ -174,31 +176,31 @@ def is_finished(config: RunConfig) -> bool:
     return (folder / "summary.json").is_file()
 
 
-def table(found: Comparison) -> str:
+def table(comparison: Comparison) -> str:
     """A line for each setting: mean ± standard error over the seeds."""
-    runs = [run for arm in found.arms for run in found.rows[arm.name]]
+    runs = [run for arm in comparison.arms for run in comparison.rows[arm.name]]
     shown = [name for name, metric in COLUMNS.items() if compare_plot.is_telling(runs, metric)]
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
-    for arm in found.arms:
+    for arm in comparison.arms:
         cells = []
         for name in shown:
-            mean, error = found.cell(arm, COLUMNS[name]) or (None, math.nan)
+            mean, error = comparison.cell(arm, COLUMNS[name]) or (None, math.nan)
             spread = f" ± {error:.2g}" if error == error else ""
             cells.append("–" if mean is None else f"{mean:.4g}{spread}")
-        count = len(found.rows[arm.name])
+        count = len(comparison.rows[arm.name])
         lost = f" ({len(arm.runs) - count} failed)" if count < len(arm.runs) else ""
         lines.append(" | ".join([f"| {arm.name}", *cells, f"{count}{lost} |"]))
     return "\n".join(lines) + "\n"
 
 
-def numbers(found: Comparison) -> dict[str, Any]:
+def numbers(comparison: Comparison) -> dict[str, Any]:
     """The table's values, seed by seed; a run that failed has none."""
     arms = [
         {
             "setting": arm.name, "values": arm.values,
-            "seeds": [config.seed for config in found.done(arm)],
-            "metrics": {name: found.values(arm, name) for name in COLUMNS.values()},
+            "seeds": [config.seed for config in comparison.done(arm)],
+            "metrics": {name: comparison.values(arm, name) for name in COLUMNS.values()},
         }
-        for arm in found.arms
+        for arm in comparison.arms
     ]  # fmt: skip
-    return plain_json({"recipe": found.recipe, "arms": arms, "failed": found.failed})
+    return plain_json({"recipe": comparison.recipe, "arms": arms, "failed": comparison.failed})

@@ -39,7 +39,9 @@ def train_reward_model(config: RewardModelConfig) -> dict[str, float]:
     check_folder(config.output_dir)
     train, test = (_pairs(config, split) for split in ("train", "test"))
     questions = load_examples(config.data, split="train", seed=config.seed)
-    model, tokenizer = load_scorer(config.model, build_tokenizer(config, questions))
+    model, tokenizer = load_scorer(
+        config.model, build_tokenizer(config.model, config.data, questions)
+    )
     pad_id = set_padding(model, tokenizer)
     listed = train if isinstance(train, list) else [train[0]]  # made pairs are all alike
     _check_lengths(tokenizer, [*test, *listed], model)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from grpo_fast.train.config.base import Count
 
 # FLOP/s of dense bf16 products from the data sheets, by the words of a GPU's name; the first line
 # that fits counts.
@@ -20,6 +22,7 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 )
 
 
+@dataclass
 class Clock:
     """Seconds and device memory of the parts of a step: `lap(name)` after each of them.
 
@@ -27,11 +30,10 @@ class Clock:
     on from there.
     """
 
-    def __init__(
-        self, seconds: Mapping[str, float] | None = None, peaks: Mapping[str, int] | None = None
-    ) -> None:
-        self.seconds = dict(seconds or {})
-        self.peaks = dict(peaks or {})  # bytes allocated on the GPU at most, by part
+    seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, Count] = field(default_factory=dict)  # bytes on the GPU at most, by part
+
+    def __post_init__(self) -> None:
         self.last = time.perf_counter()
         self.start = self.last - sum(self.seconds.values())
 
@@ -76,11 +78,11 @@ class Work:
         self.peak = peak_flops(head.device) if is_dense else None
 
     def forward(self, tokens: int, rows: int) -> int:
-        """Of `tokens` in the trunk, `rows` of which reach the head."""
+        """The flops of a forward pass of `tokens`, `rows` of which reach the head."""
         return 2 * (self.trunk * tokens + self.head * rows)
 
     def update(self, tokens: int, rows: int) -> int:
-        """Forward and backward."""
+        """The flops of a forward and a backward pass."""
         weights = self.trained_trunk * tokens + self.trained_head * rows
         return 2 * self.forward(tokens, rows) + 2 * weights
 

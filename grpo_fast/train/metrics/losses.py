@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.rollout.saved import Saved
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks import distributed
 
 # How the values of several micro-batches become one, by metric; every other one is a mean over
@@ -30,6 +33,7 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
+@dataclass
 class LossMetrics:
     """Merges the metrics of micro-batches by REDUCTIONS, with one sync, at the end.
 
@@ -37,10 +41,16 @@ class LossMetrics:
     and maxima.
     """
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[dict[str, Tensor], int]] = []
-        self.logps: list[tuple[Tensor, Tensor]] = []  # (R,) each, active: trainer's, sampler's
-        self.optimizer_steps = 0
+    parts: list[tuple[dict[str, Saved], Count]] = field(default_factory=list)  # with its tokens
+    # (R,) each, of active tokens: the trainer's and the sampler's
+    logps: list[tuple[Saved, Saved]] = field(default_factory=list)
+    optimizer_steps: Count = 0
+
+    def to(self, device: torch.device | str) -> LossMetrics:
+        """The same metrics on a device."""
+        parts = [({n: v.to(device) for n, v in part.items()}, k) for part, k in self.parts]
+        logps = [(own.to(device), theirs.to(device)) for own, theirs in self.logps]
+        return LossMetrics(parts, logps, self.optimizer_steps)
 
     def add(self, metrics: Mapping[str, Tensor], tokens: int, share: float = 1.0) -> None:
         """One micro-batch: its metrics, its tokens, and the factor its loss was given."""
@@ -58,11 +68,10 @@ class LossMetrics:
             self.logps += other.logps
 
     def of_all_ranks(self) -> LossMetrics:
-        """What all ranks have added, on each of them: of an optimizer step, once it is made."""
+        """The metrics of an optimizer step on all ranks together. Collective."""
         if distributed.size() == 1:
             return self
-        every = LossMetrics()
-        every.optimizer_steps = self.optimizer_steps
+        every = LossMetrics(optimizer_steps=self.optimizer_steps)
         for parts in distributed.gather([[_numbers(part), n] for part, n in self.parts]):
             for part, tokens in parts:
                 every.parts.append(({n: torch.tensor(v) for n, v in part.items()}, tokens))

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from grpo_fast.attention import PackedLayout
+from grpo_fast.attention import TreeLayout
 from grpo_fast.attention.kernels.reference import visible
 
 MODEL_TYPE = "lecture"
@@ -90,7 +90,7 @@ class LectureModel(LecturePreTrainedModel):
         input_ids: Tensor,  # (B, T)
         attention_mask: Tensor | None = None,  # (B, T), 0 at padding on the left
         position_ids: Tensor | None = None,  # (B, T)
-        packed_layout: PackedLayout | None = None,
+        packed_layout: TreeLayout | None = None,
         **_: Any,
     ) -> BaseModelOutput:  # (B, T, H)
         length = input_ids.shape[1]

@@ -18,8 +18,8 @@ import torch
 from grpo_fast.data import Example, reason, task_symbols
 from grpo_fast.data.model_files import check_fields, check_files
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
-from grpo_fast.train.config.reward_model import RewardModelConfig, ScorerConfig
+from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
+from grpo_fast.train.config.reward_model import ScorerConfig
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, without_bars
 from grpo_fast.train.models.self_check import self_check
@@ -69,12 +69,12 @@ def load_scorer(config: ScorerConfig, tokenizer: Any = None) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
     check_files(config.path)
-    given: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
+    keywords: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": False}
     try:
         with without_bars(), _without_report():
             check_fields(PreTrainedConfig.get_config_dict(config.path)[0])
             tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=False)
-            model = AutoModelForSequenceClassification.from_pretrained(config.path, **given)
+            model = AutoModelForSequenceClassification.from_pretrained(config.path, **keywords)
     except Exception as error:  # every reader and every architecture has its own classes
         _refuse(config.path, error, "a model's folder or hub id with a tokenizer")
     return model, tokenizer
@@ -90,31 +90,31 @@ def _load_model(config: ModelConfig, empty: bool) -> Any:
             fields, _ = PreTrainedConfig.get_config_dict(config.path)
             check_fields(fields, config.trust_remote_code)
             _register(fields)
-            given: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+            keywords: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
             dtype = getattr(torch, config.dtype)
             if empty:
-                known = AutoConfig.from_pretrained(config.path, **given)
-                return AutoModelForCausalLM.from_config(known, dtype=dtype, **given).eval()
-            model, found = AutoModelForCausalLM.from_pretrained(
+                known = AutoConfig.from_pretrained(config.path, **keywords)
+                return AutoModelForCausalLM.from_config(known, dtype=dtype, **keywords).eval()
+            model, report = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype=dtype,
                 ignore_mismatched_sizes=True,  # they are refused below, with their shapes
                 output_loading_info=True,
-                **given,
+                **keywords,
             )
     except Exception as error:  # every reader and every architecture has its own classes
         damaged = _damaged_weights(config.path)
         if damaged:
             raise ValueError(f"model.path: expected whole weights, got {damaged}") from error
         _refuse(config.path, error, "a model's folder or hub id")
-    _check_keys(config.path, found)
+    _check_keys(config.path, report)
     return model
 
 
-def _check_keys(path: str | None, found: dict[str, Any]) -> None:
-    """What transformers found: other shapes and gaps are refused, what has no place is reported."""
-    others, missing = found["mismatched_keys"], found["missing_keys"]
-    extras = found["unexpected_keys"]
+def _check_keys(path: str | None, report: dict[str, Any]) -> None:
+    """Refuse missing weights and other shapes that transformers reports; log superfluous ones."""
+    others, missing = report["mismatched_keys"], report["missing_keys"]
+    extras = report["unexpected_keys"]
     if others:
         name, stored, expected = sorted(others)[0]
         raise ValueError(
@@ -160,16 +160,18 @@ def _check_vocabulary(tokenizer: Any, rows: int, pad_id: int) -> None:
         )
 
 
-def build_tokenizer(config: RunConfig | RewardModelConfig, questions: Sequence[Example]) -> Any:
+def build_tokenizer(
+    model: ModelConfig | ScorerConfig, data: DataConfig, questions: Sequence[Example]
+) -> Any:
     """The tokenizer made from the training questions, or None where the model brings its own."""
-    if config.model.tokenizer == "symbols":
-        plain = config.data.model_copy(update={"shots_tokens": None})
+    if model.tokenizer == "symbols":
+        plain = data.model_copy(update={"shots_tokens": None})
         return build_symbol_tokenizer(task_symbols(plain))
-    if config.model.tokenizer is None:
+    if model.tokenizer is None:
         return None
     chosen = itertools.islice(questions, BPE_TEXTS)
     texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
-    return build_bpe_tokenizer(texts, config.model.vocab_size)
+    return build_bpe_tokenizer(texts, model.vocab_size)
 
 
 def _from_config(
@@ -181,7 +183,7 @@ def _from_config(
 
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
-    given = {"vocab_size": len(tokenizer), **special, **more, **fields}
+    complete = {"vocab_size": len(tokenizer), **special, **more, **fields}
     try:
         check_fields(fields)
         _register(fields)
@@ -190,7 +192,7 @@ def _from_config(
         unknown = [name for name in fields if not hasattr(plain, name)]
         model = None
         if not unknown:
-            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**given))
+            model = getattr(transformers, kind).from_config(AutoConfig.for_model(**complete))
     except Exception as error:  # every architecture has its own words and classes for a misfit
         refuses = f"{fields['model_type']} refuses it"
         raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
@@ -225,9 +227,9 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.empty(0, device=name)
-        found.cpu()  # meta: it has no data
-        return found.device
+        probe = torch.empty(0, device=name)
+        probe.cpu()  # meta: it has no data
+        return probe.device
     except (RuntimeError, AssertionError) as error:  # unknown, or not here
         why = str(error).splitlines()[0].partition(". ")[0]
         expected = "expected auto or a device of this machine"

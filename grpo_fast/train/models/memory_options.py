@@ -1,4 +1,4 @@
-"""What makes room for long contexts and changes no result: checkpoints, tiled MLPs, frozen weights.
+"""Options that save memory and change no result: checkpointing, tiled MLPs, frozen weights.
 
 Bytes per trunk token of a 16-bit decoder with L layers, width h and MLP width I (the details are in
 `planning/memory_model.py`): layer checkpointing 2Lh + 27h + 12I; a tiled MLP replaces 12I by 12h;
@@ -69,11 +69,11 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
             mixture of experts, say).
     """
     named = (m for n, m in model.named_modules() if n.split(".")[-1] in ("mlp", "feed_forward"))
-    found = [module for module in named if _is_dense(module)]
-    if not found:
+    mlps = [module for module in named if _is_dense(module)]
+    if not mlps:
         kind = type(model).__name__
         raise ValueError(f"model.tiled_mlp: {kind} has no dense MLP that could be tiled")
-    for module in found:
+    for module in mlps:
         # A bound method survives a deepcopy with the module's copy as its owner (the reference).
         tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
         module.forward = tiled

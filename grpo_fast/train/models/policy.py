@@ -80,7 +80,9 @@ class Policy(SampledModel):
         return self.home if self.is_empty else self.head.weight.device
 
     def inside(self, work: Callable[[], Result]) -> Result:
-        """`work()`, for which a sharded model has its head together, too; others just do it.
+        """Run `work()` inside the model's forward, so that FSDP2 gathers the head's shards.
+
+        A plain model calls it directly.
 
         The tensors that it returns, with a graph, are those that lead back into the model.
         """

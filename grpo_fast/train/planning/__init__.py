@@ -1,1 +1,1 @@
-"""What fits into memory: predicted before a run, and followed while it goes on."""
+"""Prediction of the memory that a run needs, before it starts and while it goes on."""

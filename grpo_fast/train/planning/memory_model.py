@@ -20,6 +20,7 @@ allocator's peak.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -28,6 +29,8 @@ import torch
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
+
+log = logging.getLogger(__name__)
 
 USABLE_GPU = 0.9  # fraction of a GPU's memory: the rest is fragmentation, rollouts, the context
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -115,13 +118,20 @@ class Memory:
 
 
 def predict(
-    shape: Shape, model: ModelConfig, optim: OptimConfig, *, device: str, reference: bool = False
+    shape: Shape,
+    model: ModelConfig,
+    optim: OptimConfig,
+    *,
+    device: str,
+    reference: bool = False,
+    gpu: int | None = None,
 ) -> Memory:
     """The memory of a step.
 
     Args:
         device: "cpu" or "cuda"; on the CPU an offloaded checkpoint takes the same memory.
         reference: a copy of the weights is kept for the KL term.
+        gpu: bytes of a GPU that is not here; None: of the one that is.
     """
     weight = DTYPE_BYTES[model.dtype]
     trained = trainable_parameters(shape, model)
@@ -132,7 +142,8 @@ def predict(
     frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
     head = 0 if model.lora is not None or frozen else shape.vocab * shape.hidden
     head_sum = 4 * head if activation < 4 else 0  # 16 bits are summed in fp32
-    logits, row, one_chunk_rows = workspace_bytes(torch.device(device)), 4 * shape.vocab, 0
+    logits = workspace_bytes(torch.device(device), memory=gpu)
+    row, one_chunk_rows = 4 * shape.vocab, 0
     if device == "cuda" and (model.autocast or model.dtype) == "bfloat16":
         row = 2 * shape.vocab  # exponentials
         one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
@@ -183,11 +194,22 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
 
 
-def predict_run(shape: Shape, config: RunConfig, device: str) -> Memory:
+def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
     """`predict` for a run's configuration; a critic's own model is taken for one of this shape."""
     reference = config.reference.kind != "none"
-    memory = predict(shape, config.model, config.optim, device=device, reference=reference)
+    memory = predict(shape, config.model, config.optim, device=device, reference=reference, gpu=gpu)
     if config.critic is None or config.critic.kind == "shared":
         return memory
     twice = {name: 2 * getattr(memory, name) for name in ("weights", "gradients", "optimizer")}
     return dataclasses.replace(memory, **twice)
+
+
+def predict_model(lm: Any, config: RunConfig, device: str) -> Memory | None:
+    """`predict_run` for a transformers model; None where its architecture is not known."""
+    try:
+        shape = Shape.of(lm.config.get_text_config(), sum(p.numel() for p in lm.parameters()))
+    except ValueError as error:
+        said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
+        log.warning(said, error)
+        return None
+    return predict_run(shape, config, device)

@@ -82,7 +82,7 @@ class Case(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `grpo-fast plan` found."""
+    """The answer of `grpo-fast plan`."""
 
     name: str
     shape: Shape
@@ -110,52 +110,52 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
     shape = Shape.of(*_config_and_parameters(run, model))
-    rows = []
+    rows, gpu = [], own.gpu or _gpu_here()
     for label, changes in OPTIONS:
         changed = run.model_dump(mode="json")
         for key, value in changes.items():
             set_key(changed, key, value)
-        rows.append((label, predict_run(shape, parse_config(changed), "cuda")))
+        rows.append((label, predict_run(shape, parse_config(changed), "cuda", int(gpu * 1e9))))
     rollout = run.rollout
     completion, group = own.completion or rollout.max_new_tokens, own.group or rollout.group_size
     wanted = Case(own.prompt, completion, group)
     cases = [wanted, *(Case(*case) for case in CASES if case != wanted)]
-    return Plan(model, shape, own.gpu or _gpu_here(), rows, cases)
+    return Plan(model, shape, gpu, rows, cases)
 
 
-def render(found: Plan) -> list[Any]:
+def render(plan: Plan) -> list[Any]:
     """The plan as rich tables."""
     from rich.table import Table
 
-    wanted, parameters = found.cases[0], f"{found.shape.parameters / 1e6:,.0f}M parameters"
+    wanted, parameters = plan.cases[0], f"{plan.shape.parameters / 1e6:,.0f}M parameters"
     options = Table(
-        title=f"{found.name}: {parameters} on {found.gpu:g} GB ({USABLE_GPU:.0%} planned with)",
+        title=f"{plan.name}: {parameters} on {plan.gpu:g} GB ({USABLE_GPU:.0%} planned with)",
         caption="T: trunk tokens of one micro-batch = prompt + group · (completion − 1)",
     )
     for name in ("options", "fixed GB", "kB per token", "largest T"):
         options.add_column(name, justify="left" if name == "options" else "right")
     largest = f"largest prompt\n(C = {wanted.completion}, G = {wanted.group})"
     options.add_column(largest, justify="right")
-    for label, memory in found.memory:
-        most = memory.tokens(found.usable)
+    for label, memory in plan.memory:
+        most = memory.tokens(plan.usable)
         prompt = max(0, most - wanted.tokens(True) + wanted.prompt)
         shown = (f"{number:,}" if number else "—" for number in (most, prompt))
         options.add_row(label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", *shown)
     # The first set of options that holds a group of the wanted shape; the last one when none does.
     needed = wanted.tokens(True)
-    enough = (row for row in found.memory if row[1].peak(needed) <= found.usable)
-    label, memory = next(enough, found.memory[-1])
+    enough = (row for row in plan.memory if row[1].peak(needed) <= plan.usable)
+    label, memory = next(enough, plan.memory[-1])
     title, caption = f"Groups in one micro-batch · {label}", "packed: without sharing the prompt"
     fits = Table(title=title, caption=caption)
     for name in ("prompt", "completion", "group", "T shared", "T packed", "GB shared", "fits"):
         fits.add_column(name, justify="right")
-    for case in found.cases:
+    for case in plan.cases:
         tokens = case.tokens(True)
         fits.add_row(
             f"{case.prompt:,}", f"{case.completion:,}", str(case.group), f"{tokens:,}",
             f"{case.tokens(False):,}",
             f"{memory.peak(tokens, case.completion * case.group) / 1e9:.3g}",
-            f"{memory.tokens(found.usable) // tokens} groups",
+            f"{memory.tokens(plan.usable) // tokens} groups",
         )  # fmt: skip
     return [options, fits]
 

@@ -111,7 +111,7 @@ def _missing() -> list[int]:
 
 
 @contextmanager
-def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
+def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
     """Meet the other ranks, and part from them at the end; a process on its own is left alone.
 
     A group that is there already, of the caller's, is used and stays.
@@ -153,7 +153,7 @@ def joined(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator
 
 @contextmanager
 def unnoticed() -> Iterator[None]:
-    """What is built inside finds no launcher's word of other ranks in the environment."""
+    """Hide the launcher's variables of other ranks from the code inside."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
@@ -164,7 +164,7 @@ def unnoticed() -> Iterator[None]:
 
 @contextmanager
 def _quiet(number: int) -> Iterator[None]:
-    """What all ranks would warn of is said by rank 0 alone."""
+    """Show warnings of rank 0 alone."""
     logger = logging.getLogger("grpo_fast")
     before = logger.level
     logger.setLevel(before if number == 0 else logging.ERROR)
@@ -184,13 +184,13 @@ def gather_tensors(own: Tensor) -> list[Tensor]:  # (n,) on the CPU, any n
     sizes = [int(count) for count in counts]
     padded = torch.zeros(max(sizes), dtype=own.dtype)
     padded[: own.numel()] = own
-    found = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(found, padded)
-    return [values[:count] for values, count in zip(found, sizes, strict=True)]
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [values[:count] for values, count in zip(gathered, sizes, strict=True)]
 
 
 def gather(value: Any) -> list[Any]:
-    """What every rank says, in their order: anything that JSON has a word for, NaN too."""
+    """The values of all ranks, in their order; a value is one for JSON, NaN included."""
     if size() == 1:
         return [value]
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -198,7 +198,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_main(make: Callable[[], Result]) -> Result:
-    """What rank 0 makes, a value for JSON, on all of them; or what it raises."""
+    """Call `make` on rank 0; return its value, one for JSON, or raise its error on all ranks."""
     if size() == 1:
         return make()
     with together():

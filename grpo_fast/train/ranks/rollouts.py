@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from grpo_fast import rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Rollout, Sampling
-from grpo_fast.rollout.completions import split_tensors
 from grpo_fast.rollout.engine import Seed
+from grpo_fast.rollout.saved import split_tensors
 from grpo_fast.train.ranks import distributed
 
 OF_A_GROUP = ("prompts", "prompt_ids")  # the same for all its completions
@@ -31,12 +32,12 @@ def generate(
     engine: Engine | None = None,
 ) -> Rollout:
     """`rollout.generate` by all ranks: the same completions on any number of them."""
-    given: Any = {"group_size": group_size, "seed": seed, "engine": engine}
+    keywords: Any = {"group_size": group_size, "seed": seed, "engine": engine}
     if distributed.size() == 1:
-        return rollout.generate(policy, prompts, options, **given)
+        return rollout.generate(policy, prompts, options, **keywords)
     is_apart = engine is not None and engine.is_apart
     with policy.apart() if is_apart else policy.whole(), distributed.together():
-        own = generate_share(policy, prompts, options, **given)
+        own = generate_share(policy, prompts, options, **keywords)
     return join_ranks(own, group_size)
 
 
@@ -71,15 +72,15 @@ def score(
         return rewards.score(reward_set, examples, texts, ids)
 
     def scored() -> dict[str, Any]:
-        found = rewards.score(reward_set, examples, texts, ids)
-        per_fn = {name: values.tolist() for name, values in found.per_fn.items()}
-        return {"total": found.total.tolist(), "per_fn": per_fn, "reasons": found.reasons}
+        scores = rewards.score(reward_set, examples, texts, ids)
+        per_fn = {name: values.tolist() for name, values in scores.per_fn.items()}
+        return {"total": scores.total.tolist(), "per_fn": per_fn, "reasons": scores.reasons}
 
-    found = distributed.from_main(scored)
+    scores = distributed.from_main(scored)
     return RewardResult(
-        torch.tensor(found["total"]),
-        {name: torch.tensor(values) for name, values in found["per_fn"].items()},
-        {name: Counter(why) for name, why in found["reasons"].items()},
+        torch.tensor(scores["total"]),
+        {name: torch.tensor(values) for name, values in scores["per_fn"].items()},
+        {name: Counter(why) for name, why in scores["reasons"].items()},
     )
 
 
@@ -90,7 +91,7 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
     from safetensors.torch import load, save
 
     tensors: dict[str, Tensor] = {}
-    lists = split_tensors(vars(own), tensors)
+    lists = split_tensors(own, tensors)
     for name in OF_A_GROUP:
         lists[name] = lists[name][::group_size]
     packed = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
@@ -100,9 +101,18 @@ def join_ranks(own: Rollout, group_size: int) -> Rollout:
         for name in OF_A_GROUP:
             theirs[name] = [one for one in theirs[name] for _ in range(group_size)]
         known = load(data.numpy().tobytes())
-        theirs["sampling_logps"] = [known[name] for name in theirs["sampling_logps"]]
-        theirs["kept"] = [kept and [x and known[x] for x in kept] for kept in theirs["kept"]]
-        part = Rollout.of_state(theirs)
+        part = TypeAdapter(Rollout).validate_python(theirs, context=known)
         for field in dataclasses.fields(Rollout):
             getattr(every, field.name).extend(getattr(part, field.name))
     return every
+
+
+def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal numbers 0 … n−1 to the ranks: the largest first, each to who has the least so far."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        least = min(range(ranks), key=loads.__getitem__)
+        hands[least].append(number)
+        loads[least] += costs[number]
+    return [sorted(hand) for hand in hands]

@@ -63,6 +63,11 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
+    # By default FSDP2 gathers ahead, in backward, in the reverse order of all forward passes since
+    # the last one: those of a rollout, too, whose number and kind differ from rank to rank, which
+    # then wait for each other for ever. The model itself is whole: behind the first layer none.
+    for module, following in zip((*layers, model), (model, *layers), strict=True):
+        module.set_modules_to_backward_prefetch([following])
     if is_empty:
         model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -69,15 +69,15 @@ def read_metrics(run: str | Path) -> Rows:
 
 def series(rows: Rows, metric: str) -> Series:
     """(step, value) of one metric, where it was logged for a step and an axis can have it."""
-    found = []
+    points = []
     for index, row in enumerate(rows):
         if "update" in row:  # one of several in a step, which has a row of its own
             continue
         value, step = row.get(metric), row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
         if numbers and abs(value) < LARGEST and abs(step) < LARGEST:
-            found.append((float(step), float(value)))
-    return found
+            points.append((float(step), float(value)))
+    return points
 
 
 def smooth(points: Series) -> Series:
@@ -102,10 +102,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
-    path = Path(out)
-    # Without a suffix matplotlib would write to another name than this one; .pgf needs LaTeX.
-    if path.is_dir() or path.suffix in ("", ".pgf"):
-        raise ValueError(f"out: expected a file such as curves.png, got {str(out)!r}")
+    path = picture_path(out)
     if not runs:
         raise ValueError("runs: expected at least one run's folder, got none")
     logged = {label: read_metrics(run) for label, run in zip(_labels(runs), runs, strict=True)}
@@ -132,6 +129,20 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
         ]
         place = {"loc": "outside lower center", "ncols": min(4, len(logged)), "fontsize": 9}
         figure.legend(handles=handles, frameon=False, labelcolor=INK, **place)
+    return save_picture(figure, path)
+
+
+def picture_path(out: str | Path) -> Path:
+    """The file that a picture goes to. Raises ValueError for one that matplotlib cannot name."""
+    path = Path(out)
+    # Without a suffix matplotlib would write to another name than this one; .pgf needs LaTeX.
+    if path.is_dir() or path.suffix in ("", ".pgf"):
+        raise ValueError(f"out: expected a file such as curves.png, got {str(out)!r}")
+    return path
+
+
+def save_picture(figure: Any, path: Path) -> Path:
+    """Write a figure, with the same bytes for the same figure, and return where."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Software": None} if path.suffix == ".png" else None
     figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)

@@ -162,11 +162,11 @@ def completion_html(row: Row, largest: float) -> str:
     """One completion: its numbers in a line, then its tokens, shaded."""
     functions = [name for name in row if name.startswith("rewards/")]
     scores = [f"{text_html(n.removeprefix('rewards/'))} {_number(row[n])}" for n in functions]
-    found = row["extracted"]
-    if found is None and row["extracted_lenient"] is not None:
+    extracted = row["extracted"]
+    if extracted is None and row["extracted_lenient"] is not None:
         said = f"found out of form {text_html(row['extracted_lenient'])}"
     else:
-        said = "no answer found" if found is None else f"found {text_html(found)}"
+        said = "no answer found" if extracted is None else f"found {text_html(extracted)}"
     kind = {True: "right", False: "wrong", None: "unjudged"}[row["correct"]]
     facts = [
         f"<b>reward {_number(row['reward'])}</b>", f"advantage {row['advantage']:+.3g}",

@@ -10,19 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.data import Example
 from grpo_fast.rewards import Scorer
 from grpo_fast.train.collect.collector import Collected
 
 
 def rows_of(
-    collected: Collected, tokenizer: Any, scorer: Scorer, *, count: int, group_size: int
+    collected: Collected,
+    examples: Sequence[Example],  # of each completion
+    tokenizer: Any,
+    scorer: Scorer,
+    *,
+    count: int,
+    group_size: int,
 ) -> list[dict[str, Any]]:
     """The first completions, at least `count` of them and whole groups.
 
     A row holds the prompt, the completion and its answers as texts, the numbers that it was given,
     and token by token: `tokens` (texts), `logps` (the sampler's), `advantages`.
     """
-    rollout, examples, scores = collected.rollout, collected.examples, collected.scores
+    rollout = collected.rollout
     shown = min(len(rollout.texts), -(-count // group_size) * group_size)
     advantages = token_advantages(collected.advantages, rollout.lengths)
     rows = []
@@ -34,8 +41,8 @@ def rows_of(
             "group": i // group_size, "prompt": rollout.prompts[i], "completion": text,
             "answer": answer, "extracted": shown_answer(strict),
             "extracted_lenient": shown_answer(scorer.lenient(text)),
-            "correct": correct, "reward": float(scores.total[i]),
-            **{f"rewards/{name}": float(values[i]) for name, values in scores.per_fn.items()},
+            "correct": correct, "reward": float(collected.total[i]),
+            **{f"rewards/{name}": float(values[i]) for name, values in collected.rewards.items()},
             "advantage": float(advantages[i].mean()), "truncated": rollout.truncated[i],
             "tokens": token_texts(tokenizer, ids), "token_ids": ids,
             "logps": rollout.sampling_logps[i].tolist(), "advantages": advantages[i].tolist(),
@@ -51,7 +58,7 @@ def token_advantages(advantages: Tensor, lengths: Sequence[int]) -> list[Tensor]
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text, special tokens too.
+    """The text that each token adds, special tokens too.
 
     A character of several tokens stands at the last of them, the ones before are empty.
     """

@@ -57,7 +57,7 @@ class Trackers:
             self.accelerator.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """What the trackers hold back is written; later calls do nothing."""
+        """Flush and end the trackers; later calls do nothing."""
         if self.accelerator is not None:
             for tracker in self.accelerator.trackers:  # end_training ends the ranks' group, too
                 tracker.finish()
@@ -66,11 +66,11 @@ class Trackers:
 
 def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Nested settings under dotted names, as numbers and texts; None is a text, too."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{above}{key}"
         if isinstance(value, Mapping):
-            found |= flat(value, f"{name}.")
+            flattened |= flat(value, f"{name}.")
         else:
-            found[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return found
+            flattened[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flattened

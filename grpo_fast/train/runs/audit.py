@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_fast.data import escape_control
-from grpo_fast.train.runs.checkpoint import newest, read_state
+from grpo_fast.train.runs.checkpoint import newest
+from grpo_fast.train.runs.state import read_state
 
 FATES = {"kept": "trained", "filled": "trained (filled in)", "dropped": "dropped"}
 WAITING = "drawn and not yet trained"
@@ -58,14 +59,15 @@ def audit(run: str | Path) -> Audit:
     folder, notes = Path(run), list[str]()
     rows = _rows(folder / "prompts.jsonl")
     checkpoint = newest(folder, notes.append)
-    state = {} if checkpoint is None else read_state(checkpoint)
+    state = None if checkpoint is None else read_state(checkpoint)
     drawn = [(row, FATES[row["use"]]) for row in rows]
-    underway = state.get("underway")
-    if underway is not None and all(row["step"] < underway["number"] for row in rows):
+    step = None if state is None else state.underway
+    if step is not None and step.collected and all(row["step"] < step.number for row in rows):
         ends = {"dropped": FATES["dropped"]}
-        drawn += [(row, ends.get(row["use"], WAITING)) for row in underway["prompts"]]
+        drawn += [(vars(row), ends.get(row.use, WAITING)) for row in step.collected.prompts]
     fates = [Fate(i, row["prompt"], row["step"], fate) for i, (row, fate) in enumerate(drawn)]
-    return Audit(fates, list(_problems(fates, state.get("training_set"))), notes)
+    size = None if state is None else state.training_set
+    return Audit(fates, list(_problems(fates, size)), notes)
 
 
 def _problems(fates: list[Fate], size: int | None) -> Iterator[str]:

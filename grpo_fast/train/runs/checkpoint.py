@@ -14,24 +14,59 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import CheckpointError
-from grpo_fast.train.config.schema import MOST_OF_STATE, Format, Manifest, Part, State
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.files import read_regular, sha256_of, sync
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs.storage import owned_files, write_tensors
 
 FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
-STATE, WEIGHTS = "state.json", "weights"
-FORMAT = 2
+STATE, STATE_TENSORS = "state.json", "state.safetensors"
+WEIGHTS, TOKENIZER = "weights", "tokenizer"
+FORMAT = 3
 MOST_BYTES = 1 << 24  # of a manifest
 NAME = re.compile(r"step_(\d{6,12})(?:\+(\d{4,12}))?")
+
+
+Part = TypeVar("Part")
+STRICT = ConfigDict(strict=True, extra="forbid")  # of it, and of the dataclasses inside
+Sum = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# Files of a checkpoint, and no others: no code, no pickle, no path that leads out of it.
+FileName = Annotated[
+    str,
+    Field(
+        pattern=r"^(state\.(json|safetensors)|weights/shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
+        r"|tokenizer/[A-Za-z0-9_-]+\.(json|jinja|txt|model))$"
+    ),
+]
+
+
+@dataclass
+class Format:
+    """The part of a manifest that every format has."""
+
+    format: int
+
+
+@dataclass
+class Manifest:
+    """The files of a checkpoint with their bytes and sha256; `run` tells runs apart."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    format: int
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    step: Count
+    value: float | None  # which `prune` compares
+    files: dict[FileName, tuple[Count, Sum]]
 
 
 class FormatError(ValueError):
@@ -160,22 +195,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return read_checked(Manifest, checkpoint / MANIFEST, MOST_BYTES)
 
 
-def read_state(checkpoint: Path, tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
-    """The content of a checkpoint's state.json, checked. Raises ValueError with the field.
-
-    tensors: of the file beside it, each of which has one place; None: their names stay.
-    """
-    state = read_checked(State, checkpoint / STATE, tensors=tensors)
-    if tensors:
-        raise ValueError(f"{STATE}: the tensor {min(tensors)} has no place here")
-    if state.step != order_of(checkpoint.name)[0]:
-        expected = f"{STATE}: step: expected {order_of(checkpoint.name)[0]}, as its name says"
-        raise ValueError(f"{expected}, got {state.step}")
-    return state.model_dump(by_alias=True)
-
-
 def problem_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing, changed, or not its own.
+    """Name the fault of a checkpoint: a file that is missing, changed, or not its own.
 
     None: nothing. Raises FormatError for one of another version.
     """
@@ -233,9 +254,9 @@ def prune(latest: Path, keep: int) -> None:
         if manifest.run == run and order_of(path.name) <= place:
             values[path] = -math.inf if manifest.value is None else manifest.value
     best = max(values, key=lambda path: (values[path], order_of(path.name)))
-    kept = {*list(values)[:keep], *([best] if values[best] > -math.inf else [])}
+    spared = {*list(values)[:keep], *([best] if values[best] > -math.inf else [])}
     for path in values:
-        if path not in kept:
+        if path not in spared:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -250,17 +271,14 @@ def _synced_sum(file: Path) -> tuple[int, str]:
 
 
 def read_checked(
-    kind: type[Part],
-    path: Path,
-    most: int = MOST_OF_STATE,
-    tensors: dict[str, Tensor] | None = None,
+    kind: type[Part], path: Path, most: int, tensors: dict[str, Tensor] | None = None
 ) -> Part:
-    """The JSON of a regular file as a part of the schema. Raises ValueError with file and field.
+    """The JSON of a regular file as a dataclass. Raises ValueError with the file and the field.
 
     tensors: put in the places of their names, and taken out of the dict.
     """
     try:
-        return kind.model_validate_json(read_regular(path, most), context=tensors)
+        return TypeAdapter(kind).validate_json(read_regular(path, most), context=tensors)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]

@@ -12,13 +12,12 @@ from grpo_fast.train.files import written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.runs.checkpoint import WEIGHTS, problem_of, read_state
+from grpo_fast.train.runs.checkpoint import TOKENIZER, WEIGHTS, problem_of
 from grpo_fast.train.runs.folder import check_folder, claim_folder
+from grpo_fast.train.runs.state import read_state
 from grpo_fast.train.runs.storage import read_tensors
 from grpo_fast.train.update.critic import Critic, load_critic
 from grpo_fast.train.update.trainer import Trainer
-
-TOKENIZER = "tokenizer"
 
 
 def export(checkpoint: str | Path, out: str | Path) -> Path:
@@ -35,7 +34,7 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
     if problem is not None:
         raise ValueError(f"export: expected a whole checkpoint, got {source}: {problem}")
     check_folder(out)
-    config = RunConfig.model_validate(read_state(source)["config"]).model
+    config = RunConfig.model_validate(read_state(source).config).model
     # A run's folder is data: it may ask for no code, not for that of an attention either.
     plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
     tokenizer = load_tokenizer(ModelConfig(path=str(source / TOKENIZER)))
@@ -48,7 +47,7 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
 
 
 def save_models(trainer: Trainer, folder: Path) -> None:
-    """What the run was for, behind its summary: a disk that is full costs no more than this."""
+    """Save the trained models, after the summary: a full disk then costs no more than them."""
     policy, critic = unsharded_models(trainer.config, trainer.policy, trainer.critic)
     with distributed.together(), written(folder / "model"):
         if distributed.is_main():
@@ -72,7 +71,7 @@ def unsharded_models(
         if distributed.is_main():
             own = config.model.model_copy(update={"device": "cpu"})
             plain[0] = load_policy(own, policy.tokenizer)
-            plain[1] = load_critic(config, plain[0])
+            plain[1] = load_critic(config.critic, config.model, plain[0])
     both: tuple[Any, Any] = policy, critic
     for sharded, whole in zip(both, plain, strict=True):
         if sharded is not None:

@@ -102,15 +102,15 @@ def _of_examples(examples: Sequence[Example]) -> str:
 
 
 def _of_path(path: str) -> str:
-    """Of a file its hash, of a model's folder that of its weights, of a hub id the commit."""
+    """Identify a file or a model's folder by a hash, a hub id by its commit."""
     place = Path(path)
     if place.is_file():
         return f"sha256 {sha256_of(place.resolve())[1][:16]}"
     if not place.is_dir():
         from transformers.utils import cached_file
 
-        found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
-        return "unknown" if found is None else f"commit {Path(found).parent.name}"
+        config_file = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+        return "unknown" if config_file is None else f"commit {Path(config_file).parent.name}"
     files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
     rows = [(file.name, *sha256_of(file.resolve())) for file in files]
     return f"sha256 {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}"

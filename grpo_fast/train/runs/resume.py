@@ -21,7 +21,6 @@ from grpo_fast.train.runs.checkpoint import (
     newest,
     order_of,
     problem_of,
-    read_state,
     set_aside,
 )
 from grpo_fast.train.runs.folder import (
@@ -31,6 +30,7 @@ from grpo_fast.train.runs.folder import (
     claim_folder,
     is_occupied,
 )
+from grpo_fast.train.runs.state import read_state
 
 AUTO, CONFIG = "auto", "config.yaml"
 LOGS, COMPLETIONS = ("metrics.jsonl", "prompts.jsonl"), "completions"
@@ -50,12 +50,14 @@ class Start(NamedTuple):
         lengths: bytes of metrics.jsonl and prompts.jsonl that were written until then.
         again: files of this run lie in the folder already.
         fingerprints: of data, rewards and reference, as the checkpoint has them.
+        lock: of the folder, taken before anybody looked; None: it was not there yet.
     """
 
     checkpoint: Path | None = None
     lengths: tuple[int, int] = (0, 0)
     again: bool = False
     fingerprints: dict[str, str] = {}  # noqa: RUF012 (nobody writes into it)
+    lock: FolderLock | None = None
 
     @property
     def source(self) -> Path | None:
@@ -96,32 +98,29 @@ def find_start(config: RunConfig, say: Callable[[str], None]) -> Start:
     if not is_own:
         check_folder(folder)
     state = read_state(checkpoint)
-    check_same(state["config"], config)
-    if state["step"] > config.steps:
+    check_same(state.config, config)
+    if state.step > config.steps:
         expected = f"expected a checkpoint of at most the {config.steps} steps of the run"
         raise ValueError(f"resume: {expected}, got {checkpoint}")
-    metrics, prompts = state["lengths"]
-    for name, length in zip(LOGS, (metrics, prompts), strict=True):
+    for name, length in zip(LOGS, state.lengths, strict=True):
         _check_log(source / name, length)
-    return Start(checkpoint, (metrics, prompts), is_own, state["fingerprints"])
+    return Start(checkpoint, state.lengths, is_own, state.fingerprints)
 
 
-def enter_folder(
-    folder: str | Path, start: Start, lock: FolderLock | None = None
-) -> tuple[Path, FolderLock]:
+def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
     """The folder of a run, made and locked, as it was when `start` was written.
 
     Newer checkpoints are set aside; the logs of another run are copied into a new folder.
     """
     if start.again:
-        lock = lock or FolderLock(folder)
+        lock = start.lock or FolderLock(folder)
         if start.checkpoint is not None:
             place = order_of(start.checkpoint.name)
             for path in (path for path in checkpoints_in(folder) if order_of(path.name) > place):
                 set_aside(path)
         return Path(folder), lock
     path = claim_folder(folder)
-    lock = lock or FolderLock(path)
+    lock = start.lock or FolderLock(path)
     check_folder(path)  # two that came at the same time: the second finds it occupied
     if start.source is not None:
         for name in (*LOGS, COMPLETIONS):

@@ -1,10 +1,16 @@
-"""The steps of a run in their order, and all that is written about them."""
+"""The steps of a run in their order: logged, evaluated and saved when they are made."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from grpo_fast.errors import (
     SAVED,
@@ -12,39 +18,65 @@ from grpo_fast.errors import (
     EngineError,
     NonFiniteGradient,
     NonFiniteLogits,
+    RankError,
     Stopped,
 )
 from grpo_fast.objective.advantages import CENTERED
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import Engine, awake
+from grpo_fast.rollout.saved import split_tensors
+from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import EvalResult
 from grpo_fast.train.metrics.losses import finite, is_zero_on_policy
-from grpo_fast.train.report.report import zero_line
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report.lines import zero_line
+from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
-from grpo_fast.train.runs.run_state import RunState
+from grpo_fast.train.runs import storage
+from grpo_fast.train.runs.checkpoint import (
+    STATE,
+    STATE_TENSORS,
+    TOKENIZER,
+    WEIGHTS,
+    name_of,
+    prune,
+    read_manifest,
+    write_checkpoint,
+)
+from grpo_fast.train.runs.state import RandomState, State, check_round_trip, read_state
 from grpo_fast.train.update.step import Step
+from grpo_fast.train.update.trainer import Trainer
 
 
 class Run:
     """Hands out steps; logs, evaluates and saves them when they are made.
 
     Args:
-        state: what a checkpoint holds, loaded from one or new.
-        evaluate: asks the held-out questions.
-        engine: samples the answers to them.
+        evaluate: asks the engine the held-out questions.
+        fingerprints: of all that the run depends on.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        state: RunState,
+        collector: Collector,
+        trainer: Trainer,
+        report: RunReport,
         evaluate: Callable[[Engine], EvalResult],
-        engine: Engine,
+        fingerprints: dict[str, str],
     ) -> None:
-        self.config, self.state, self.engine, self._evaluate = config, state, engine, evaluate
-        self.report, self.trainer = state.report, state.trainer
+        self.config, self.collector, self.trainer, self.report = config, collector, trainer, report
+        self.engine, self._evaluate = collector.engine, evaluate
+        self.id = uuid.uuid4().hex  # by which the run knows its own checkpoints
         self.number = 0  # of the step that is being made
+        self.state = State(
+            step=0, before=None, after=None, metrics={}, lengths=report.lengths(),
+            random=RandomState.now(), collector=collector.state_dict(),
+            trainer=trainer.state_dict(), underway=None, ahead=None, fallback=self.engine.fallback,
+            training_set=len(collector.queue.examples), fingerprints=fingerprints,
+            config=config.model_dump(mode="json"),
+        )  # fmt: skip
 
     def steps(self) -> Iterator[Step]:
         """All steps that are left, the one under way first; an evaluation before the first."""
@@ -56,32 +88,45 @@ class Run:
             before = self.evaluate(0)
             self.report.log(0, before)
             state.before = state.after = before
-            state.mark()
+            self.mark()
         for number in range(state.step + 1, self.config.steps + 1):
             self.number = number
             yield state.underway or trainer.begin(number)
 
+    def mark(self) -> None:
+        """Remember all that a rollout and an evaluation change before they come to their end.
+
+        A run that is ended in the middle of one starts it again, from here.
+        """
+        self.state.collector, self.state.lengths = (
+            self.collector.state_dict(),
+            self.report.lengths(),
+        )
+        self.state.random = RandomState.now()
+
     def rest(self, step: Step) -> None:
-        """A place where the run can be left: what a checkpoint saved from here on goes on from."""
+        """A place where the run can be left: a checkpoint that is saved now goes on from here."""
         self.state.underway = step
-        self.state.mark()
+        self.mark()
 
     def finish(self, step: Step) -> None:
-        """A step is made: evaluate and save if that is due, and write it down."""
-        config, number = self.config, step.number
-        metrics, after = dict(step.metrics), None
+        """Write a step down that is made; evaluate and save if that is due."""
+        config, number, state = self.config, step.number, self.state
+        metrics = dict(step.metrics)
         if number == config.steps or (config.eval.every and number % config.eval.every == 0):
             metrics |= (after := self.evaluate(number))
-        self.report.prompts(step.collected.prompts)
+            state.after = after or state.after
+        self.report.prompts([vars(row) for row in step.collected.prompts])
         for row in step.update_rows:
             self.report.log(number, row)
         self.report.log(number, finite(metrics))
         every = config.log.completions_every
         if every and (number in (1, config.steps) or number % every == 0):
             self.report.completions(number, self._rows(step))
-        self.state.finish_step(number, finite(metrics), after)
+        state.step, state.metrics, state.underway = number, finite(metrics), None
+        self.mark()
         if config.checkpoint.every and number % config.checkpoint.every == 0:
-            self.state.save()
+            self.save()
 
     def evaluate(self, steps: int) -> dict[str, float]:
         """Metrics on the held-out questions, by the weights after so many steps."""
@@ -90,10 +135,12 @@ class Run:
 
     def _rows(self, step: Step) -> list[dict[str, Any]]:
         """The completions of a step for its table and for the page."""
-        collected = step.collected._replace(advantages=step.batch.used_advantages())
-        answers = [example.answer for example in collected.examples if example.answer]
+        examples = self.collector.examples_of(step.collected)
+        used = dataclasses.replace(step.collected, advantages=step.batch.used_advantages())
+        answers = [example.answer for example in examples if example.answer]
         return rows_of(
-            collected, self.trainer.policy.tokenizer, scorer_for(self.config.data.task, answers),
+            used, examples, self.trainer.policy.tokenizer,
+            scorer_for(self.config.data.task, answers),
             count=self.config.log.completions, group_size=self.config.rollout.group_size,
         )  # fmt: skip
 
@@ -115,13 +162,129 @@ class Run:
             raise EngineError(f"{error}; {self._saved()}") from error
         except Stopped as stopped:
             self.trainer.forget_gradients()
-            path = self.state.save()
+            path = self.save()
             stopped.code = SAVED
             self.report.note(f"{stopped.name}: saved in {path}; resume=auto goes on from there")
             raise
 
     def _saved(self) -> str:
         try:
-            return f"saved in {self.state.save()}"
+            return f"saved in {self.save()}"
         except CheckpointError as error:
             return str(error)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the latest mark, and prune the older ones. Collective."""
+        trainer, config, underway = self.trainer, self.config, self.state.underway
+        if config.optim.states != "full":
+            expected = "expected optim.states: full, whose moments a file can hold"
+            raise CheckpointError(f"checkpoint: {expected}, got {config.optim.states}")
+        name = name_of(self.state.step, 0 if underway is None else underway.place)
+        best = config.checkpoint.best if underway is None else None
+        value = None if best is None else self.state.metrics.get(best)
+        self.report.sync()
+        tensors: dict[str, torch.Tensor] = {}
+        state = split_tensors(self._stored(), tensors)
+        weights = trainer.weights()
+
+        def fill(folder: Path) -> None:
+            from safetensors.torch import save_file
+
+            trainer.policy.tokenizer.save_pretrained(folder / TOKENIZER)
+            save_file(tensors, folder / STATE_TENSORS)
+            (folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+        path = write_checkpoint(
+            self.report.folder, name, weights | trainer.moments(weights), fill,
+            {"run": self.id, "step": self.state.step, "value": value},
+        )  # fmt: skip
+        distributed.from_main(lambda: prune(path, config.checkpoint.keep))
+        return path
+
+    def _stored(self) -> State:
+        """The state for a checkpoint. Collective: a rank has its own part of a step."""
+        underway = self.state.underway
+        return dataclasses.replace(
+            self.state, trainer=self.trainer.state_dict(), fallback=self.engine.fallback,
+            underway=None if underway is None else underway.stored(),
+            ahead=self.collector.ahead.state_dict(),
+        )  # fmt: skip
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint. Collective.
+
+        Raises ValueError for one that does not fit: nothing is filled in.
+        """
+        from safetensors.torch import load_file
+
+        with _refused(folder), distributed.together():
+            state = read_state(folder, load_file(folder / STATE_TENSORS))
+            weights = self.trainer.weights()
+            weights |= self.trainer.moments(weights, storage.stored_names(folder / WEIGHTS))
+        with _refused(folder):
+            storage.read_tensors(folder / WEIGHTS, weights)
+        with _refused(folder), distributed.together():
+            self._load_state(folder, state)
+        with _refused(folder):
+            again = self._stored()
+        with _refused(folder), distributed.together():
+            if distributed.is_main():
+                check_round_trip(again, folder)
+            state.random.restore()
+            self.state.random = RandomState.now()
+
+    def _load_state(self, folder: Path, state: State) -> None:
+        collector, trainer, step = self.collector, self.trainer, state.underway
+        vocab_size = trainer.policy.head.weight.shape[0]
+        collector.load_state_dict(state.collector)
+        trainer.load_state_dict(state.trainer)
+        if step is not None:
+            _check_place(step, self.config, state.step + 1)
+            step.collected.rollout.check(vocab_size)
+            collector.examples_of(step.collected)  # raises for prompts of other completions
+            trainer.resume(step)
+        if state.ahead is not None:
+            state.ahead.rollout.check(vocab_size)
+        collector.ahead.sampled = state.ahead
+        self._load_path(state.fallback)
+        if folder.parent.parent.resolve() == Path(self.report.folder).resolve():
+            self.id = read_manifest(folder).run
+        self.state = dataclasses.replace(
+            state, config=self.state.config, fingerprints=self.state.fingerprints,
+            training_set=self.state.training_set,
+        )  # fmt: skip
+        self.mark()
+
+    def _load_path(self, fallback: str | None) -> None:
+        """Sample as the run before did: by transformers' `generate` where its own loop was not."""
+        if fallback is not None:
+            self.engine.fallback = fallback
+        elif self.engine.fallback is not None:
+            now = "which this one cannot take: its bits are others from here on"
+            self.report.note(f"resume: the run before sampled by its own loop, {now}")
+
+
+def _check_place(step: Step, config: RunConfig, number: int) -> None:
+    """Raise a ValueError for another step than this one, or for one without its updates."""
+    epoch, minibatch, per_pass = step.epoch, step.minibatch, config.minibatches
+    made, is_ended = len(step.updates), epoch == config.inner_iterations
+    fits = epoch < config.inner_iterations and made == epoch * per_pass + minibatch
+    fits = (fits and minibatch <= per_pass) or (is_ended and not minibatch and made > 0)
+    has_all = step.collected is not None and step.packing is not None
+    if not (fits and has_all and step.number == number and step.updates.per_pass == per_pass):
+        came = f"step {step.number}, epoch {epoch}, minibatch {minibatch}, {made} updates"
+        raise ValueError(f"{STATE}: underway: expected a place in step {number}, got {came}")
+
+
+@contextmanager
+def _refused(folder: Path) -> Iterator[None]:
+    """Name the checkpoint that does not fit."""
+    try:
+        yield
+    except Exception as error:  # the readers of safetensors have classes of their own
+        is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
+        if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
+            raise
+        text = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
+        said = f"expected a checkpoint of this configuration in {folder}"
+        raise ValueError(f"resume: {said}, got another: {text}") from error

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from torch import Tensor
 from grpo_fast import Support
 from grpo_fast.attention import PackedGroups, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.rollout import Rollout
+from grpo_fast.rollout.saved import Saved
+from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.ranks import distributed
+from grpo_fast.train.ranks.rollouts import balanced
+from grpo_fast.train.update.totals import Totals
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
 FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
@@ -37,6 +41,7 @@ class MicroBatch:
     old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
     returns: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
+    prompt_items: Tensor | None = None  # (B,) fp64: by what `aggregation: prompt_mean` divides
     is_idle: bool = False  # no token counts: another rank has one micro-batch more
 
     @classmethod
@@ -90,23 +95,6 @@ class MicroBatch:
         return len(self.chosen)
 
 
-class Totals(NamedTuple):
-    """Of an optimizer step, on all ranks together: what its losses are divided by."""
-
-    items: int  # tokens that count
-    completions: int
-    micro_batches: int
-    trunk_tokens: int
-
-    @classmethod
-    def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
-        """Of one rank alone."""
-        items = max(1, sum(batch.active_tokens for batch in minibatch))
-        completions = sum(len(batch) for batch in minibatch)
-        trunk = sum(batch.trunk_tokens for batch in minibatch)
-        return cls(items, completions, len(minibatch), trunk)
-
-
 def support_of(
     rollout: Rollout, chosen: Sequence[int], device: torch.device | str
 ) -> Support | None:
@@ -126,8 +114,17 @@ def support_of(
             ids.append(kept.ids)
             counts.append(kept.offsets.diff())
     offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
-    joined = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
-    return Support(joined.to(device), offsets.to(device))
+    all_ids = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
+    return Support(all_ids.to(device), offsets.to(device))
+
+
+@dataclass
+class Packing:
+    """The state of a batch: its completions by minibatch, and all that is computed once for it."""
+
+    parts: list[list[Count]]
+    budget: Positive
+    fixed: dict[str, list[Saved]]  # by name, a tensor for each completion
 
 
 class StepBatch:
@@ -212,21 +209,36 @@ class StepBatch:
         for name, values in known.items():
             self.set(name, values)
 
+    def state_dict(self) -> Packing:
+        """The packing for a checkpoint. Collective."""
+        fixed = [name for name in FIXED if self.has_fixed and self.has(name)]
+        return Packing(self.parts, self.budget, {name: self.of_each(name) for name in fixed})
+
+    def load_state_dict(self, packing: Packing) -> None:
+        """Go on from `state_dict`. Raises ValueError for parts of another batch."""
+        if sorted(i for part in packing.parts for i in part) != list(range(len(self.advantages))):
+            raise ValueError("underway.packing.parts: expected every completion once")
+        self.parts = packing.parts
+        self.pack(packing.budget)
+        for name, values in packing.fixed.items():
+            self.set(name, [value.to(self.device) for value in values])
+        self.has_fixed = bool(packing.fixed)
+
     def has(self, name: str) -> bool:
         """Whether the micro-batches have values of this name."""
         return all(getattr(batch, name) is not None for batch in self.micro_batches)
 
     def of_each(self, name: str) -> list[Tensor]:
         """The (R,) values of this name as one tensor for each completion, in their order."""
-        found: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
         for batch in self.micro_batches:
             if not batch.is_idle:
                 views = batch.packed.split(getattr(batch, name))
-                found.update(zip(batch.chosen, views, strict=True))
+                values.update(zip(batch.chosen, views, strict=True))
         if self.ranks > 1:
             like = getattr(self.micro_batches[0], name)
-            return distributed.exchange(found, self.rollout.lengths, like)
-        return [found[i] for i in range(len(found))]
+            return distributed.exchange(values, self.rollout.lengths, like)
+        return [values[i] for i in range(len(values))]
 
     def set(self, name: str, values: Sequence[Tensor]) -> None:
         """Hand the micro-batches values of this name: a tensor for each completion, in order."""
@@ -250,11 +262,16 @@ class StepBatch:
             trunk += sum(self._cost(members) for chosen in plan for members in chosen)
             plans.append(plan)
         micro_batches = [self._packed(chosen) for chosen in plans[self.rank]]
-        missing = max(map(len, plans)) - len(micro_batches)
-        if missing:
+        if missing := max(map(len, plans)) - len(micro_batches):
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self._packed([[shortest]]).idle()] * missing
-        items = sum(len(self.rollout.completion_ids[i]) for i in part if self._counts(i))
+        # The loss takes len(part)/G for the number of prompts: here it is that of those present.
+        scale = len(groups) * self.group_size / len(part)
+        of_prompt = {i: sum(map(self._tokens, group)) for group in groups for i in group}
+        for batch in micro_batches:
+            x = [of_prompt[i] * scale for i in batch.chosen]
+            batch.prompt_items = torch.tensor(x, dtype=torch.float64, device=self.device)
+        items = sum(map(self._tokens, part))
         return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
 
     def _packed(self, chosen: list[list[int]]) -> MicroBatch:
@@ -268,18 +285,8 @@ class StepBatch:
     def _cost(self, group: Sequence[int]) -> int:
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
-    def _counts(self, i: int) -> bool:
-        """Whether the tokens of a completion do, as in `MicroBatch.pack`."""
+    def _tokens(self, i: int) -> int:
+        """The tokens of a completion that count, as in `MicroBatch.pack`."""
         cut = self.mask_truncated and self.rollout.truncated[i]
-        return not cut and not bool(self.advantages[i].isnan())
-
-
-def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal numbers 0 … n−1 to the ranks: the largest first, each to who has the least so far."""
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        least = min(range(ranks), key=loads.__getitem__)
-        hands[least].append(number)
-        loads[least] += costs[number]
-    return [sorted(hand) for hand in hands]
+        counts = not cut and not bool(self.advantages[i].isnan())
+        return len(self.rollout.completion_ids[i]) if counts else 0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.config.run import SHARDED
-from grpo_fast.train.planning.memory_model import USABLE_GPU, Memory, Shape, predict_run
+from grpo_fast.train.planning.memory_model import USABLE_GPU, predict_model
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
 
@@ -27,6 +30,15 @@ GIB = 2**30
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
+@dataclass
+class BudgetState:
+    """The budget as it was lowered, and the largest micro-batches so far."""
+
+    tokens: Positive
+    largest: Count
+    most_rows: Count
+
+
 class TokenBudget:
     """The token budget of a run.
 
@@ -37,7 +49,7 @@ class TokenBudget:
 
     def __init__(self, lm: Any, config: RunConfig) -> None:
         self.device = next(lm.parameters()).device
-        self.memory = _predict(lm, config, self.device.type)
+        self.memory = predict_model(lm, config, self.device.type)
         self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
         fixed = config.tokens_per_microbatch
         self.tokens = fixed or min(distributed.gather(self._default()))
@@ -87,9 +99,9 @@ class TokenBudget:
 
     def _lower(self, batch: StepBatch, reason: str) -> None:
         alone = all(len(micro) == 1 for micro in batch.micro_batches)
-        found = distributed.gather([alone, batch.largest])
-        largest = max(tokens for _, tokens in found)
-        if all(is_alone for is_alone, _ in found):
+        of_ranks = distributed.gather([alone, batch.largest])
+        largest = max(tokens for _, tokens in of_ranks)
+        if all(is_alone for is_alone, _ in of_ranks):
             raise ValueError(
                 f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
                 f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
@@ -99,13 +111,11 @@ class TokenBudget:
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
 
-    def state_dict(self) -> dict[str, int]:
-        """The budget as it was found, and the largest micro-batches so far."""
-        return {"tokens": self.tokens, "largest": self.largest, "most_rows": self.most_rows}
+    def state_dict(self) -> BudgetState:
+        return BudgetState(self.tokens, self.largest, self.most_rows)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.tokens, self.largest = state["tokens"], state["largest"]
-        self.most_rows = state["most_rows"]
+    def load_state_dict(self, state: BudgetState) -> None:
+        self.tokens, self.largest, self.most_rows = dataclasses.astuple(state)
 
     @property
     def predicted_peak(self) -> int | None:
@@ -157,13 +167,3 @@ def _host_memory() -> int:
 def host_peak() -> int:
     """Bytes: the most this process has had in main memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _predict(lm: Any, config: RunConfig, device: str) -> Memory | None:
-    try:
-        shape = Shape.of(lm.config.get_text_config(), sum(p.numel() for p in lm.parameters()))
-    except ValueError as error:
-        said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
-        log.warning(said, error)
-        return None
-    return predict_run(shape, config, device)

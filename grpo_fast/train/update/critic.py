@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention import PackedGroups
-from grpo_fast.objective.aggregation import step_weights
+from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.value import explained_variance, value_losses
-from grpo_fast.train.config import CriticConfig, OptimConfig, RunConfig
+from grpo_fast.train.config import CriticConfig, ModelConfig, OptimConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import sharding
@@ -43,7 +43,7 @@ class Critic:
         self.trunk.model.train()
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the critic's own optimizer trains: the head, and a trunk of its own."""
+        """The parameters of the critic's own optimizer: the head, and a trunk of its own."""
         return [*self.head.parameters(), *([] if self.is_shared else self.trunk.trainable())]
 
     def optimizer(self, config: OptimConfig, total_steps: int) -> Optimizer:
@@ -112,19 +112,20 @@ class Critic:
         save_file(state, folder / HEAD_FILE)
 
 
-def load_critic(config: RunConfig, policy: Policy) -> Critic | None:
+def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy) -> Critic | None:
     """The critic of a run, with the head that lies in `critic.path`, if one does; None without.
+
+    model: the policy's, whose dtype and options a model of the critic's own takes.
 
     Raises ValueError for a model that is not there, or a head of another width.
     """
-    critic = config.critic
     if critic is None:
         return None
     if critic.kind == "shared":
         return Critic(policy, critic)
     if critic.path is None:
         return Critic(policy, critic, policy.trainable_copy())
-    own = config.model.model_copy(update={"path": critic.path, "config": None})
+    own = model.model_copy(update={"path": critic.path, "config": None})
     try:
         trunk = load_policy(own, policy.tokenizer, empty=policy.is_empty)
     except ValueError as error:
@@ -148,7 +149,7 @@ def _load_head(head: nn.Linear, file: Path) -> None:
 
 
 def token_weights(
-    batch: MicroBatch, config: LossConfig, items: int, completions: int
+    batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
 ) -> Tensor:  # (R,)
     """w_t of the policy's loss for every token of a micro-batch, 0 where one does not count.
 
@@ -161,7 +162,7 @@ def token_weights(
     weights = step_weights(
         str(config.aggregation), active, batch.active_tokens,
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
-        num_completions_in_batch=completions,
+        num_completions_in_batch=completions, group_size=config.group_size,
     )  # fmt: skip
     # Told its size, a GPU need not be waited for.
     return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
@@ -172,9 +173,9 @@ def value_metrics(batch: StepBatch) -> dict[str, float]:
     counts = torch.cat(batch.of_each("completion_mask"))
     values = torch.cat(batch.of_each("old_values"))[counts]
     returns = torch.cat(batch.of_each("returns"))[counts]
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "value/mean": values.double().mean(),
         "value/error": (values - returns).double().square().mean(),
         "value/explained_variance": explained_variance(values, returns),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in metrics.items()}

@@ -7,10 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast import LossConfig, Support
+from grpo_fast import LossConfig, Support, TeacherHead, linear_divergence
 from grpo_fast.attention import Head
-from grpo_fast.kernels.types import LogitRule
-from grpo_fast.loss.exact_kl import linear_exact_kl
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.train.update.batch import MicroBatch
 
@@ -24,7 +22,7 @@ class ExactKL(NamedTuple):
 
 def policy_term(config: LossConfig) -> LossConfig:
     """What is left for the loss: the same without the KL where that is exact."""
-    if config.kl_estimator != EXACT:
+    if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
 
@@ -37,27 +35,28 @@ def exact_kl(
     weights: Tensor,  # (R,)
     config: LossConfig,
 ) -> ExactKL:
-    """KL(policy ‖ reference) at the active tokens of a micro-batch with `ref_hidden`.
+    """The KL to the reference at the active tokens of a micro-batch with `ref_hidden`.
 
     Args:
         hidden: the policy's, of the packed row.
         weights: of the completion tokens, in the whole optimizer step.
     """
     assert batch.ref_hidden is not None
-    mask = batch.completion_mask
-    rule, ref_rule = (
-        LogitRule(x.logit_scale, x.softcap, float(config.temperature)) for x in (head, ref_head)
-    )
+    mask, temperature = batch.completion_mask, float(config.temperature)
+    bias = None if ref_head.bias is None else ref_head.bias.detach()
+    reference = TeacherHead(
+        batch.ref_hidden[mask], ref_head.weight.detach(), bias, temperature, ref_head.softcap,
+        ref_head.logit_scale,
+    )  # fmt: skip
     with torch.set_grad_enabled(config.beta != 0):
-        # index_select: gradients of a row that several completions share are added in their order.
-        kl = linear_exact_kl(
-            hidden.index_select(0, batch.packed.predicting[mask]), head.weight,
-            batch.ref_hidden[mask], ref_head.weight,
-            bias=head.bias, ref_bias=ref_head.bias, rule=rule, ref_rule=ref_rule,
+        kl = linear_divergence(
+            hidden, head.weight, reference, EXACT[config.kl_estimator], weights=weights[mask],
+            hidden_rows=batch.packed.predicting[mask], bias=head.bias, temperature=temperature,
+            softcap=head.softcap, logit_scale=head.logit_scale,
             support=None if batch.support is None else selected(batch.support, mask),
         )  # fmt: skip
-    mean = kl.detach().sum(dtype=torch.float64).float() / max(len(kl), 1)
-    return ExactKL((weights[mask] * kl).sum(), mean)
+    mean = kl.values.sum(dtype=torch.float64).float() / max(len(kl.values), 1)
+    return ExactKL(kl.loss, mean)
 
 
 def selected(support: Support, mask: Tensor) -> Support:  # (R,) bool

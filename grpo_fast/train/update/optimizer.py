@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,12 +15,21 @@ from torch import Tensor, nn
 
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.train.config import OptimConfig
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks.distributed import sum_gradients, whole
 
 log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 3
-COUNTERS = ("steps", "skipped", "_skipped_in_a_row")
+
+
+@dataclass
+class OptimizerState:
+    """The place in the schedule, and the bad gradients so far."""
+
+    steps: Count
+    skipped: Count
+    skipped_in_a_row: Count
 
 
 class Optimizer:
@@ -35,7 +45,7 @@ class Optimizer:
             raise ValueError("parameters: expected at least one that is trained, came none")
         self.parameters, self.config, self.total_steps = parameters, config, total_steps
         self.adam = build_adam(parameters, config)
-        self.steps = self.skipped = self._skipped_in_a_row = 0
+        self.steps = self.skipped = self.skipped_in_a_row = 0
         self.last_norm = math.nan
 
     @property
@@ -57,10 +67,10 @@ class Optimizer:
         if math.isfinite(norm):
             self._set_rate(self.learning_rate)
             self.adam.step()
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
         else:
             self.skipped += 1
-            self._skipped_in_a_row += 1
+            self.skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
         self.last_norm = norm
         self.steps += 1
@@ -69,17 +79,16 @@ class Optimizer:
 
     def check(self) -> None:
         """Raise NonFiniteGradient after the third bad gradient in a row."""
-        if self._skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
+        if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
             raise NonFiniteGradient(f"{said} (the last norm: {self.last_norm})")
 
-    def counters(self) -> dict[str, int]:
-        """Where the schedule stands, and what was skipped."""
-        return {name: getattr(self, name) for name in COUNTERS}
+    def state_dict(self) -> OptimizerState:
+        """The state beside the moments."""
+        return OptimizerState(self.steps, self.skipped, self.skipped_in_a_row)
 
-    def load_counters(self, counters: dict[str, int]) -> None:
-        for name in COUNTERS:
-            setattr(self, name, counters[name])
+    def load_state_dict(self, state: OptimizerState) -> None:
+        vars(self).update(vars(state))
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
         """The moments of the parameters by name, as they lie in the optimizer.
@@ -93,27 +102,22 @@ class Optimizer:
             for kind, value in state.items()
         }
 
-    def room_for_moments(
-        self, stored: Sequence[str], parameters: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Tensors for a checkpoint's moments, by name: of each parameter all, or none.
-
-        A parameter that was never trained has none. The optimizer goes on with them.
+    def make_moments(self, stored: Collection[str], names: Mapping[Tensor, str]) -> None:
+        """Make zeros for the moments of a checkpoint: of each parameter all, or none.
 
         Args:
-            stored: the names of the moments in the checkpoint.
-            parameters: by name.
+            stored: the names of the moments. A parameter that was never trained has none.
+            names: of the parameters.
         """
-        own, trained = {id(p) for p in self.parameters}, {x.rpartition(".")[0] for x in stored}
+        trained = {name.rpartition(".")[0] for name in stored}
         self.adam.state.clear()
-        for name, parameter in parameters.items():
-            if name in trained and id(parameter) in own:
+        for parameter in self.parameters:
+            if names[parameter] in trained:
                 self.adam.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                     "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
                 }
-        return self.moments({parameter: name for name, parameter in parameters.items()})
 
     def pass_over(self, steps: int) -> None:
         """Let the schedule go on as if so many steps had been taken."""

@@ -1,40 +1,95 @@
-"""One step of a run, and its state between two updates for a checkpoint."""
+"""One step of a run, which is also what a checkpoint has of it between two updates."""
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from grpo_fast.data import Example
-from grpo_fast.rewards import RewardResult
-from grpo_fast.rollout import Rollout
 from grpo_fast.train.collect.collector import Collected
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.metrics.clock import Clock
-from grpo_fast.train.metrics.losses import LossMetrics
-from grpo_fast.train.update.batch import FIXED, StepBatch
-from grpo_fast.train.update.updates import Updates
+from grpo_fast.train.metrics.losses import LossMetrics, finite
+from grpo_fast.train.update.batch import Packing, StepBatch
+
+
+@dataclass
+class Updates:
+    """The losses, the gradient norm and the learning rate of each update.
+
+    Args:
+        per_pass: optimizer updates of one pass over the batch.
+        first: the number of the first update, from 1, in the whole run.
+    """
+
+    per_pass: Count
+    first: Count
+    losses: list[LossMetrics] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not len(self.losses) == len(self.norms) == len(self.rates):
+            raise ValueError("updates: expected as many norms and rates as losses")
+
+    def add(self, losses: LossMetrics, rate: float, norm: float) -> None:
+        self.losses.append(losses)
+        self.rates.append(rate)
+        self.norms.append(norm)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    @property
+    def passes(self) -> float:
+        return len(self) / self.per_pass
+
+    def merged(self, losses: Sequence[LossMetrics] | None = None) -> LossMetrics:
+        """The losses of all updates, or of some, as one; the logps are those of the first pass."""
+        seen = LossMetrics()
+        for index, each in enumerate(self.losses if losses is None else losses):
+            seen.extend(each, with_logps=index < self.per_pass)
+        return seen
+
+    def last_pass(self, name: str) -> float:
+        """The mean of a metric over the tokens of the whole latest pass (one sync)."""
+        return self.merged(self.losses[-self.per_pass :]).mean(name)
+
+    def rows(self) -> list[dict[str, float]]:
+        """A row of metrics for each update: its loss's, `grad_norm`, `learning_rate`, `update`."""
+        return [
+            finite({"update": float(self.first + index), **losses.result(), "grad_norm": norm,
+                    "learning_rate": rate})
+            for index, (losses, norm, rate) in enumerate(
+                zip(self.losses, self.norms, self.rates, strict=True)
+            )
+        ]  # fmt: skip
 
 
 @dataclass
 class Step:
-    """One step of a run: its completions, the updates made so far, what was measured.
+    """One step of a run: its completions, the updates made so far, the metrics.
 
     The next update is that of minibatch `minibatch` in pass `epoch`; `metrics` are there when all
-    updates are made and what follows from them is done.
+    updates are made and the schedules have moved on.
+
+    Attributes:
+        packing: in a checkpoint, the state of `batch`.
     """
 
-    number: int
+    number: Count
     updates: Updates
-    clock: Clock
+    clock: Clock = field(default_factory=Clock)
     collected: Collected | None = None
-    batch: StepBatch | None = None
+    packing: Packing | None = None
     noise: dict[str, float] | None = None
-    epoch: int = 0
-    minibatch: int = 0
+    epoch: Count = 0
+    minibatch: Count = 0
     metrics: dict[str, float] | None = None
     update_rows: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.batch: StepBatch | None = None  # packed again on resume: no field
 
     @property
     def place(self) -> int:
@@ -48,71 +103,7 @@ class Step:
         self.updates.add(losses, rate, norm)
         self.minibatch += 1
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the step cannot compute again."""
-        collected, batch, done = self.collected, self.batch, self.updates
-        assert collected is not None and batch is not None
-        fixed = [name for name in FIXED if batch.has_fixed and batch.has(name)]
-        return {
-            **{name: getattr(self, name) for name in OWN},
-            "rollout": vars(collected.rollout), "total": collected.scores.total,
-            "rewards": collected.scores.per_fn, "advantages": collected.advantages,
-            "collected_metrics": collected.metrics, "generated": collected.generated,
-            "prompts": collected.prompts,
-            "batch": {
-                "parts": batch.parts, "budget": batch.budget,
-                "fixed": {name: batch.of_each(name) for name in fixed},
-            },
-            "updates": {
-                "first": done.first, "norms": done.norms, "rates": done.rates,
-                "losses": [vars(losses) for losses in done.losses],
-            },
-            "seconds": self.clock.seconds, "peaks": self.clock.peaks,
-        }  # fmt: skip
-
-
-# Fields that a checkpoint has as they are.
-OWN = ("number", "noise", "epoch", "minibatch", "metrics", "update_rows")
-
-
-def restore(
-    state: dict[str, Any],
-    examples: Sequence[Example],
-    per_pass: int,
-    **options: Any,  # of StepBatch: group_size, minibatches, device, shared, mask_truncated
-) -> Step:
-    """The step that `Step.state` was called on; prompts are looked up in the training set."""
-    rollout, device = Rollout.of_state(state["rollout"]), options["device"]
-    count, per_fn = len(rollout.texts), state["rewards"]
-    scores = RewardResult(state["total"], per_fn, {name: Counter() for name in per_fn})
-    asked = [row["prompt"] for row in state["prompts"] if row["use"] != "dropped"]
-    if len(asked) * options["group_size"] != count:
-        expected = f"expected {count // options['group_size']} prompts that are kept"
-        raise ValueError(f"underway.prompts: {expected}, got {len(asked)}")
-    collected = Collected(
-        rollout, [examples[number] for number in asked for _ in range(options["group_size"])],
-        scores, state["advantages"], state["collected_metrics"], state["generated"],
-        state["prompts"],
-    )  # fmt: skip
-    if sorted(i for part in state["batch"]["parts"] for i in part) != list(range(count)):
-        raise ValueError("underway.batch.parts: expected every completion once")
-    batch = StepBatch(rollout, collected.advantages, budget=state["batch"]["budget"], **options)
-    batch.parts = state["batch"]["parts"]
-    batch.pack(batch.budget)
-    for name, values in state["batch"]["fixed"].items():
-        batch.set(name, [value.to(device) for value in values])
-    batch.has_fixed = bool(state["batch"]["fixed"])
-    done, updates = Updates(per_pass, state["updates"]["first"]), state["updates"]
-    for u, found in enumerate(updates["losses"]):
-        done.add(_losses(found, device), updates["rates"][u], updates["norms"][u])
-    clock = Clock(state["seconds"], state["peaks"])
-    own = {name: state[name] for name in OWN}
-    return Step(collected=collected, batch=batch, updates=done, clock=clock, **own)
-
-
-def _losses(state: dict[str, Any], device: Any) -> LossMetrics:
-    losses = LossMetrics()
-    losses.parts = [({n: v.to(device) for n, v in part.items()}, k) for part, k in state["parts"]]
-    losses.logps = [(ours.to(device), theirs.to(device)) for ours, theirs in state["logps"]]
-    losses.optimizer_steps = state["optimizer_steps"]
-    return losses
+    def stored(self) -> Step:
+        """The step for a checkpoint. Collective: each rank has a part of the batch."""
+        assert self.batch is not None
+        return dataclasses.replace(self, packing=self.batch.state_dict())

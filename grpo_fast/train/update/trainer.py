@@ -5,14 +5,20 @@ They differ by where the advantages come from: the rewards of a group, or a crit
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from torch import Tensor
 
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.base import Count
 from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.metrics.agreement import SamplerWatch, sampling_metrics
 from grpo_fast.train.metrics.clock import Clock, Work
@@ -21,18 +27,31 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.budget import TokenBudget, host_peak
+from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
 from grpo_fast.train.update.gradients import accumulate
-from grpo_fast.train.update.optimizer import Optimizer
+from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
 from grpo_fast.train.update.precompute import RewardKL, precompute
-from grpo_fast.train.update.step import Step
-from grpo_fast.train.update.updates import Updates
+from grpo_fast.train.update.step import Step, Updates
 from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
 FULLY_VALIDATED_STEPS = 2  # the loss checks every value in these; later only what costs no sync
+
+
+Trained = Literal["policy", "critic"]
+
+
+@dataclass
+class TrainerState:
+    """Counters, β, the token budget and the optimizers' places in their schedules."""
+
+    num_tokens: Count
+    peak_memory: Count
+    beta: Annotated[float, Field(allow_inf_nan=False)]
+    budget: BudgetState
+    optimizers: dict[Trained, OptimizerState]
 
 
 class Trainer:
@@ -52,9 +71,9 @@ class Trainer:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
-        self.optimizers = [self.optimizer]
+        self.optimizers: dict[Trained, Optimizer] = {"policy": self.optimizer}
         if critic is not None:
-            self.optimizers.append(critic.optimizer(config.optim, total))
+            self.optimizers["critic"] = critic.optimizer(config.optim, total)
         self.budget = TokenBudget(policy.lm, config)
         self.shared = config.shared_prompt and policy.unshared is None
         if config.shared_prompt and policy.unshared is not None:
@@ -68,21 +87,22 @@ class Trainer:
 
     def pack(self, step: Step, collected: Collected) -> None:
         """Give a step its completions, packed into micro-batches."""
+        rollout = self.config.rollout
         step.collected = collected
         step.batch = StepBatch(
-            collected.rollout, collected.advantages, budget=self.budget.tokens,
-            **self.batch_options(),
+            collected.rollout, collected.advantages, group_size=rollout.group_size,
+            minibatches=self.config.minibatches, budget=self.budget.tokens,
+            device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
+            rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
 
-    def batch_options(self) -> dict[str, Any]:
-        """How completions are packed, apart from the budget."""
-        rollout = self.config.rollout
-        return {
-            "group_size": rollout.group_size, "minibatches": self.config.minibatches,
-            "device": self.policy.device, "shared": self.shared,
-            "mask_truncated": rollout.mask_truncated,
-            "rank": distributed.rank(), "ranks": distributed.size(),
-        }  # fmt: skip
+    def resume(self, step: Step) -> None:
+        """Make a step of a checkpoint ready for its next update."""
+        assert step.collected is not None and step.packing is not None
+        self.pack(step, step.collected)
+        step.batch.load_state_dict(step.packing)
+        step.updates.losses = [each.to(self.policy.device) for each in step.updates.losses]
+        step.clock = dataclasses.replace(step.clock)  # it goes on now: loading is no part of a step
 
     def remaining(self, step: Step) -> Iterator[int]:
         """The minibatches of the μ passes that are left, one optimizer step each."""
@@ -120,9 +140,9 @@ class Trainer:
                     )  # fmt: skip
                 losses = losses.of_all_ranks()
         rate = self.optimizer.learning_rate
-        norm, *_ = [optimizer.apply() for optimizer in self.optimizers]
+        norm, *_ = [optimizer.apply() for optimizer in self.optimizers.values()]
         step.done(losses, rate, norm)
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.check()
 
     def precompute(self, batch: StepBatch) -> None:
@@ -132,7 +152,7 @@ class Trainer:
             batch, self.policy, temperature=float(loss.temperature),
             keep_old=self.updates_per_step > 1 or in_reward,
             reference=self.reference if self.reads_reference else None,
-            exact=loss.kl_estimator == EXACT, critic=self.critic,
+            exact=loss.kl_estimator in EXACT, critic=self.critic,
             reward_kl=RewardKL(self.beta.value, loss.kl_estimator) if in_reward else None,
         )  # fmt: skip
 
@@ -142,7 +162,7 @@ class Trainer:
         After an early stop the schedule goes on as if all updates had been made.
         """
         collected, batch, done, clock = step.collected, step.batch, step.updates, step.clock
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.pass_over(self.updates_per_step - len(done))
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
@@ -170,25 +190,54 @@ class Trainer:
 
     def forget_gradients(self) -> None:
         """Clear the gradients of a minibatch that was left in its middle: it starts again."""
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def optimizers_by_name(self) -> dict[str, Optimizer]:
-        return dict(zip(("policy", "critic"), self.optimizers, strict=False))
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of a checkpoint by name, as they lie in the models.
 
-    def state_dict(self) -> dict[str, Any]:
-        """What counts on from step to step, beside weights and optimizers."""
-        return {
-            "num_tokens": self.num_tokens, "peak_memory": self.peak_memory, "beta": self.beta.value,
-            "budget": self.budget.state_dict(),
-        }  # fmt: skip
+        Of a reference only one that cannot be built again: synced, or the model of a warm start.
+        """
+        config, reference = self.config, self.reference.copy
+        is_new = config.reference.kind == "synced" or config.warm_start is not None
+        weights = prefixed("policy", self.policy.weights())
+        if reference is not None and config.reference.path is None and is_new:
+            weights |= prefixed("reference", reference.weights())
+        if self.critic is not None:
+            weights |= prefixed("critic", self.critic.weights())
+        return weights
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def moments(
+        self, weights: dict[str, Tensor], stored: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """The moments of these weights by name, as they lie in the optimizers.
+
+        Args:
+            stored: names of a checkpoint's tensors: make room for the moments that it has.
+        """
+        names = {weight: f"optimizer.{name}" for name, weight in weights.items()}  # by identity
+        moments: dict[str, Tensor] = {}
+        for optimizer in self.optimizers.values():
+            if stored is not None:
+                optimizer.make_moments(stored, names)
+            moments |= optimizer.moments(names)
+        return moments
+
+    def state_dict(self) -> TrainerState:
+        """The state beside weights and moments."""
+        return TrainerState(
+            self.num_tokens, self.peak_memory, self.beta.value, self.budget.state_dict(),
+            {who: optimizer.state_dict() for who, optimizer in self.optimizers.items()},
+        )  # fmt: skip
+
+    def load_state_dict(self, state: TrainerState) -> None:
         """Go on from `state_dict`."""
-        self.num_tokens, self.peak_memory = state["num_tokens"], state["peak_memory"]
-        self.beta.value = state["beta"]
+        self.num_tokens, self.peak_memory = state.num_tokens, state.peak_memory
+        self.beta.value = state.beta
         self._use_beta()
-        self.budget.load_state_dict(state["budget"])
+        self.budget.load_state_dict(state.budget)
+        for who, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state.optimizers[who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
         """Totals of the run; bytes: a GPU's peak in training, the growth of the process."""
@@ -233,3 +282,7 @@ class Trainer:
             limit is not None and step.updates.last_pass(name) > limit
             for name, limit in limits.items()
         )
+
+
+def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}

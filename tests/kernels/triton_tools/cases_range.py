@@ -1,14 +1,20 @@
-"""16-bit gradients under a loss scale through the Triton kernels; test_gradient_range.py says what
-is asked.
+"""The Triton kernels at the ends of what numbers hold: 16-bit gradients under a loss scale (what is
+asked says test_gradient_range.py), and a head whose places are more than 32 bits tell.
 
 Run by test_triton_interpreter.py in a process of its own.
 """
 
 from __future__ import annotations
 
-import pytest
+import mmap
 
-from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
+import pytest
+import torch
+
+from grpo_fast.kernels.gpu import exponentials, gradients, linear, support
+from grpo_fast.kernels.support import SupportRows
+from grpo_fast.kernels.types import LogitRule
+from tests.kernels.triton_tools.interpreter import only_memory_of
 from tests.loss import test_gradient_range as plain_cases
 
 
@@ -22,3 +28,44 @@ def test_gradients_from_hidden(dtype, name):
 @pytest.mark.parametrize("dtype", plain_cases.DTYPES, ids=str)
 def test_gradients_from_logits(dtype, inplace):
     plain_cases.test_gradients_from_logits(dtype, "triton", inplace)
+
+
+@pytest.fixture
+def transposed():
+    """(V, H) bf16, V of the columns contiguous, the last H·V elements behind 2^31: no page is
+    touched before it is written.
+    """
+    vocab, width = 262144, 8320
+    pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    weight = torch.frombuffer(pages, dtype=torch.bfloat16).view(width, vocab).T
+    weight[[5, 7]] = torch.randn(2, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return weight
+
+
+def test_a_transposed_head_beyond_2_to_the_31(transposed):
+    """Its target's logit, dH, and rows in a support: columns at H·V are found."""
+    weight, ids = transposed, torch.tensor([5, 7, 5])
+    hidden = torch.randn(3, 8320, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wide, ones, factors = weight[ids].double(), torch.ones(3), torch.tensor([0.5, 2.0, 1.0])
+    exact = (hidden.double() * wide).sum(1)
+    tensors = hidden, weight, ids, ones, factors
+    with only_memory_of(*tensors):
+        p = linear.problem(hidden, weight, None, ids, LogitRule())
+        raw = exponentials.target_logits(p)
+    assert (raw - exact).abs().max() <= 1e-4
+    out, zeros = torch.empty(3, 8320), torch.zeros(3, 8320)
+    with only_memory_of(*tensors, out, zeros):
+        gradients.write_hidden_(out, zeros, ones, factors, ids, weight)
+    assert torch.equal(out, factors[:, None] * wide.float())
+    # hidden's columns lie as far apart as those of W
+    rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
+    with only_memory_of(*tensors, *(x for x in rows if x is not None)):
+        found = support.head_rows(
+            weight[5:8:2], None, weight, None, rows, LogitRule(), return_entropy=False,
+            return_slopes=False,
+        )  # fmt: skip
+        back = support.head_hidden(factors, weight, rows)
+    own = (wide[[0, 0, 1]] * wide).sum(1)
+    assert (found.raw - own).abs().max() <= 1e-5 * own.abs().max()
+    assert (back - torch.stack([0.5 * wide[0] + 2 * wide[1], wide[2]])).abs().max() <= 1e-5

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 import torch
 
 from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
+from grpo_fast.kernels.gpu import divergence as divergence_triton
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import scale as scale_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
+from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import LogitRule
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -138,6 +141,20 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> Callable[[]
     return call
 
 
+def compared(kind: str, vocab: int) -> Callable[[], object]:
+    """Divergences from a teacher: values and gradients with soft caps, values, a rank's columns."""
+
+    def call() -> None:
+        z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
+        rules = LogitRule(1.0, 30.0, w), LogitRule(1.0, 30.0)
+        given = z, y, w, Divergence(kind), *rules
+        found = divergence_triton.row_divergence_(*given, out=y)
+        divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitRule(), LogitRule())
+        divergence_triton.row_divergence_(*given, out=y, known=found)
+
+    return call
+
+
 def loss(config: LossConfig) -> Callable[[], object]:
     def call() -> None:
         logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
@@ -154,8 +171,8 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of every configuration on `arch`. V = 32000 and H = 896 are aligned; 32001 and
     897 are odd.
 
-    On sm_90, which has a tile of its own for calls without any option, with more of the options
-    between none and all.
+    On sm_90, which has a tile of its own for light epilogues, with more of the options between none
+    and all.
     """
     for vocab, hidden_size in ((32000, 896), (32001, 897)):
         size = f"V={vocab} H={hidden_size}"
@@ -177,7 +194,12 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for options in ("", "b", "be", "c", "te") if arch == "sm_90" else ("",):
         yield f"exponentials bfloat16 V=32000 H=896 {options}", written(32000, 896, options)
     if arch == "sm_90":
-        yield "linear bfloat16 V=32000 H=896 te", linear(torch.bfloat16, 32000, 896, "te")
+        for options in ("te", "ce", "be", "c"):
+            yield (
+                f"linear bfloat16 V=32000 H=896 {options}",
+                linear(torch.bfloat16, 32000, 896, options),
+            )
+        yield "exponentials bfloat16 V=32000 H=896 known b", written(32000, 896, "b", known=True)
     yield "exponentials bfloat16 V=32000 H=896 known", written(32000, 896, "", known=True)
     for dtype, vocab in (
         (torch.float16, 1000),
@@ -186,6 +208,8 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         (torch.float32, 32001),
     ):
         yield f"rows {str(dtype)[6:]} V={vocab}", rows(dtype, vocab)
+    for kind, vocab in zip(DIVERGENCES, (1000, 32000, 32001), strict=True):
+        yield f"divergence {kind} V={vocab}", compared(kind, vocab)
     for hidden_size in (896, 897):
         yield f"surrounded H={hidden_size}", surrounded(hidden_size)
     # Each number of warps, an odd width, the widest that a program holds, and one beyond it.

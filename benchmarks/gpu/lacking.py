@@ -1,0 +1,43 @@
+"""The packages that a GPU machine lacks, taken away, so that a dry run sees what a session would.
+
+A Python that finds the written file on PYTHONPATH has none of PACKAGES, unless a folder of
+PYTHONPATH holds it: the wheels that session.sh unpacks do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Top-level modules. The machine has torch, triton, transformers, accelerate, peft, pytest, rich,
+# typer, pyyaml, matplotlib, safetensors, tokenizers, numpy and pyarrow.
+PACKAGES = (
+    "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "datasets", "dill",
+    "multiprocess", "trl", "liger_kernel", "cut_cross_entropy", "quack", "cutlass", "math_verify",
+    "latex2sympy2_extended", "antlr4", "verl", "openrlhf", "vllm", "flash_attn", "bitsandbytes",
+)  # fmt: skip
+
+SOURCE = '''"""Written by benchmarks/gpu/lacking.py."""
+import os, sys
+from importlib.machinery import PathFinder
+
+PACKAGES = {packages!r}
+CARRIED = [x for x in os.environ.get("PYTHONPATH", "").split(os.pathsep) if x]
+
+class Lacking(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return PathFinder.find_spec(name, CARRIED if name in PACKAGES else path, target)
+
+    @classmethod
+    def find_distributions(cls, context):
+        if context.name and context.name.replace("-", "_") in PACKAGES:
+            context = type(context)(name=context.name, path=CARRIED)
+        return PathFinder.find_distributions(context)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Lacking
+'''
+
+
+def write(folder: Path) -> None:
+    """A sitecustomize.py in the folder."""
+    (folder / "sitecustomize.py").write_text(SOURCE.format(packages=PACKAGES))

@@ -1,0 +1,141 @@
+// The operators that compare rows of logits with a teacher's: row_divergence_ and
+// row_topk_divergence_. What they compute is said in grpo_fast/kernels/divergence_reference.py.
+#include <torch/csrc/stable/library.h>
+
+#include <vector>
+
+#include "api/chunk.h"
+#include "rows/divergence.h"
+
+namespace grpo_fast {
+namespace {
+
+Chunk chunk_of(const Tensor& logits, const Rule& rule, const std::optional<Tensor>& offsets) {
+  check_rows(logits, "logits");
+  STD_TORCH_CHECK(is_fp32(logits), "logits: expected float32");
+  const int64_t rows = offsets ? offsets->size(0) - 1 : logits.size(0);
+  Chunk chunk{rows, logits.size(1), nullptr, rule.logit_scale, rule.softcap.value_or(0),
+              rule.temperature, checked_vector(rule.temperatures, rows, "temperature")};
+  if (offsets) chunk.offsets = checked_offsets(*offsets, logits.size(1));
+  return chunk;
+}
+
+void check_like(const Tensor& logits, const Tensor& x, const char* name) {
+  check_rows(x, name);
+  STD_TORCH_CHECK(is_fp32(x), name, ": expected float32");
+  STD_TORCH_CHECK(x.size(0) == logits.size(0) && x.size(1) == logits.size(1), name,
+                  ": expected (", logits.size(0), ", ", logits.size(1), "), got (", x.size(0), ", ",
+                  x.size(1), ")");
+}
+
+// (n,) fp64; null for None.
+const double* doubles(const std::optional<Tensor>& x, int64_t count, const char* name) {
+  if (!x) return nullptr;
+  STD_TORCH_CHECK(x->scalar_type() == ScalarType::Double && x->is_contiguous() &&
+                      x->numel() == count, name, ": expected ", count, " float64 numbers");
+  return data<double>(*x);
+}
+
+DivergenceSide side(const Chunk& chunk, const Matrix<float>& logits, int64_t row) {
+  return {chunk.start(logits, row), chunk.width(row), chunk.rule(row), chunk.softcap > 0};
+}
+
+template <class F>
+void with_kind(int64_t kind, const F& run) {
+  STD_TORCH_CHECK(kind >= 0 && kind < k_divergence_count, "kind: expected a number below ",
+                  k_divergence_count, ", got ", kind);
+  static_assert(k_divergence_count == 3);
+  if (kind == 0) return run(std::integral_constant<int, 0>{});
+  if (kind == 1) return run(std::integral_constant<int, 1>{});
+  run(std::integral_constant<int, 2>{});
+}
+
+// -> (4, C): values, centers, lse, teacher_lse.
+Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out, Tensor weights,
+                       std::optional<Tensor> known, int64_t kind, double beta, double logit_scale,
+                       std::optional<double> softcap, double temperature,
+                       std::optional<Tensor> temperatures, double teacher_logit_scale,
+                       std::optional<double> teacher_softcap, double teacher_temperature,
+                       std::optional<Tensor> offsets) {
+  const Chunk chunk =
+      chunk_of(logits, {logit_scale, softcap, temperature, temperatures}, offsets);
+  const Chunk other = chunk_of(
+      teacher, {teacher_logit_scale, teacher_softcap, teacher_temperature, std::nullopt}, offsets);
+  check_like(logits, teacher, "teacher");
+  if (out) check_like(logits, *out, "out");
+  STD_TORCH_CHECK(!out || out->data_ptr() != logits.data_ptr() || !chunk.rows,
+                  "out: expected memory that is not that of the logits");
+  const int64_t rows = chunk.rows;
+  const float* w = checked_vector<float>(weights, rows, "weights");
+  const double* given = doubles(known, 4 * rows, "known");
+  const Tensor found = empty(logits, 4 * rows, ScalarType::Double);
+  double* to = data<double>(found);
+  const auto x = matrix<float>(logits), y = matrix<float>(teacher);
+  const auto d = out ? matrix<float>(*out) : Matrix<float>{nullptr, 0};
+  with_kind(kind, [&](auto number) {
+    for_each_row(chunk, [&](int64_t row) {
+      DivergenceRow<decltype(number)::value> own(side(chunk, x, row), side(other, y, row),
+                                                 static_cast<float>(beta));
+      const double lse = given ? given[2 * rows + row] : own.lse();
+      const double teacher_lse = given ? given[3 * rows + row] : own.teacher_lse();
+      float* to_row = out ? chunk.start(d, row) : nullptr;
+      DivergenceSums sums = own.sums(lse, teacher_lse, to_row);
+      if (out && given) sums.center = given[rows + row];
+      if (out && w[row] == 0) write_zeros(to_row, chunk.width(row));
+      if (out && w[row] != 0) own.write(to_row, sums.center, w[row]);
+      const double each[] = {sums.value, sums.center, lse, teacher_lse};
+      for (int i = 0; i < 4; ++i) to[i * rows + row] = each[i];
+    });
+  });
+  return found;
+}
+
+// -> (C,) fp64. left: log of the teacher's mass beside the K ids, -inf where it does not count.
+Tensor row_topk_divergence_(Tensor logits, std::optional<Tensor> out, Tensor ids, Tensor logps,
+                            Tensor left, Tensor weights, int64_t kind, double beta,
+                            double logit_scale, std::optional<double> softcap, double temperature,
+                            std::optional<Tensor> temperatures) {
+  const Chunk chunk =
+      chunk_of(logits, {logit_scale, softcap, temperature, temperatures}, std::nullopt);
+  if (out) check_like(logits, *out, "out");
+  const int64_t rows = chunk.rows, count = ids.dim() == 2 ? ids.size(1) : 0;
+  STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long && ids.is_contiguous() &&
+                      ids.numel() == rows * count, "ids: expected (C, K) int64");
+  const int64_t* first = data<int64_t>(ids);
+  for (int64_t i = 0; i < rows * count; ++i)
+    STD_TORCH_CHECK(first[i] >= 0 && first[i] < chunk.columns, "ids: expected ids in [0, ",
+                    chunk.columns, "), got ", first[i]);
+  const double *lq = doubles(logps, rows * count, "logps"), *rest = doubles(left, rows, "left");
+  const float* w = checked_vector<float>(weights, rows, "weights");
+  STD_TORCH_CHECK(kind >= 0 && kind < k_divergence_count, "kind: expected a number of a leaf");
+  const Tensor found = empty(logits, rows, ScalarType::Double);
+  double* to = data<double>(found);
+  const auto x = matrix<float>(logits);
+  const auto d = out ? matrix<float>(*out) : Matrix<float>{nullptr, 0};
+  for_each_row(chunk, [&](int64_t row) {
+    const Categories of{first + row * count, lq + row * count, count, rest[row]};
+    float* to_row = out ? chunk.start(d, row) : nullptr;
+    to[row] = topk_row(side(chunk, x, row), of, kind, beta, w[row], to_row);
+  });
+  return found;
+}
+
+}  // namespace
+}  // namespace grpo_fast
+
+STABLE_TORCH_LIBRARY(grpo_fast_divergence, library) {
+  library.def(
+      "row_divergence_(Tensor logits, Tensor teacher, Tensor(a!)? out, Tensor weights,"
+      " Tensor? known, int kind, float beta, float logit_scale, float? softcap, float temperature,"
+      " Tensor? temperatures, float teacher_logit_scale, float? teacher_softcap,"
+      " float teacher_temperature, Tensor? offsets) -> Tensor");
+  library.def(
+      "row_topk_divergence_(Tensor logits, Tensor(a!)? out, Tensor ids, Tensor logps, Tensor left,"
+      " Tensor weights, int kind, float beta, float logit_scale, float? softcap,"
+      " float temperature, Tensor? temperatures) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_divergence, CPU, library) {
+  library.impl("row_divergence_", TORCH_BOX(&grpo_fast::row_divergence_));
+  library.impl("row_topk_divergence_", TORCH_BOX(&grpo_fast::row_topk_divergence_));
+}

@@ -1,0 +1,239 @@
+// Divergences of rows of logits from a teacher's, by the leaves that the package prints: value and
+// slope of a logit, D = sum value_j, dD/dz_j = slope_j - p_j sum_k slope_k.
+//
+// One thread takes a row through three loops: lse of both sides; values and slopes, which are left
+// where the gradient goes; slope - center p. The rows stay in L2. Of the student's likeliest logit
+// the gradient is (1 - p) slope - p (center - slope), with center - slope summed without it: where
+// the student is certain, slope - center p would cancel.
+#pragma once
+
+#include "leaves.h"  // printed off objective/divergences.py by kernels/cpu/leaves.py
+#include "rows/gradient.h"
+
+namespace grpo_fast {
+
+// One row of one side: raw logits, and their log-probabilities z - lse.
+struct DivergenceSide {
+  const float* x;
+  int64_t count;
+  RowRule rule;
+  bool is_capped;
+  int64_t top = 0;  // where the largest is
+  float shift = 0, rest = 0;  // lse = shift + rest: a log-probability near 0 keeps its digits
+
+  GRPO_FAST_INLINE Floats below(Floats raw) const {
+    return is_capped ? exponent<true>(raw, rule, shift).t : exponent<false>(raw, rule, shift).t;
+  }
+  GRPO_FAST_INLINE Floats logp(Floats raw) const { return below(raw) - rest; }
+
+  // dz/draw without the rule's chain.
+  GRPO_FAST_INLINE Floats bend(Floats raw) const {
+    return is_capped ? tanh_and_slope(raw * rule.inner).slope : splat(1.0f);
+  }
+
+  void set(double lse) {
+    const bool is_empty = lse == -std::numeric_limits<double>::infinity();
+    shift = is_empty ? 0 : static_cast<float>(lse);
+    rest = is_empty ? 0 : static_cast<float>(lse - shift);
+  }
+
+  void find_top() {
+    const float largest = largest_of(Columns<float>{x, count, -1}, rule.inner);
+    for (int64_t c = 0; c < count; c += kLanes) {
+      const uint32_t hits = bits_of(load_up_to(x + c, count - c) * rule.inner == splat(largest));
+      if (hits) {
+        top = c + __builtin_ctz(hits);
+        return;
+      }
+    }
+  }
+
+  // Over all columns; the largest stays out of the sum, whose digits it would take.
+  double lse() {
+    shift = 0;
+    const float high = below(splat(x[top]))[0];
+    if (high == -kInfinity) return high;
+    shift = high;
+    const Floats own = below(splat(x[top]));  // what the FMA leaves of it
+    double sum = 0;
+    const Ints lanes = lane_numbers();
+    for (int64_t start = 0; start < count; start += kRun) {
+      const int64_t end = std::min(start + kRun, count);
+      Floats lane_sums = {};
+      by_vectors(end - start, [&](int64_t c, int64_t n) GRPO_FAST_BODY {
+        const Ints at = lanes + static_cast<int32_t>(start + c);
+        Floats e = exp_floored(floor_exponent(below(load_up_to(x + start + c, n)) - own));
+        e = keep_where((at != static_cast<int32_t>(top)) & (lanes < static_cast<int32_t>(n)), e);
+        lane_sums += e;
+      });
+      sum += sum_lanes(widen(lane_sums));
+    }
+    return static_cast<double>(high) + own[0] + std::log1p(sum);
+  }
+};
+
+// Of a row: D, sum of the slopes, and both lse.
+struct DivergenceSums {
+  double value, center, lse, teacher_lse;
+};
+
+template <int kKind>
+class DivergenceRow {
+ public:
+  DivergenceRow(DivergenceSide student, DivergenceSide teacher, float beta)
+      : p_(student), q_(teacher), beta_(splat(beta)) {
+    p_.find_top();
+    q_.find_top();
+  }
+
+  double lse() { return p_.lse(); }
+  double teacher_lse() { return q_.lse(); }
+
+  // Slopes go to `slopes`, which may be the teacher's logits, unless it is null.
+  DivergenceSums sums(double lse, double teacher_lse, float* slopes) {
+    p_.set(lse);
+    q_.set(teacher_lse);
+    const Ints lanes = lane_numbers();
+    of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
+    lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
+    raw_top_ = p_.x[p_.top];
+    double value = 0, others = 0;
+    for (int64_t start = 0; start < p_.count; start += kRun) {
+      Floats values = {}, sum = {};
+      by_vectors(std::min(kRun, p_.count - start), [&](int64_t c, int64_t n) GRPO_FAST_BODY {
+        const int64_t column = start + c;
+        const Ints is_one = lanes < static_cast<int32_t>(n);
+        const VectorPair of = terms(load_up_to(p_.x + column, n), load_up_to(q_.x + column, n));
+        const Ints counts = is_one & (lanes != static_cast<int32_t>(p_.top - column));
+        values += keep_where(is_one, of.value);
+        sum += keep_where(counts, of.slope);
+        if (slopes) store_up_to(slopes + column, of.slope, n);
+      });
+      value += sum_lanes(widen(values));
+      others += sum_lanes(widen(sum));
+    }
+    return {value, others + of_top_, lse, teacher_lse};
+  }
+
+  // The gradient of weight D over the slopes.
+  void write(float* out, double center, double weight) const {
+    const double factor = weight * p_.rule.chain;
+    const float scale = static_cast<float>(factor), c = static_cast<float>(center);
+    by_vectors(p_.count, [&](int64_t column, int64_t n) GRPO_FAST_BODY {
+      const Floats raw = load_up_to(p_.x + column, n);
+      const Floats p = exp_floored(floor_exponent(p_.logp(raw)));
+      const Floats d = fma(p, -c, load_up_to(out + column, n)) * scale;
+      store_up_to(out + column, d * p_.bend(raw), n);
+    });
+    const double lp = lp_top_, bend = p_.bend(splat(raw_top_))[0];
+    const double d = -std::expm1(lp) * of_top_ - std::exp(lp) * (center - of_top_);
+    out[p_.top] = static_cast<float>(d * factor * bend);
+  }
+
+ private:
+  GRPO_FAST_INLINE VectorPair terms(Floats raw, Floats raw_teacher) const {
+    const Floats lp = p_.logp(raw), lq = q_.logp(raw_teacher);
+    const Floats d = keep_where(lp != lq, lp - lq);  // both may be -inf
+    return divergence<kKind>(exp_floored(floor_exponent(lp)), exp_floored(floor_exponent(lq)), d,
+                             expm1_floored(floor_exponent(-magnitude(d))), beta_);
+  }
+
+  DivergenceSide p_, q_;
+  Floats beta_;
+  float of_top_ = 0, lp_top_ = 0, raw_top_ = 0;
+};
+
+// K + 1 categories of one row: the ids of a teacher, and all others as one, in double.
+struct Categories {
+  const int64_t* ids;
+  const double* logps;  // -inf: nothing is in this place
+  int64_t count;        // K
+  double left;          // log of the teacher's mass of all others; -inf: they do not count
+};
+
+inline double log_sum(const std::vector<double>& x) {
+  const auto top = std::max_element(x.begin(), x.end());
+  if (top == x.end() || *top == -std::numeric_limits<double>::infinity()) return -INFINITY;
+  double rest = 0;
+  for (auto i = x.begin(); i != x.end(); ++i) rest += i == top ? 0 : std::exp(*i - *top);
+  return *top + std::log1p(rest);
+}
+
+// lse of the columns of z that no id names.
+inline double rest_lse(DivergenceSide& z, std::vector<int64_t> ids) {
+  std::sort(ids.begin(), ids.end());
+  ids.push_back(z.count);
+  const auto each = [&](const auto& body) {
+    int64_t begin = 0;
+    for (const int64_t id : ids) {
+      for (; begin < id; begin += std::min(kRun, id - begin)) body(begin, std::min(kRun, id - begin));
+      begin = id + 1;
+    }
+  };
+  float high = -kInfinity;
+  z.shift = z.rest = 0;
+  each([&](int64_t begin, int64_t count) {
+    high = std::max(high, largest_of(Columns<float>{z.x + begin, count, -1}, z.rule.inner));
+  });
+  if (z.is_capped) high = z.rule.outer * std::tanh(high);
+  if (high == -kInfinity) return high;
+  z.shift = high;
+  double sum = 0;
+  each([&](int64_t begin, int64_t count) {
+    Floats sums = {};
+    by_vectors(count, [&](int64_t c, int64_t n) GRPO_FAST_BODY {
+      const Floats e = exp_floored(floor_exponent(z.below(load_up_to(z.x + begin + c, n))));
+      sums += keep_where(lane_numbers() < static_cast<int32_t>(n), e);
+    });
+    sum += sum_lanes(widen(sums));
+  });
+  return z.shift + std::log(sum);
+}
+
+// The divergence, and in `out`, which may be the logits, the gradient of weight D; null: none.
+inline double topk_row(DivergenceSide z, const Categories& teacher, int64_t kind, double beta,
+                       double weight, float* out) {
+  std::vector<int64_t> ids;
+  std::vector<double> lp, lq;
+  for (int64_t k = 0; k < teacher.count; ++k) {
+    if (teacher.logps[k] == -INFINITY) continue;
+    ids.push_back(teacher.ids[k]);
+    lq.push_back(teacher.logps[k]);
+    lp.push_back(z.below(splat(z.x[teacher.ids[k]]))[0]);
+  }
+  const double tail = rest_lse(z, ids);
+  const bool has_tail = teacher.left > -INFINITY && tail > -INFINITY;
+  if (has_tail || std::isnan(tail)) lp.push_back(tail), lq.push_back(teacher.left);
+  const double lse = log_sum(lp), teacher_lse = log_sum(lq);
+  double value = 0, center = 0;
+  std::vector<double> slopes;
+  for (size_t k = 0; k < lp.size(); ++k) {
+    lp[k] -= lse, lq[k] -= teacher_lse;
+    const double d = lp[k] == lq[k] ? 0 : lp[k] - lq[k];
+    const ValueAndSlope of = divergence(kind, std::exp(lp[k]), std::exp(lq[k]), d,
+                                        std::expm1(-std::fabs(d)), &beta);
+    value += of.value, center += of.slope;
+    slopes.push_back(of.slope);
+  }
+  if (!out) return value;
+  if (weight == 0) return write_zeros(out, z.count), value;
+  std::vector<float> at_ids;
+  const double factor = weight * z.rule.chain;
+  for (size_t k = 0; k < ids.size(); ++k) {
+    const double bend = z.bend(splat(z.x[ids[k]]))[0];
+    at_ids.push_back(static_cast<float>((slopes[k] - center * std::exp(lp[k])) * factor * bend));
+  }
+  const size_t last = ids.size();
+  const double of_tail = has_tail ? slopes[last] - center * std::exp(lp[last]) : 0;
+  const float scale = static_cast<float>(of_tail * factor);
+  if (has_tail) z.set(tail);
+  by_vectors(z.count, [&](int64_t c, int64_t n) GRPO_FAST_BODY {
+    const Floats raw = load_up_to(z.x + c, n);
+    const Floats share = exp_floored(min(floor_exponent(z.logp(raw)), splat(0.0f)));
+    store_up_to(out + c, has_tail ? share * scale * z.bend(raw) : splat(0.0f), n);
+  });
+  for (size_t k = 0; k < ids.size(); ++k) out[ids[k]] = at_ids[k];
+  return value;
+}
+
+}  // namespace grpo_fast

@@ -1,0 +1,104 @@
+"""Build the site: pages of docs/, and the folders' README files without a copy of them.
+
+A page that says ```{readme} path``` is that file; its links are turned to the site's pages, and to
+plain names where they lead to a file that is no page.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+import grpo_fast  # noqa: E402
+
+project, author = "grpo_fast", "the grpo_fast authors"
+project_copyright = "the grpo_fast authors, Apache-2.0"
+version = release = grpo_fast.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"grpo_fast {release}"
+html_static_path = []
+html_show_sourcelink = False
+html_copy_source = False
+exclude_patterns = ["_build", "*.ipynb"]
+highlight_language = "none"
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "deflist"]
+suppress_warnings = ["myst.header"]  # a README that begins below its title
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_mock_imports = ["verl", "openrlhf", "lightning", "prime_rl", "tensordict"]
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+# The groups of LossConfig's fields, which its docstring heads by a word.
+GROUPS = ("Objective", "KL to the reference", "Logits", "Filters and corrections", "Entropy")
+napoleon_custom_sections = [(group, "params_style") for group in GROUPS]
+
+README = re.compile(r"```\{readme\} (\S+)\n```\n")
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+def pages() -> dict[str, str]:
+    """README's path from the root → its page."""
+    found = {}
+    for page in sorted(DOCS.glob("*.md")):
+        stated = README.search(page.read_text(encoding="utf-8"))
+        if stated:
+            found[posixpath.normpath(posixpath.join("docs", stated[1]))] = page.name
+    return found
+
+
+def turned(text: str, folder: str) -> str:
+    """A README's text with its links turned; `folder` is its place from the root."""
+    known = pages()
+
+    def turn(link: re.Match[str]) -> str:
+        mark, words, target = link.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return link[0]
+        path, hash_, anchor = target.partition("#")
+        path = posixpath.normpath(posixpath.join(folder, path))
+        if mark:
+            return f"![{words}]({os.path.relpath(ROOT / path, DOCS)})"
+        if path in known:
+            return f"[{words}]({known[path]}{hash_}{anchor})"
+        if path.startswith("docs/") and path.endswith(".md"):
+            return f"[{words}]({path.removeprefix('docs/')}{hash_}{anchor})"
+        return words if words.startswith("`") else f"{words} (`{path}`)"
+
+    return LINK.sub(turn, text)
+
+
+def put_readme(app: object, docname: str, source: list[str]) -> None:
+    """Sphinx's event source-read: the README in place of the line that names it."""
+
+    def read(stated: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join("docs", stated[1]))
+        return turned((ROOT / path).read_text(encoding="utf-8"), posixpath.dirname(path))
+
+    source[0] = README.sub(read, source[0])
+
+
+def plain_text(app: object, what: str, name: str, obj: object, options: object, lines: list[str]):
+    """Docstrings are plain text with `names`: nothing else in them is markup."""
+    for number, line in enumerate(lines):
+        parts = line.split("`")
+        for place, part in enumerate(parts):
+            if place % 2 == 0:
+                parts[place] = re.sub(r"([\\*|]|(?<=\w)_(?!\w))", r"\\\1", part)
+        lines[number] = "``".join(parts) if len(parts) % 2 else line.replace("`", "'")
+        if line in GROUPS:
+            lines[number] += ":"
+
+
+def setup(app: object) -> None:
+    app.connect("source-read", put_readme)
+    app.connect("autodoc-process-docstring", plain_text, priority=100)  # napoleon's is 500

@@ -1,0 +1,113 @@
+"""Attention of a packed row: each segment causally on itself and on all its ancestors.
+
+Without parents this is one varlen call. In a tree there is one more for every distance to an
+ancestor (`TreeLayout.views`), merged by their log-sum-exps:
+
+    (o₁, l₁) = every segment on itself, causal
+    (o₂, l₂) = q[segments with a j-th ancestor] on k, v[j-th ancestors], not causal
+    l = logaddexp(l₁, l₂)        o = o₁·exp(l₁ − l) + o₂·exp(l₂ − l)
+
+The backward pass runs all partial backwards with the *merged* (o, l): then P = exp(S − l) and D =
+rowsum(dO∘O) are those of the whole softmax, and the sums of the parts are the exact gradients. No
+gradient goes through the log-sum-exps: FlashAttention drops it, so merging differentiated outputs
+would give wrong dq and dk without a word.
+
+A sliding window moves with each row, which a call on a whole ancestor cannot express. Then one
+causal call has copies of the window's keys in front of each segment's own (`TreeLayout.copies`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.attention.kernels.kernel import Kernel, Saved
+from grpo_fast.attention.layout import Call, Copies, TreeLayout
+from grpo_fast.attention.spans import Rule
+
+# Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice
+# their memory.
+MERGE_NUMBERS = 2**25
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: TreeLayout,
+    rule: Rule,
+    *,
+    kernel: Kernel,
+    gather: bool | None = None,
+) -> Tensor:
+    """(T, H, D), (T, H_kv, D) twice → (T, H, D) by one kernel; differentiable once.
+
+    `gather`: copy the ancestors' keys instead of merging calls; None does so where a window needs
+        it.
+    """
+    if gather is None:
+        gather = layout.has_tree and rule.window is not None
+    calls = layout.copies(rule.window) if gather else layout.views
+    return PackedAttention.apply(q, k, v, calls, rule, kernel)
+
+
+class PackedAttention(torch.autograd.Function):
+    """The forward pass keeps q, k, v, the merged output and its log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        calls: tuple[Call, ...],
+        rule: Rule,
+        kernel: Kernel,
+    ) -> Tensor:
+        first, *others = calls
+        out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, rule)
+        out = _wide(out, others)
+        for call in others:
+            at = call.queries
+            part = kernel.forward(q[at], call.take(k), call.take(v), call.spans, rule)
+            merge_(out[at], lse[:, at], *part)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = calls, rule, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "grpo_fast: packed attention has no double backward (create_graph=True)"
+            )
+        (first, *others), rule, kernel = ctx.call
+        grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
+        grads = kernel.backward(grad, saved.part(first), first.spans, rule)
+        if isinstance(first.keys, Copies):
+            grads = grads[0], *map(first.keys.put_back, grads[1:])
+        grads = [_wide(x, others) for x in grads]
+        for call in others:
+            parts = kernel.backward(grad[call.queries], saved.part(call), call.spans, rule)
+            for whole, rows, part in zip(
+                grads, (call.queries, call.keys, call.keys), parts, strict=True
+            ):
+                whole[rows] += part
+        return *(x.to(saved.q.dtype) for x in grads), None, None, None
+
+
+def _wide(x: Tensor, merges: list[Call]) -> Tensor:
+    """fp32 where several parts are added: rounding to 16 bits each time would add up."""
+    return x if len(merges) < 2 else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge attention over two disjoint sets of keys into the first: out (T, H, D), lse (H, T)."""
+    weight = torch.sigmoid(other_lse - lse).t()[..., None]
+    rows = max(1, MERGE_NUMBERS // out[0].numel())
+    for one, two, share in zip(out.split(rows), other.split(rows), weight.split(rows), strict=True):
+        one.copy_(torch.lerp(one.to(share.dtype), two.to(share.dtype), share))
+    lse.copy_(torch.logaddexp(lse, other_lse))

@@ -1,0 +1,94 @@
+"""Which samples share a packed row of a token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from torch import Tensor
+
+from grpo_fast.attention.packing import (
+    Group,
+    Sample,
+    check_lengths,
+    check_sample,
+    told_apart,
+    trunks_of,
+)
+from grpo_fast.attention.trie import Trie
+
+
+class Share(NamedTuple):
+    """Part of a pack: completions of one group."""
+
+    group: int
+    completions: tuple[int, ...]
+
+    def of(self, groups: Sequence[Group]) -> Group:
+        """This part as a group of its own, for `pack_groups`."""
+        prompt, completions = groups[self.group]
+        return prompt, [completions[i] for i in self.completions]
+
+
+def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True) -> int:
+    """Tokens of a group of these lengths in a packed row: P + Σ(C−1) shared, Σ(P + C − 1)
+    otherwise.
+    """
+    return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
+
+
+def plan_packs(
+    lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True
+) -> list[list[Share]]:
+    """Distribute groups over packs of at most `budget` trunk tokens: best fit, largest first,
+    deterministic.
+
+    A group stays whole unless it alone exceeds the budget; then its completions go to as few packs
+    as best fit finds, each with a copy of the prompt. A completion that with its prompt exceeds the
+    budget gets a pack of its own. Without sharing a split costs nothing, so every completion is
+    placed by itself.
+
+    Args:
+        lengths: (tokens of the prompt, [tokens of each completion, …]) of each group.
+        budget: trunk tokens (T) of a pack.
+
+    Returns:
+        Packs, in order of their first group; each holds one share of a group, in order of groups.
+
+    Raises:
+        ValueError: budget < 1, a group without completions, an empty prompt or completion.
+    """
+    _check_budget(budget)
+    check_lengths(lengths)
+    owner = [(group, i) for group, (_, sizes) in enumerate(lengths) for i in range(len(sizes))]
+    packs = Trie.of_groups(lengths, shared=shared).packs(budget)
+    return sorted(_shares([owner[n] for n in pack]) for pack in packs)
+
+
+def plan_trees(
+    samples: Sequence[Sample], budget: int, *, apart: Sequence[int | Tensor] | None = None
+) -> list[list[int]]:
+    """Distribute samples over rows of at most `budget` distinct tokens, as `plan_packs` does with
+    groups: subtrees stay whole unless they alone exceed it.
+
+    Arguments and errors as of `pack_tree`, which packs `[samples[i] for i in row]`; shared prefixes
+    that it copies, because they save too little, are not counted twice.
+
+    Returns:
+        Rows, in order of their first sample, which each list theirs in order.
+    """
+    _check_budget(budget)
+    checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
+    return sorted(Trie.of_ids(told_apart(trunks_of(checked), apart)).packs(budget))
+
+
+def _shares(placed: Sequence[tuple[int, int]]) -> list[Share]:
+    """One share for each group of a pack."""
+    groups = groupby(placed, key=lambda place: place[0])
+    return [Share(group, tuple(i for _, i in places)) for group, places in groups]
+
+
+def _check_budget(budget: int) -> None:
+    if budget < 1:
+        raise ValueError(f"budget: expected at least 1 token, came {budget}")

@@ -1,0 +1,166 @@
+"""Divergences of rows of logits from a teacher, in plain torch: the readable reference.
+
+cpu/divergence.py (C++) and gpu/divergence.py (Triton) have the same doors. A leaf of
+objective/divergences.py says what one logit contributes; here are the sums over a row and
+dD/dz_j = slope_j - p_j·Σ_k slope_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.reference import final_logits
+from grpo_fast.kernels.support_reference import by_length
+from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
+from grpo_fast.kernels.types import LogitRule
+
+# Logits of a block of rows: its temporaries stay in a CPU's cache.
+BLOCK, BLOCK_GPU = 1 << 17, 1 << 24
+
+
+def row_divergence_(
+    logits: Tensor,  # (C, V) the student's, raw
+    teacher: Tensor,  # (C, V) raw
+    weights: Tensor,  # (C,)
+    divergence: Divergence,
+    rule: LogitRule,
+    teacher_rule: LogitRule,
+    *,
+    out: Tensor | None = None,  # (C, V), which may be `teacher`
+    known: DivergenceRows | None = None,
+    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+) -> DivergenceRows:
+    """Divergences of every row, and in `out` the gradient of Σ weights·D by the raw logits.
+
+    A row of weight 0 has a value and exact zeros for a gradient. Columns at -inf on both sides
+    count for nothing.
+
+    Args:
+        known: where the columns are one rank's: `lse` and `teacher_lse` of whole rows, and for
+            `out` their `centers`, which are then returned as they came.
+    """
+    if offsets is not None:
+        return _ragged(logits, teacher, weights, divergence, rule, teacher_rule, out, offsets)
+    parts = []
+    for rows in _blocks(logits):
+        z, chain = final_logits(logits[rows], rule.rows(rows))
+        y, _ = final_logits(teacher[rows], teacher_rule.rows(rows))
+        here = known and DivergenceRows(*(x[rows] for x in known))
+        lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
+        lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
+        value, slope = _terms(lp, lq, divergence)
+        center = slope.sum(-1, dtype=torch.float64)
+        if out is not None:
+            center = here.centers if here else center
+            w = weights[rows, None].to(z.dtype)
+            d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
+            out[rows] = d.to(out.dtype)
+        parts.append((value.sum(-1, dtype=torch.float64), center, *lses))
+    return DivergenceRows(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _ragged(
+    logits: Tensor,  # (1, nnz)
+    teacher: Tensor,  # (1, nnz)
+    weights: Tensor,  # (C,)
+    divergence: Divergence,
+    rule: LogitRule,
+    teacher_rule: LogitRule,
+    out: Tensor | None,  # (1, nnz)
+    offsets: Tensor,  # (C+1,)
+) -> DivergenceRows:
+    whole = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
+    for here, at in by_length(offsets):
+        d = None if out is None else torch.zeros_like(logits[0, at])
+        rules = rule.rows(here), teacher_rule
+        part = row_divergence_(
+            logits[0, at], teacher[0, at], weights[here], divergence, *rules, out=d
+        )
+        for to, x in zip(whole, part, strict=True):
+            to[here] = x
+        if out is not None:
+            out[0, at] = d
+    return whole
+
+
+def row_topk_divergence_(
+    logits: Tensor,  # (C, V) raw
+    teacher: TeacherTopK,  # of C rows
+    weights: Tensor,  # (C,)
+    divergence: Divergence,
+    rule: LogitRule,
+    *,
+    out: Tensor | None,  # (C, V), which may be `logits`
+) -> Tensor:  # (C,) fp64
+    """The same against K ids and what is left of the vocabulary, K + 1 categories, in fp64.
+
+    The student's share of all other ids is summed, never 1 - Σ; its derivative goes to these ids
+    by their share in it.
+    """
+    values = []
+    for rows in _blocks(logits):
+        z, chain = final_logits(logits[rows], rule.rows(rows))
+        ids, lq = teacher.ids[rows], teacher.logps[rows].double()
+        is_one = lq > -torch.inf
+        at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
+        left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
+        rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
+        tail, left = row_lse(rest)[:, None], teacher_tail(lq, teacher.floor)[:, None]
+        has_tail = (tail > -torch.inf) & teacher.has_tail  # K = V leaves nothing
+        tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
+        lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
+        lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
+        value, slope = _terms(lp, lq, divergence)
+        if out is not None:
+            d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
+            shares = torch.where(has_tail, (rest - tail.to(z.dtype)).exp() * d[:, -1:], 0.0)
+            dz = shares.scatter_add(1, ids, torch.where(is_one, d[:, :-1], 0.0))
+            w = weights[rows, None].to(z.dtype)
+            out[rows] = torch.where(w == 0, 0.0, dz * (w * chain)).to(out.dtype)
+        values.append(value.sum(-1))
+    return torch.cat(values) if values else weights.double()
+
+
+def teacher_tail(lq: Tensor, floor: float) -> Tensor:
+    """(C,) log of what K log-probabilities (C, K) fp64 leave of 1, at least `floor`."""
+    return (-torch.expm1(lq.logsumexp(1))).clamp(min=floor).log()
+
+
+def row_lse(z: Tensor) -> Tensor:
+    """(C,) fp64 logsumexp, right to fp32's last digits of 1 - p where one logit has nearly all."""
+    high, top = z.max(-1, keepdim=True)
+    rest = (z - high.masked_fill(high == -torch.inf, 0.0)).exp().scatter(-1, top, 0.0)
+    return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
+    for start in range(0, x.shape[0], step):
+        yield slice(start, min(start + step, x.shape[0]))
+
+
+def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
+    """z - lse, by two differences: a log-probability near 0 keeps its digits."""
+    near = lse.to(z.dtype).masked_fill(lse == -torch.inf, 0.0)[:, None]
+    rest = (lse[:, None] - near.double()).to(z.dtype)
+    return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
+
+
+def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
+    """(C, V) value and slope of every logit."""
+    d = (lp - lq).masked_fill_(lp == lq, 0.0)  # both may be -inf
+    return divergence.leaf(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
+
+
+def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
+    """slope - center·p; of the likeliest logit (1 - p)·slope - p·(center - slope), where a certain
+    row would cancel.
+    """
+    d = slope - center[:, None].to(slope.dtype) * lp.exp()
+    top = lp.argmax(-1, keepdim=True)
+    of_top, lp_top = (x.gather(-1, top).double() for x in (slope, lp))
+    at_top = -torch.expm1(lp_top) * of_top - lp_top.exp() * (center[:, None] - of_top)
+    return d.scatter_(-1, top, at_top.to(d.dtype))

@@ -1,0 +1,174 @@
+"""Divergences of rows of logits from a teacher, in Triton: one program owns one row of both sides.
+
+    row_divergence_    HBM: one read of (C, V) of each side, one write; what follows is in L2
+
+Four loops: where each side's largest logit is; both lse, without it in the sum; values and slopes,
+which go where the gradient goes; slope - center·p. The student's likeliest logit gets
+(1 - p)·slope - p·(center - slope), so a certain row does not cancel. The leaf is a function of
+objective/divergences.py. Sums are fp32 by lane, reduced in a fixed order. A teacher's top-k and
+rows of unequal length go by torch (divergence_reference.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_fast.kernels import divergence_reference
+from grpo_fast.kernels.divergence_reference import row_topk_divergence_
+from grpo_fast.kernels.gpu.configs import row_config
+from grpo_fast.kernels.gpu.math import exp_fp32, expm1, inverse_temperature, log1p, scores
+from grpo_fast.kernels.gpu.rows import device_function, launch, rule_arguments, vector
+from grpo_fast.kernels.teachers import Divergence, DivergenceRows
+from grpo_fast.kernels.types import LogitRule
+from grpo_fast.kernels.workspace import unset
+from grpo_fast.objective.divergences import DIVERGENCES
+
+__all__ = ["row_divergence_", "row_topk_divergence_"]
+
+
+@triton.jit
+def final(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
+    """z of some columns, -inf past the end, and dz/draw."""
+    raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
+    z, slope = scores(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
+    return tl.where(cols < V, z, float("-inf")), slope
+
+
+@triton.jit
+def normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
+    """Where the largest z is, and lse as a sum of two: it, and log of 1 + Σ of the others."""
+    offs_v = tl.arange(0, BLOCK_V)
+    best = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    place = offs_v
+    for start in range(0, V, BLOCK_V):
+        cols = start + offs_v
+        z, unused = final(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        is_larger = z > best
+        best = tl.where(is_larger, z, best)
+        place = tl.where(is_larger, cols, place)
+    high = tl.max(best, 0)
+    top = tl.min(tl.where((best == high) & (place < V), place, V - 1), 0)
+    shift = tl.where(high == float("-inf"), 0.0, high)
+    rest = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, V, BLOCK_V):
+        cols = start + offs_v
+        z, unused = final(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
+        rest += tl.where(cols == top, 0.0, exp_fp32(z - shift))
+    return top, high, log1p(tl.sum(rest, 0))
+
+
+@triton.jit
+def parts(lse):
+    """An fp64 lse as a sum of two fp32 numbers; 0 where it is -inf."""
+    lse = tl.where(lse == float("-inf"), 0.0, lse)
+    shift = lse.to(tl.float32)
+    return shift, (lse - shift.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def row_divergence_kernel(
+    logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, found_ptr,
+    C, V, stride_logits_t, stride_teacher_t, stride_out_t, logit_scale, softcap, temperature,
+    teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
+    LEAF: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_logits_t
+    other_ptr = teacher_ptr + row * stride_teacher_t
+    inv_t = inverse_temperature(temperature_ptr, temperature, row)
+    inv_other = inverse_temperature(None, teacher_temperature, row)
+    top, shift_p, rest_p = normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
+    lse_p = shift_p.to(tl.float64) + rest_p.to(tl.float64)
+    if known_ptr is None:
+        top_q, shift_q, rest_q = normaliser(
+            other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
+        )
+        lse_q = shift_q.to(tl.float64) + rest_q.to(tl.float64)
+        shift_p = tl.where(shift_p == float("-inf"), 0.0, shift_p)
+        shift_q = tl.where(shift_q == float("-inf"), 0.0, shift_q)
+    else:
+        lse_p = tl.load(known_ptr + 2 * C + row)
+        lse_q = tl.load(known_ptr + 3 * C + row)
+        shift_p, rest_p = parts(lse_p)
+        shift_q, rest_q = parts(lse_q)
+    offs_v = tl.arange(0, BLOCK_V)
+    values = tl.zeros([BLOCK_V], tl.float32)
+    others = tl.zeros([BLOCK_V], tl.float32)
+    # Read before the second loop may overwrite the teacher's row.
+    z_top, chain_top = final(row_ptr, top, V, logit_scale, softcap, inv_t)
+    y_top, chain_other = final(other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other)
+    lp_top = (z_top - shift_p) - rest_p
+    lq_top = (y_top - shift_q) - rest_q
+    d_top = tl.where(lp_top == lq_top, 0.0, lp_top - lq_top)
+    value_top, of_top = LEAF(exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta)
+    for start in range(0, V, BLOCK_V):
+        cols = start + offs_v
+        z, chain_p = final(row_ptr, cols, V, logit_scale, softcap, inv_t)
+        y, chain_q = final(other_ptr, cols, V, teacher_logit_scale, teacher_softcap, inv_other)
+        lp = (z - shift_p) - rest_p
+        lq = (y - shift_q) - rest_q
+        d = tl.where(lp == lq, 0.0, lp - lq)
+        value, slope = LEAF(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
+        values += tl.where(cols < V, value, 0.0)
+        others += tl.where((cols < V) & (cols != top), slope, 0.0)
+        if out_ptr is not None:
+            tl.store(out_ptr + row * stride_out_t + cols, slope, mask=cols < V)
+    # The reductions' barriers stand between the slopes' stores and their loads below.
+    rest = tl.sum(others, 0).to(tl.float64)
+    center = rest + of_top.to(tl.float64)
+    if known_ptr is not None:
+        if out_ptr is not None:
+            center = tl.load(known_ptr + C + row)
+            rest = center - of_top.to(tl.float64)
+    tl.store(found_ptr + row, tl.sum(values, 0).to(tl.float64))
+    tl.store(found_ptr + C + row, center)
+    tl.store(found_ptr + 2 * C + row, lse_p)
+    tl.store(found_ptr + 3 * C + row, lse_q)
+    if out_ptr is not None:
+        weight = tl.load(weights_ptr + row)
+        d_top = -expm1(lp_top) * of_top - exp_fp32(lp_top) * rest.to(tl.float32)
+        c = center.to(tl.float32)
+        for start in range(0, V, BLOCK_V):
+            cols = start + offs_v
+            z, chain = final(row_ptr, cols, V, logit_scale, softcap, inv_t)
+            to_ptr = out_ptr + row * stride_out_t + cols
+            slope = tl.load(to_ptr, mask=cols < V, other=0.0)
+            p = exp_fp32((z - shift_p) - rest_p)
+            d = tl.where(cols == top, d_top, slope - c * p) * (weight * chain)
+            tl.store(to_ptr, tl.where(weight == 0.0, 0.0, d), mask=cols < V)
+
+
+def row_divergence_(
+    logits: Tensor,  # (C, V) fp32
+    teacher: Tensor,  # (C, V) fp32
+    weights: Tensor,  # (C,)
+    divergence: Divergence,
+    rule: LogitRule,
+    teacher_rule: LogitRule,
+    *,
+    out: Tensor | None = None,  # (C, V) fp32, which may be `teacher`
+    known: DivergenceRows | None = None,
+    offsets: Tensor | None = None,  # (C+1,)
+) -> DivergenceRows:
+    """See divergence_reference.row_divergence_; `out` must not be the logits."""
+    if offsets is not None:
+        return divergence_reference.row_divergence_(
+            logits, teacher, weights, divergence, rule, teacher_rule, out=out, offsets=offsets
+        )
+    count, vocab = logits.shape
+    found = unset(torch.empty, (4, count), dtype=torch.float64, device=logits.device)
+    if count:
+        temperature_ptr, *scalars = rule_arguments(rule)
+        block_v, num_warps = row_config(vocab)
+        launch(
+            row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
+            None if known is None else torch.stack(known), found, count, vocab, logits.stride(0),
+            teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
+            *rule_arguments(teacher_rule)[1:], float(divergence.beta),
+            LEAF=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=block_v,
+            num_warps=num_warps,
+        )  # fmt: skip
+    return DivergenceRows(*found)

@@ -1,0 +1,241 @@
+"""hidden → divergences from a teacher, and the gradients of their weighted sum with or without a
+policy loss: the chunk loop of loop.py with the teacher's logits beside the student's.
+
+    student's logits z, teacher's y → the divergence kernel writes its d-logits over y
+                                    → the loss's row kernel writes its own over z → one sum
+    dH = d·W, dW += dᵀ·hidden
+
+8·N·V·H flops for heads of one width, 6·N·V·H for a teacher's top-k, with a policy loss or without
+one. Workspace: 8 bytes a logit, 4 for a top-k alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.activity import Activity, active_rows
+from grpo_fast.kernels.head.chunks import LogitChunks
+from grpo_fast.kernels.head.gradients import ChunkGradients
+from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
+from grpo_fast.kernels.head.products import matmul_wide
+from grpo_fast.kernels.head.support import supported_head
+from grpo_fast.kernels.head.vocabulary import VocabularyChunks
+from grpo_fast.kernels.route import Route, divergence_doors
+from grpo_fast.kernels.teachers import Divergence, DivergenceRows, Teacher, TeacherHead
+from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted, pad_rows
+from grpo_fast.kernels.workspace import unset
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+
+# The d-logits of a policy loss and its dL/dlogp and dL/dentropy, (C,) each, of a chunk.
+Policy = Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+class DivergenceHead(LinearHead):
+    """A `LinearHead` whose losses and gradients include Σ weights·D.
+
+    Args:
+        teacher: of N rows; those that count are looked up chunk by chunk.
+        weights: (T,) fp32. A row of weight 0 has a value and no gradient.
+        options: of `LinearHead`, as all else.
+    """
+
+    chunk: LogitChunks
+
+    def __init__(
+        self,
+        hidden: Tensor,  # (N, H)
+        weight: Tensor,  # (V, H)
+        bias: Tensor | None,  # (V,)
+        rows: ActiveRows,
+        route: Route,
+        *,
+        teacher: Teacher,
+        divergence: Divergence,
+        weights: Tensor,  # (T,)
+        has_policy: bool,
+        **options,
+    ) -> None:
+        self.teacher, self.divergence, self.weights = teacher, divergence, weights
+        self.has_head = isinstance(teacher, TeacherHead)
+        self.buffers = 2 if self.has_head or has_policy else 1
+        self.doors = divergence_doors(route.backend)
+        self.at: slice | None = None  # the chunk whose divergences are formed with its logits
+        self.has_gradient = False
+        self.values = weights.new_zeros(weights.shape)  # (T,)
+        super().__init__(hidden, weight, bias, rows, route, **options)
+
+    def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
+        head = self.weight, self.bias, route
+        chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
+        chunk.buffers, chunk.on_logits = self.buffers, self._form
+        chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
+        return chunk
+
+    def divergence_gradients(self, wanted: Wanted) -> tuple[Tensor, ...]:
+        """The values, and (dH, dW, db) of Σ weights·D alone."""
+        return self._sweep(wanted, None)
+
+    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
+        """As of a `LinearHead`; nothing is kept for `gradients`, which forms the divergences."""
+        return super().logps(return_entropy=return_entropy)
+
+    def loss_gradients(
+        self, terms: RowTerms, config: LossConfig, wanted: Wanted
+    ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
+        parts = []
+
+        def policy(chunk: slice, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            (targets, rule), here = self._targets(chunk), terms.rows(chunk)
+            d, part = self.chunk.row_loss(h, targets, here, config, rule)
+            parts.append(part)
+            return d.matrix, part.grad_logps, here.grad_entropy
+
+        gradients = self._sweep(wanted, policy)
+        return RowLoss(*concat_chunks(parts, self.hidden)), gradients
+
+    def gradients(
+        self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not any(wanted):
+            return self._sweep(wanted, None)
+
+        def policy(chunk: slice, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+            stats: RowStats = tuple(None if x is None else x[chunk] for x in known)  # type: ignore[assignment]
+            here = g[chunk], None if g_entropy is None else g_entropy[chunk]
+            d = self.chunk.gradients(h, *self._targets(chunk), stats, *here, held=False)
+            return d.matrix, *here
+
+        return self._sweep(wanted, policy)
+
+    def _sweep(self, wanted: Wanted, policy: Policy | None) -> tuple[Tensor, Tensor, Tensor]:
+        sums, self.has_gradient = self._sums(wanted), any(wanted)
+        active = self.weights != 0
+        activity = Activity(active if self.on_gpu and policy is None else None, self.chunk_rows)
+        for chunk in self.chunks():
+            h, count, self.at = self._padded(chunk), chunk.stop - chunk.start, chunk
+            if policy is None:
+                self.chunk.raw_logits(h)
+                keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
+            else:
+                d_policy, *g = policy(chunk, h)
+                # A GPU is not waited for: rows without a coefficient are multiplied, as zeros.
+                is_active = None if self.on_gpu else active[chunk] | active_rows(*g)
+                keep = None if is_active is None else is_active.nonzero()[:, 0]
+            self.at = None
+            if not self.has_gradient:
+                continue
+            d = self._written(h.shape[0])
+            if policy is not None:
+                d[:count] += d_policy[:count]
+            sums.add(chunk, h, ChunkGradients(d), count, keep)
+        return self._finished(sums)
+
+    def _written(self, rows: int) -> Tensor:
+        """(rows, V): the buffer of the divergences' d-logits, which holds the teacher's before."""
+        return self.chunk.workspace(rows, self.buffers - 1)
+
+    def _form(self, z: Tensor) -> None:
+        """The divergences of the chunk at hand, from its raw logits (padded C, V)."""
+        chunk = self.at
+        if chunk is None:
+            return
+        index, count = self.rows.kept, chunk.stop - chunk.start
+        at = chunk if index is None else index[chunk]
+        teacher, out = self.teacher.rows(at), self._written(z.shape[0])
+        rule, w = self.rows.rule.rows(chunk), self.weights[chunk]
+        to = out[:count] if self.has_gradient else None
+        if isinstance(teacher, TeacherHead):
+            self._teacher_logits(teacher, out)
+            of_rows = z[:count], out[:count], w, self.divergence, rule, teacher.rule
+            found = whole = self._joined(self.doors.row_divergence_, *of_rows)
+            if whole is None or (to is not None and z.shape[1]):
+                found = self.doors.row_divergence_(*of_rows, out=to, known=whole)
+            values = (whole or found).values  # type: ignore[union-attr]
+        else:
+            values = self.doors.row_topk_divergence_(
+                z[:count], teacher, w, self.divergence, rule, out=to
+            )
+        self.values[chunk] = values.to(self.values.dtype)
+
+    def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
+        """out (padded C, V) = the teacher's raw logits."""
+        if not out.shape[1]:
+            return
+        h = pad_rows(teacher.hidden).contiguous()
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        to = out if dtype == out.dtype else unset(out.new_empty, out.shape, dtype=dtype)
+        matmul_wide(h, teacher.weight, out=to)
+        if teacher.bias is not None:
+            to.add_(teacher.bias)
+        if to is not out:
+            out.copy_(to)
+
+    def _joined(self, row_divergence_: Callable, *of_rows) -> DivergenceRows | None:
+        """What the ranks that share the vocabulary say of whole rows; None: this rank has all.
+
+        Two rounds: every rank's lse, then the sums that follow from the lse of whole rows. 32
+        bytes per row and rank travel.
+        """
+        if self.shard is None:
+            return None
+        z, has_columns = of_rows[0], of_rows[0].shape[1] > 0
+        nothing = z.new_zeros(len(z), dtype=torch.float64)
+        none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
+        own = row_divergence_(*of_rows) if has_columns else none
+        lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
+        whole = DivergenceRows(nothing, nothing, *lses)
+        own = row_divergence_(*of_rows, known=whole) if has_columns else none
+        sums = self.shard.gathered(torch.stack([own.values, own.centers])).sum(0)
+        return DivergenceRows(*sums, *lses)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:  # (T,) each
+    """0-d fp64: Σ weights·D; a row of weight 0 counts for nothing, whatever it holds."""
+    return torch.where(weights == 0, 0.0, weights.double() * values.double()).sum()
+
+
+def supported_divergence(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    rows: ActiveRows,
+    route: Route,
+    *,
+    teacher: TeacherHead,
+    divergence: Divergence,
+    weights: Tensor,  # (T,)
+    wanted: Wanted,
+    is_wide: bool,
+    **options,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(T,) divergences over the rows' own sets, and (dH, dW, db): 8·H·Σ|S| flops where the sets are
+    small. Rows without a set are those of a `DivergenceHead`.
+    """
+    support = rows.support
+    assert support is not None
+    own, others, of_others = support.of_all, None, None
+    if support.others is not None:
+        dense = DivergenceHead(
+            hidden, weight, bias, rows.select(support.others), route, teacher=teacher,
+            divergence=divergence, weights=weights[support.others], has_policy=False,
+            is_wide=True, **options,
+        )  # fmt: skip
+        others, of_others = dense.divergence_gradients(wanted), dense.values
+    source = supported_head(hidden, weight, bias, rows, route, is_wide=is_wide)
+    of_teacher = rows._replace(hidden_index=rows.kept, repeats=False)
+    other = supported_head(*teacher[:3], of_teacher, route, is_wide=True)
+    rule = rows.rule if support.own is None else rows.rule.rows(support.own)
+    z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))
+    y, w = y.to(z.dtype), own(weights)
+    doors, out = divergence_doors(route.backend), y[None] if any(wanted) else None
+    found = doors.row_divergence_(
+        z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
+    )
+    values = support.merge_rows(found.values.to(w.dtype), of_others)
+    if not any(wanted):
+        return values, source.nothing()
+    return values, source.gradients(y, w, None, wanted, others)

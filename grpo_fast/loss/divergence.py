@@ -1,0 +1,278 @@
+"""`linear_divergence`: exact divergences of a student's head from a teacher, row by row."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
+from grpo_fast.kernels.head.half_range import needs_range, weight_unit
+from grpo_fast.kernels.route import BACKENDS, head_route
+from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
+from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted
+from grpo_fast.loss import autograd, call, checks, values
+from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
+from grpo_fast.loss.ranks import Agreement, own_rows
+from grpo_fast.loss.values import check_values, raise_pending, support_rows
+from grpo_fast.objective.config import choice, number
+from grpo_fast.objective.divergences import DIVERGENCES
+
+# What the log-probabilities of K ids may sum to: a server's 16 bits exceed 1 by less.
+MOST = 1 + 1e-3
+
+
+class DivergenceOutput(NamedTuple):
+    loss: Tensor  # 0-d Σ_t weights_t·D_t, with a gradient to hidden, weight and bias
+    values: Tensor  # D_t in the layout of the rows, without a gradient
+
+
+@call.outside_of_graphs()
+def linear_divergence(
+    hidden: Tensor,  # (N, H) or (B, L, H)
+    lm_head_weight: Tensor,  # (V, H)
+    teacher: Teacher,
+    kind: str,
+    *,
+    beta: float = 0.5,
+    weights: Tensor | None = None,  # (N,) or (B, L)
+    bias: Tensor | None = None,  # (V,)
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    hidden_rows: Tensor | None = None,  # (N,) or (B, L)
+    support: Support | None = None,
+    group: Any = None,
+    backend: str = "auto",
+) -> DivergenceOutput:
+    """The divergence of a student from its teacher in every row, over the whole vocabulary, and the
+    gradient of their weighted sum: neither's logits ever exist as a whole.
+
+    Equals, in exact arithmetic, with z as in `linear_logps` and y likewise of the teacher::
+
+        lp, lq = z.log_softmax(-1), y.log_softmax(-1)
+        p, q, m = lp.exp(), lq.exp(), torch.lerp(lp.exp(), lq.exp(), beta)
+        values = (q * (lq - lp)).sum(-1)                        # "forward_kl", KL(q ‖ p)
+        values = (p * (lp - lq)).sum(-1)                        # "reverse_kl", KL(p ‖ q)
+        values = beta * KL(q ‖ m) + (1 - beta) * KL(p ‖ m)      # "jsd"
+        loss = (weights * values).sum()                         # weights None: values.mean()
+
+    Values are never negative, keep their digits where the student is certain, and are exactly 0
+    for a teacher with the student's logits. A column that p excludes adds 0 to the reverse KL; one
+    that q alone excludes makes it infinite, and the other way round. Gradients are formed in the
+    forward pass (8·N·V·H flops in all, 6 for a top-k); no double backward; not in a graph of
+    torch.compile.
+
+    Args:
+        teacher: a `TeacherHead`, or a `TeacherTopK` as servers give it; its rows are those of
+            `hidden_rows`, else of hidden. Its tensors must not require a gradient.
+        weights: finite; a row of weight 0 has a value, and is left out of the gradient's products.
+        hidden_rows: the row of a (R, H) hidden that belongs to each row of the teacher.
+        support: both distributions are over these sets alone, one for each row (`Support`).
+        group: as in `linear_logps`; the teacher's weight and bias are in the same shards.
+
+    Returns:
+        DivergenceOutput(loss, values), fp32 (fp64 for fp64 tensors).
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    with Agreement(group) as ranks:
+        raise_pending()
+        weight = own_rows("lm_head_weight", lm_head_weight, ranks.group)
+        bias = own_rows("bias", bias, ranks.group)
+        checks.head(hidden, weight, bias, is_shard=(is_shard := group is not None))
+        like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
+        checks.hidden_layout(hidden, like.long(), hidden_rows)
+        checks.rule(like, float(temperature), softcap, logit_scale, backend)
+        divergence = checked_kind(kind, beta)
+        teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
+        rule, options = LogitRule(float(logit_scale), softcap, float(temperature)), (kind, beta)
+        tensors = hidden.reshape(-1, hidden.shape[-1]), weight, bias
+        wanted, shard = Wanted(*autograd.wants_gradient(*tensors)), ranks.shard(weight)
+        checks.support(support, like, is_shard=is_shard)
+        rows = _rows(hidden_rows, like, len(tensors[0]), rule, support, len(weight))
+        run = partial(
+            divergence_loss, rows=rows, teacher=teacher, divergence=divergence,
+            weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
+            shard=shard,
+        )  # fmt: skip
+        numbers = repr((*options, rule)) if is_shard else ""
+        ranks.ready(tensors, rows.target_ids, list(wanted), backend, numbers)
+        loss, found, *_ = autograd.Formed.apply(run, *tensors)
+        return DivergenceOutput(loss, found.detach().reshape(like.shape))
+
+
+def divergence_loss(
+    hidden: Tensor,  # (R, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    *,
+    rows: ActiveRows,
+    teacher: Teacher,
+    divergence: Divergence,
+    weights: Tensor,  # (T,)
+    wanted: Wanted,
+    backend: str,
+    shard: Any,
+) -> LossResult:
+    """hidden → Σ weights·D; gradients are (dH, dW, db), and the logps' place holds the values."""
+    is_half = any(wanted) and needs_range(hidden.dtype)
+    unit = weight_unit(weights) if is_half else None
+    weights = weights if unit is None else weights * unit
+    route = head_route(backend, weight, is_shard=True)
+    given: dict[str, Any] = dict(
+        rows=rows, route=route, teacher=teacher, divergence=divergence, weights=weights,
+        is_wide=is_half,
+    )  # fmt: skip
+    with kernel_precision(hidden.device):
+        if rows.support is not None:
+            found, gradients = supported_divergence(hidden, weight, bias, wanted=wanted, **given)
+        else:
+            given |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
+            head = DivergenceHead(hidden, weight, bias, **given)
+            gradients = head.divergence_gradients(wanted)
+            found = head.values
+    result = LossResult(weighted_sum(weights, found).to(weights.dtype), found, None, gradients)
+    return result if unit is None else in_units(result, unit, hidden.dtype)
+
+
+def checked_term(
+    term: Any,
+    weight: Tensor,  # (V, H)
+    target_ids: Tensor,
+    ranks: Agreement,
+    support: Support | None,
+    grad_filter: float | None,
+) -> DivergenceTerm | None:
+    """What a loss adds, with a flat teacher; None of None."""
+    if term is None:
+        return None
+    if not isinstance(term, DivergenceTerm):
+        raise checks.wrong("divergence", "None or a DivergenceTerm", type(term).__name__)
+    if grad_filter is not None:
+        raise checks.wrong("grad_filter", "None beside divergence", grad_filter)
+    checked_kind(term.kind, term.beta)
+    number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
+    has_support = support is not None
+    teacher = checked_teacher(term.teacher, weight, target_ids, ranks, has_support=has_support)
+    return term._replace(teacher=teacher)
+
+
+def checked_kind(kind: str, beta: float) -> Divergence:
+    choice("kind", kind, tuple(DIVERGENCES))
+    number("beta", beta, "a number in (0, 1)", lambda x: 0 < x < 1)
+    return Divergence(kind, float(beta))
+
+
+def checked_teacher(
+    teacher: Any, weight: Tensor, like: Tensor, ranks: Agreement, *, has_support: bool = False
+) -> Teacher:
+    """A teacher with one flat row for each row of `like`, over the vocabulary of `weight`."""
+    if isinstance(teacher, TeacherTopK):
+        if has_support or ranks.group is not None:
+            beside = "support" if has_support else "group"
+            raise checks.wrong("teacher", f"a TeacherHead beside {beside}", "a TeacherTopK")
+        return _checked_topk(teacher, weight.shape[0], like)
+    if not isinstance(teacher, TeacherHead):
+        raise checks.wrong("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
+    for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
+        _is_frozen(f"teacher.{name}", x)
+    teacher = teacher._replace(
+        weight=own_rows("teacher.weight", teacher.weight, ranks.group),
+        bias=own_rows("teacher.bias", teacher.bias, ranks.group),
+    )
+    names = ("teacher.hidden", "teacher.weight", "teacher.bias")
+    is_shard = ranks.group is not None
+    checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
+    if len(teacher.weight) != len(weight):
+        advice = "slice both heads to the ids that the two tokenizers share"
+        got = f"{len(teacher.weight)}; {advice}"
+        raise checks.wrong("teacher.weight", f"the {len(weight)} rows of lm_head_weight", got)
+    hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
+    checks.rule(like, teacher.temperature, teacher.softcap, teacher.logit_scale, BACKENDS[0])
+    return teacher._replace(hidden=hidden)
+
+
+def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK:
+    _is_frozen("teacher.logps", teacher.logps)
+    number("teacher.floor", teacher.floor, "a number in (0, 1)", lambda x: 0 < x < 1)
+    logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
+    ids = _rows_like("teacher.ids", teacher.ids, checks.IDS, like).long()
+    K = logps.shape[1]
+    if ids.shape != logps.shape or not 0 < K <= vocab:
+        expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
+        raise checks.wrong("teacher.ids", expected, ids.shape[1])
+    is_one = logps > -torch.inf
+    sums = logps.double().exp().sum(1)
+    # An empty place stands for no id: each gets a number of its own below 0.
+    places = torch.where(is_one, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
+    outside = is_one & ((ids < 0) | (ids >= vocab))
+    twice = (places.diff() == 0).any()
+    flags = [
+        (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
+        (twice, "teacher.ids: expected no id twice in a row, got one that is"),
+        (~(sums <= MOST).all(), "teacher.logps: expected log-probabilities, whose probabilities "
+         f"sum to at most {MOST}, got a row with more, or NaN"),
+    ]  # fmt: skip
+    if not teacher.has_tail:
+        text = (
+            "teacher.logps: expected rows renormalised over their ids where has_tail=False, "
+            "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1"
+        )
+        flags.append(((sums < 2 - MOST).any(), text))
+    check_values(flags, "auto")
+    ids = torch.where(is_one, ids, 0).clamp(0, vocab - 1)
+    return teacher._replace(ids=ids, logps=logps)
+
+
+def _is_frozen(name: str, x: Any) -> None:
+    if isinstance(x, Tensor) and x.requires_grad:
+        got = "one that requires a gradient; detach it"
+        raise checks.wrong(name, "a tensor without a gradient", got)
+
+
+def _rows_like(name: str, x: Any, kind: str, like: Tensor) -> Tensor:
+    """(N, ·) from one row for each of `like`."""
+    checks.tensor(name, x, kind, beside=("hidden", like))
+    if tuple(x.shape[:-1]) != tuple(like.shape):
+        expected = f"one row for each of the student's, {tuple(like.shape)}"
+        raise checks.wrong(name, expected, tuple(x.shape))
+    return x.reshape(-1, x.shape[-1])
+
+
+def _rows(
+    hidden_rows: Tensor | None,
+    like: Tensor,
+    num_hidden: int,
+    rule: LogitRule,
+    support: Support | None,
+    vocab: int,
+) -> ActiveRows:
+    """All rows, with targets that nobody reads: a set's first id."""
+    count, index, sets = like.numel(), None, None
+    if hidden_rows is not None:
+        index = values.ids(
+            "hidden_rows", hidden_rows.reshape(-1).long(), num_hidden, "auto", kind="rows",
+            expected=f"rows in [0, {num_hidden})",
+        )  # fmt: skip
+    targets = torch.zeros(count, dtype=torch.int64, device=like.device)
+    if support is not None and len(support.ids):
+        targets = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
+        sets = support_rows(support, None, targets, vocab, "auto")
+    repeats = index is not None
+    return ActiveRows(count, None, targets, rule, index, repeats=repeats, support=sets)
+
+
+def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T,) in fp32 at least, in memory of their own."""
+    count, dtype = like.numel(), torch.promote_types(dtype, torch.float32)
+    if weights is None:
+        return torch.full((count,), 1 / max(count, 1), dtype=dtype, device=like.device)
+    checks.like_logps("weights", weights, like)
+    own = weights.detach().reshape(-1).to(dtype, copy=True)
+    check_values(values.finite("weights", own, "finite numbers", "NaN or inf"), "auto")
+    return own

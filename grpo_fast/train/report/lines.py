@@ -1,0 +1,84 @@
+"""Lines for the person watching a run: each says one fact of its start or its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_fast import LossConfig
+from grpo_fast.objective.aggregation import AGGREGATIONS
+from grpo_fast.train.config import RolloutConfig
+
+LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
+COMPARED = (  # before and after: metric, label
+    ("eval_reward", "reward"),
+    ("eval_accuracy_strict", "strict"),
+    ("eval_accuracy_lenient", "lenient"),
+)
+
+
+def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """`reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict 1.2% ± 0.3 → 94.1% ± 1.5 (n=256, …)`.
+
+    Empty without both evaluations.
+    """
+    parts: list[str] = []
+    for key, label in COMPARED:
+        if key in before and key in after:
+            change = f"{with_error(before, key)} → {with_error(after, key)}"
+            # Where strict and lenient are one, say it once.
+            if not (parts and parts[-1].endswith(change)):
+                parts.append(f"{label} {change}")
+    if parts and "eval_n" in after:
+        parts[-1] += f" (n={after['eval_n']:.0f}, ± one standard error)"
+    return " · ".join(parts)
+
+
+def memory_line(summary: Mapping[str, Any]) -> str:
+    """`memory of a training step: 1.24 GiB predicted (micro-batches …), 1.31 GiB measured`.
+
+    Without a GPU the measured part is the growth of the whole process, libraries and rollouts, too.
+    """
+    predicted, peak = summary["predicted_memory"], summary["peak_memory"]
+    said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
+    size = f"micro-batches of up to {summary['largest_microbatch']} tokens"
+    grown = f"the whole process grew by {summary['process_growth'] / 2**30:.2f} GiB"
+    measured = grown if peak is None else f"{peak / 2**30:.2f} GiB measured"
+    return f"memory of a training step: {said} ({size}), {measured}"
+
+
+def kernels_line(summary: Mapping[str, Any]) -> str:
+    """`kernels: cpu`, or `kernels: torch (slower; cpu: no C++ compiler …)`."""
+    why = summary["backend_fallback"]
+    return f"kernels: {summary['backend']}" + (f" (slower; {why})" if why else "")
+
+
+def sampler_line(engine: str, fallback: str | None) -> str:
+    """`sampler: own loop`, or `sampler: transformers' generate (slower; its logits differ …)`."""
+    own = "own loop" if engine == "transformers" else engine
+    return "sampler: " + (f"transformers' generate (slower; {fallback})" if fallback else own)
+
+
+def zero_line(loss: LossConfig, advantages: str) -> str:
+    """Tell that the logged loss stays near 0, because the policy term of every step is 0."""
+    rest = "beta * KL" if loss.uses_reference else ""
+    rest += " - entropy_coef * entropy" if loss.entropy_coef else ""
+    by_token = AGGREGATIONS[loss.aggregation].by_length == (advantages == "opo")
+    near = "near 0" + ", apart from how lengths go with advantages," * by_token
+    term = f"the {'policy term of the ' if rest else ''}loss stays {near}"
+    return LOSS_IS_ZERO.format(term, f", and the rest of the loss is {rest.strip()}" * bool(rest))
+
+
+def support_line(rollout: RolloutConfig) -> str:
+    """`loss over the tokens that the sampler kept, … (top_k 64, top_p 0.9)`."""
+    kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
+    return f"loss over the tokens that the sampler kept, where it says which ({kept})"
+
+
+def with_error(metrics: Mapping[str, float], key: str) -> str:
+    """Value ± standard error where there is one, accuracies in per cent."""
+    value, error = metrics[key], metrics.get(key + "_se", math.nan)
+    scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
+    spread = f" ± {scale * error:{form}}" if math.isfinite(error) else ""  # of one question: none
+    return f"{scale * value:{form}}{unit}{spread}"

@@ -1,0 +1,360 @@
+"""Trees of samples against one sample at a time: logps and every parameter's gradient in fp64,
+family by family; which rows a tree has, and which it refuses.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
+from grpo_fast.attention import (
+    TreeLayout,
+    head_of,
+    pack_groups,
+    pack_tree,
+    plan_packs,
+    plan_trees,
+    register,
+)
+from grpo_fast.attention.kernels import torch_cpu
+from grpo_fast.attention.kernels.kernel import Kernel
+from grpo_fast.attention.kernels.reference import attend as dense
+from grpo_fast.attention.kernels.reference import visible
+from grpo_fast.attention.kernels.tree import attend
+from grpo_fast.attention.spans import Rule
+from grpo_fast.train.models.memory_options import enable_checkpointing
+from tests.attention.test_shared_prompt import MODELS, assert_close, everything_in_fp64
+from tests.tiny import tiny_model
+
+VOCABULARY = 61
+__all__ = ["everything_in_fp64"]
+
+
+def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
+    """Paths of random tries: samples end inside nodes, repeat, are prefixes of others, and have
+    masks of their own, some without a trained token.
+    """
+    paths = []
+    for _ in range(rng.randint(1, 3)):
+        grown = [[rng.randrange(ids) for _ in range(rng.randint(1, 6))]]
+        for _ in range(rng.randrange(depth)):
+            grown = [
+                path + [rng.randrange(ids) for _ in range(rng.randint(1, 6))]
+                for path in grown
+                for _ in range(rng.choice([1, 1, 2, 2, 3]))
+            ][:12]
+            grown += [p[: rng.randint(1, len(p))] for p in grown if rng.random() < 0.15]
+        paths += grown
+    rng.shuffle(paths)
+    samples = [
+        (
+            path,
+            [False] + [rng.random() < 0.6 for _ in path[1:]]
+            if rng.random() < 0.9
+            else [0] * len(path),
+        )
+        for path in paths[:most]
+    ]
+    if not any(any(trained) for _, trained in samples):
+        samples.append(([1, 2, 3], [0, 1, 1]))
+    return samples
+
+
+def comb(turns, tokens=3):
+    """A conversation that branches at each of its turns."""
+    numbers = iter(range(10**7))
+    history, samples = [next(numbers)], []
+    for _ in range(turns):
+        history = history + [next(numbers) for _ in range(tokens)]
+        branch = history + [next(numbers) for _ in range(tokens)]
+        samples.append((branch, [0] * len(history) + [1] * tokens))
+    return samples
+
+
+def objective(logps, lengths, old, advantages, kind):
+    """PPO clip by token, or GSPO with a ratio for each sample: what summed advantages get wrong."""
+    total = logps.sum() * 0
+    for lp, before, advantage in zip(
+        logps.split(lengths), old.split(lengths), advantages, strict=True
+    ):
+        if len(lp):
+            ratio = (lp - before).exp() if kind == "ppo" else (lp - before).mean().exp()[None]
+            clipped = ratio.clamp(0.8, 1.2) * advantage
+            total = total - torch.minimum(ratio * advantage, clipped).mean() * len(lp) ** 0.5
+    return total
+
+
+def by_sample(model, samples):
+    """(R,) logps from a dense pass for each sample."""
+    model.set_attn_implementation("eager")
+    logps = []
+    for ids, trained in samples:
+        ids, at = torch.tensor(ids), torch.tensor(trained).nonzero()[:, 0]
+        if len(at):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+            logps.append(logits[at - 1].gather(1, ids[at][:, None])[:, 0])
+    return torch.cat(logps)
+
+
+def by_tree(model, pack, *, distinct=False):
+    """(R,) logps from one row."""
+    model.set_attn_implementation(register())
+    logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
+    if distinct:
+        rows, ids, _ = pack.distinct
+        return pack.distinct.spread(logits[rows].gather(1, ids[:, None])[:, 0])
+    return logits[pack.predicting].gather(1, pack.target_ids[:, None])[:, 0]
+
+
+def gradients(model, loss):
+    names, values = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, values, allow_unused=True)
+    return {
+        n: torch.zeros_like(v) if g is None else g
+        for n, v, g in zip(names, values, found, strict=True)
+    }
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
+    """Windows, softcaps, both objectives, nodes copied and not, gradients recomputed and not."""
+    model, rng = tiny_model(family, **MODELS[family]).double(), random.Random(family)
+    for number, cost in enumerate((0.0, 0.0, 0.3, 1 / 128)):
+        samples, kind = random_samples(rng), ("ppo", "gspo")[number % 2]
+        pack = pack_tree(samples, merge_cost=cost)
+        old = torch.randn(len(pack.target_ids)) * 0.3 - 3
+        advantages = torch.randn(len(samples))
+        expected = by_sample(model, samples)
+        assert expected.dtype == torch.float64
+        wanted = gradients(model, objective(expected, pack.lengths, old, advantages, kind))
+        if number == 1:
+            enable_checkpointing(model.train())
+        for distinct in (False, True):
+            logps = by_tree(model, pack, distinct=distinct)
+            loss = objective(logps, pack.lengths, old, advantages, kind)
+            assert_close({"logps": logps}, {"logps": expected})
+            assert_close(gradients(model, loss), wanted)
+
+
+def test_the_same_bits_every_time_and_with_gradients_recomputed():
+    model, samples = tiny_model("llama"), random_samples(random.Random(5), depth=6)
+    runs = []
+    for number in range(3):
+        if number == 2:
+            enable_checkpointing(model.train())
+        logps = by_tree(model, pack_tree(samples), distinct=True)
+        runs.append([logps, *gradients(model, logps.square().sum()).values()])
+    for again in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], again, strict=True))
+
+
+def contexts(pack):
+    """What each term is predicted from: the ids of the rows that its row sees, by position."""
+    seen, position, ids = visible(pack.layout), pack.layout.position_ids[0], pack.input_ids[0]
+    for row in pack.predicting.tolist():
+        rows = seen[row].nonzero()[:, 0]
+        rows = rows[position[rows].argsort()]
+        assert position[rows].tolist() == list(range(len(rows)))
+        yield ids[rows].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([0, 1 / 128, 0.1, 1.0]), st.sampled_from([2, 5, 61]))
+def test_every_term_sees_its_own_history(seed, cost, ids):
+    samples = random_samples(random.Random(seed), ids=ids)
+    pack = pack_tree(samples, merge_cost=cost)
+    expected = [(p[:t], p[t]) for p, trained in samples for t, on in enumerate(trained) if on]
+    assert list(contexts(pack)) == [context for context, _ in expected]
+    assert pack.target_ids.tolist() == [target for _, target in expected]
+    assert pack.lengths == tuple(sum(trained) for _, trained in samples)
+    assert pack.cu_seqlens.tolist()[-1] == len(expected)
+    prefixes = {tuple(context[:n]) for context, _ in expected for n in range(1, len(context) + 1)}
+    assert (
+        (pack.layout.total == len(prefixes)) if cost == 0 else (pack.layout.total >= len(prefixes))
+    )
+    rows, targets, terms = pack.distinct
+    assert torch.equal(rows[terms], pack.predicting) and torch.equal(
+        targets[terms], pack.target_ids
+    )
+    assert len(set(zip(rows.tolist(), targets.tolist(), strict=True))) == len(rows)
+    if cost == 0:
+        assert len(rows) == len({(*context, target) for context, target in expected})
+
+
+def test_rows_by_hand():
+    samples = [
+        ([5, 6, 7, 8, 9], [0, 0, 0, 1, 1]),
+        ([5, 6, 1, 2], [0, 0, 1, 1]),
+        ([3, 4], [0, 1]),
+        ([5, 6, 7, 8, 2], [0, 0, 0, 0, 1]),
+        ([5, 6, 7, 8, 9, 3], [0, 1, 0, 0, 0, 0]),
+    ]
+    pack = pack_tree(samples, merge_cost=0)
+    assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3]]
+    assert pack.layout.lengths == (2, 2, 1, 1) and pack.layout.parents == (-1, 0, 0, -1)
+    assert pack.predicting.tolist() == [2, 3, 1, 4, 5, 3, 0]
+    assert pack.target_ids.tolist() == [8, 9, 1, 2, 4, 2, 6] and pack.lengths == (2, 2, 1, 1, 1)
+    # Others see other inputs: their rows are their own.
+    pack = pack_tree(samples, apart=[1, 1, 1, 2, 1], merge_cost=0)
+    assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3, 5, 6, 7, 8]]
+    # Or from one token on.
+    later = [
+        torch.tensor([0, 0, *[int(n == 3)] * (len(ids) - 2)]) for n, (ids, _) in enumerate(samples)
+    ]
+    pack = pack_tree(samples, apart=later, merge_cost=0)
+    assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 7, 8, 3]]
+    assert pack.predicting.tolist() == [2, 3, 1, 4, 7, 6, 0]
+    # Two tokens that save two rows of a hundred are a segment; of three hundred, a copy.
+    for tokens, segments in ((50, 3), (200, 2)):
+        two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
+        assert len(pack_tree(two).layout.lengths) == segments
+
+
+def test_groups_are_the_tree_of_two_levels():
+    groups = [
+        ([1, 2, 3], [[4, 5], [6, 7, 8], [9, 4, 1]]),
+        ([8, 8], [[3, 4, 5]]),
+        ([5, 6], [[1, 2, 3], [2, 9]]),
+    ]
+    samples = [(p + c, [0] * len(p) + [1] * len(c)) for p, cs in groups for c in cs]
+    one, other = pack_groups(groups), pack_tree(samples, merge_cost=0)
+    for name in ("input_ids", "predicting", "target_ids", "cu_seqlens"):
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert one.layout.parents == other.layout.parents and one.lengths == other.lengths
+    for budget in range(1, 25):
+        packs = plan_packs([(len(p), [len(c) for c in cs]) for p, cs in groups], budget)
+        first = [0, 3, 4]
+        placed = [[first[s.group] + i for s in pack for i in s.completions] for pack in packs]
+        assert placed == plan_trees(samples, budget)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 60))
+def test_rows_of_a_budget(seed, budget):
+    samples = random_samples(random.Random(seed))
+    plan = plan_trees(samples, budget)
+    assert sorted(i for row in plan for i in row) == list(range(len(samples)))
+    assert plan == sorted(plan) and all(row == sorted(row) for row in plan)
+
+    def distinct(row):
+        paths = [
+            samples[i][0][: max((t for t, on in enumerate(samples[i][1]) if on), default=0)]
+            for i in row
+        ]
+        return len({tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)})
+
+    assert all(distinct(row) <= budget or len(row) == 1 for row in plan)
+    if distinct(range(len(samples))) <= budget:
+        assert len(plan) == 1
+
+
+def test_a_plan_cuts_below_the_branch_that_exceeds_it():
+    # A trunk of 4, a branch with two leaves of 3 behind 2 more, and a leaf of 2: 4 + 2 + 6 + 2.
+    paths = [[1, 2, 3, 4, 5, 6, n, n, n, 0] for n in (7, 8)] + [[1, 2, 3, 4, 9, 9, 0]]
+    samples = [(path, [0] * (len(path) - 1) + [1]) for path in paths]
+    assert plan_trees(samples, 14) == [[0, 1, 2]] and plan_trees(samples, 13) == [[0, 1], [2]]
+    assert plan_trees(samples, 11) == [[0, 2], [1]]  # 4 + 2 + 3 + 2 = 11, and 4 + 2 + 3
+    assert plan_trees(samples, 10) == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="budget: expected at least 1"):
+        plan_trees(samples, 0)
+
+
+def test_thousands_of_turns_take_no_recursion_and_little_time():
+    samples, start = comb(1200), time.process_time()
+    pack = pack_tree(samples, merge_cost=0)
+    assert len(pack.layout.lengths) == 2399 and len(pack.layout.views) == 1200
+    assert time.process_time() - start < 10  # 1.3 s alone on this kind of machine
+    assert len(plan_trees(samples, 500)) > 20
+    ids = list(range(5000))
+    nested = [(ids[: n + 2], [0] * (n + 1) + [1]) for n in range(0, 4998, 2)]
+    assert len(pack_tree(nested).layout.lengths) == 1
+
+
+@pytest.mark.parametrize("depth", [3, 20])
+def test_depth_costs_no_accuracy_in_16_bits(depth):
+    """A path cut into nodes: its output and gradients are as near to fp64 as in one piece."""
+    generator = torch.Generator().manual_seed(0)
+    total, rule = 8 * depth, Rule(0.3)
+    given_ = [torch.randn(total, n, 16, generator=generator).bfloat16() for n in (4, 2, 2, 4)]
+    cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
+    kernel, errors = Kernel("flash_cpu", torch_cpu.forward, torch_cpu.backward), []
+
+    def run(attention, layout, dtype):
+        *qkv, grad = (x.to(dtype) for x in given_)
+        qkv = [x.requires_grad_() for x in qkv]
+        out = attention(*qkv, layout, rule)
+        return [x.detach().double() for x in (out, *torch.autograd.grad(out, qkv, grad))]
+
+    exact = run(dense, TreeLayout.of([total]), torch.float64)
+    for layout in (cut, TreeLayout.of([total])):
+        found = run(partial(attend, kernel=kernel), layout, torch.bfloat16)
+        errors.append([float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)])
+    for in_nodes, in_one in zip(*errors, strict=True):
+        assert in_nodes <= 1.5 * in_one
+
+
+def test_supports_and_repeated_rows_in_the_loss():
+    """One fused loss over a tree with a support for each term: the flattened samples' loss."""
+    model, samples = tiny_model("llama"), random_samples(random.Random(11), depth=6)
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    flat = [pack_tree([sample]) for sample in samples if any(sample[1])]
+    pack = pack_tree([sample for sample in samples if any(sample[1])])
+    assert len(pack.distinct.predicting) < len(pack.predicting)
+    model.set_attn_implementation(register())
+    rows = [model.model(**one.model_inputs).last_hidden_state[0][one.predicting] for one in flat]
+    hidden = model.model(**pack.model_inputs).last_hidden_state[0]
+    every = [
+        sorted({t, *torch.randint(61, (4,), generator=generator).tolist()})
+        for t in pack.target_ids.tolist()
+    ]
+    sizes = [0, *torch.tensor([len(ids) for ids in every]).cumsum(0).tolist()]
+    support = Support(torch.tensor(sum(every, []), dtype=torch.int32), torch.tensor(sizes))
+    advantages = torch.randn(len(pack.lengths), generator=generator)
+    old = torch.randn(len(pack.target_ids), generator=generator) * 0.1 - 1
+    head = head_of(model)
+    for states, at in ((hidden, pack.predicting), (torch.cat(rows), None)):
+        out = linear_grpo_loss(
+            states, head.weight, pack.target_ids, advantages, LossConfig(), old_logps=old,
+            hidden_rows=at, cu_seqlens=pack.cu_seqlens, support=support,
+        )  # fmt: skip
+        found.append({"loss": out.loss, "logps": out.logps, **gradients(model, out.loss)})
+    assert_close(found[0], found[1], bar=1e-5)
+    rows, ids, _ = pack.distinct
+    logps = linear_logps(hidden.detach(), head.weight, ids, hidden_rows=rows)
+    each = linear_logps(hidden.detach(), head.weight, pack.target_ids, hidden_rows=pack.predicting)
+    torch.testing.assert_close(pack.distinct.spread(logps), each)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([], "samples: expected at least one trained token, came none"),
+        ([([1, 2], [0, 0])], "samples: expected at least one trained token, came none"),
+        ([([1, 2], [0, 1]), ([], [])], r"samples\[1\]: expected token ids, .* came \(0,\)"),
+        ([([1.5, 2], [0, 1])], r"samples\[0\]: expected token ids"),
+        ([([[1, 2]], [[0, 1]])], r"samples\[0\]: expected token ids"),
+        ([([1, 2], [0, 1]), ([1, 2, 3], [0, 1])], r"samples\[1\]: expected a bool for each of 3"),
+        ([([1, 2], [0, 0.5])], r"samples\[0\]: expected a bool for each of 2 ids"),
+        ([([1, 2], [0, 2])], r"samples\[0\]: expected a bool for each of 2 ids"),
+        ([([1, 2], [0, 1]), ([1, 2], [1, 1])], r"samples\[1\]: the token at position 0 is trained"),
+    ],
+)  # fmt: skip
+def test_bad_samples_are_refused(samples, message):
+    with pytest.raises(ValueError, match=message):
+        pack_tree(samples)
+    if samples and "at least one trained" not in message:
+        with pytest.raises(ValueError, match=message):
+            plan_trees(samples, 10)
+
+
+def test_apart_has_a_number_for_each_sample():
+    with pytest.raises(ValueError, match="apart: expected a number for each of 1 samples, came 2"):
+        pack_tree([([1, 2], [0, 1])], apart=[1, 2])

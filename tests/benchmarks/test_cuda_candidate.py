@@ -1,0 +1,125 @@
+"""The candidate kernel in CUDA C++ (benchmarks/gpu/cuda_forward): what NVRTC makes of it for Hopper
+without a GPU, emulated against fp64, and whether its threads race.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.triton_tools.launcher import HAS_TRITON, ROOT, run_python
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+if HAS_TRITON:
+    from benchmarks.gpu import resources
+    from benchmarks.gpu.cuda_forward import emulator, kernel
+    from benchmarks.gpu.cuda_forward.kernel import CONFIGS
+    from grpo_fast.kernels.cpu import loader
+    from grpo_fast.kernels.gpu.problem import Problem
+    from grpo_fast.kernels.types import LogitRule
+else:
+    CONFIGS = ()
+
+has_nvrtc = importlib.util.find_spec("cuda") is not None
+needs_nvrtc = pytest.mark.skipif(
+    not has_nvrtc,
+    reason="no NVRTC: cuda-bindings comes with CUDA builds of torch (make test-floor)",
+)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("store", [True, False], ids=["stored", "bare"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "x".join(map(str, c)))
+def test_compiled_code(config, store):
+    cubin, log = kernel.compiled(config, store=store)
+    # ptxas warns where it makes a wgmma wait for the one before.
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "warning" not in log.lower() and "serializ" not in log, log
+    shared = kernel.shared_bytes(config, store=store)
+    cost = resources.of_cubin(cubin, shared)
+    parts = config.block_t // 64 // (3 - config.teams)
+    assert cost.spills == 0
+    assert cost.registers * kernel.THREADS <= 65536
+    assert cost.shared <= resources.SHARED_LIMIT["sm_90"]
+    assert cost.matrix == cost.counts["HGMMA"] == parts * kernel.BLOCK_H // 16
+    assert cost.counts["UTMALDG"] == 2 and cost.counts["USETMAXREG"] == 2
+    assert cost.counts["UTMASTG"] == (parts * config.block_v // 64 if store else 0)
+    sass = resources.disassembled(cubin)
+    assert len(re.findall(r"UTMALDG\.2D\.MULTICAST", sass)) == 1
+    # No barrier of a block: warps meet at mbarriers only, clusters at their start and end.
+    assert not re.search(r"\bBAR\b", sass) and len(re.findall(r"\bUCGABAR_ARV\b", sass)) == 2
+    # Nobody waits for stores to memory but a cluster, when it starts and ends.
+    assert len(re.findall(r"MEMBAR\.\w+\.(GPU|SYS)", sass)) == 2
+
+
+@pytest.mark.skipif(has_nvrtc, reason="NVRTC is here")
+def test_without_nvrtc_the_reason_is_said():
+    with pytest.raises(ValueError, match="cuda-bindings: expected a CUDA build of torch, got"):
+        kernel.compiled(CONFIGS[0], store=True)
+
+
+def test_the_package_knows_nothing_of_it():
+    for path in Path(ROOT, "grpo_fast").rglob("*.py"):
+        assert "cuda_forward" not in path.read_text(), path
+    assert not [*Path(ROOT, "csrc").rglob("*.cu"), *Path(ROOT, "csrc").rglob("*.cuh")]
+
+
+@pytest.mark.skipif(not HAS_TRITON or loader.compiler() is None, reason="no C++ compiler")
+def test_emulated_against_fp64_and_the_shipped_kernel():
+    """The tile that is tried first; the others by hand, or on a GPU."""
+    cases = "benchmarks/gpu/cuda_forward/cases_emulated.py"
+    chosen = "(128x192 and (300x392x700 or any_number)) or not (fp64 or any_number)"
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-k", chosen]
+    assert "7 passed" in run_python("-m", "pytest", cases, *options, interpret=True)
+
+
+def test_what_it_takes(monkeypatch):
+    """Calls without options on a Hopper GPU."""
+    hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(9, 64).bfloat16()
+    ids, by_row = torch.zeros(4, dtype=torch.long), torch.ones(4)
+    plain = Problem(hidden, weight, None, ids, LogitRule(1.0, None, 0.7))
+    out, vector = torch.empty(4, 16).bfloat16(), torch.zeros(4)
+
+    def takes(p=plain, out=None, raw_target=None, entropy=False) -> bool:
+        return kernel.takes(p, out, raw_target, entropy=entropy)
+
+    monkeypatch.setattr(kernel, "architecture", lambda device: "sm_90")
+    assert takes() and takes(out=out[:, :9], raw_target=vector)
+    assert not takes(out=torch.empty(4, 9)) and not takes(entropy=True)
+    assert not takes(out=out.view(-1)[:36].view(4, 9), raw_target=vector)  # rows of 18 bytes
+    for rule in (
+        LogitRule(1.0, 30.0, 1.0),
+        LogitRule(1.0, None, by_row),
+        LogitRule(-1.0, None, 1.0),
+    ):
+        assert not takes(plain._replace(rule=rule))
+    for changed in (
+        plain._replace(bias=weight[:, 0]),
+        plain._replace(hidden=hidden.float(), weight=weight.float()),
+        plain._replace(weight=torch.zeros(9, 65).bfloat16()[:, :64]),
+        plain._replace(target_ids=ids.int()),
+    ):
+        assert not takes(changed)
+    monkeypatch.setattr(kernel, "architecture", lambda device: "sm_100")
+    assert not takes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda c: "x".join(map(str, c)))
+def test_no_two_threads_race(config):
+    """Under a thread sanitizer, with products and stores that read as late as they may."""
+    if loader.compiler() is None:
+        pytest.skip("no C++ compiler")
+    try:
+        program = emulator.built(config, store=True, flags=emulator.RACES)
+    except RuntimeError as error:
+        if "tsan" not in str(error):
+            raise
+        pytest.skip("the compiler has no thread sanitizer")
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,161 @@
+"""What only a GPU would show, without one: which device is asked, how its products round.
+
+Two GPUs are played by names; the sums of tensor cores, which cut off what does not fit, by fp64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.exact import logps_bar
+from grpo_fast.kernels import workspace
+from grpo_fast.kernels.gpu import capture
+from grpo_fast.kernels.head import half_range, products
+from tests.gpu.test_cuda_graphs import OnGpu
+from tests.kernels.triton_tools.launcher import HAS_TRITON
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, of which number 0 is the current one; `gpus.tensor` lies on number 1."""
+    here = SimpleNamespace(current=0)
+
+    @contextlib.contextmanager
+    def device(index):
+        before, here.current = here.current, here.current if index < 0 else index
+        yield
+        here.current = before
+
+    class Event:
+        def record(self, stream=None) -> None:
+            self.stream = torch.cuda.current_stream() if stream is None else stream
+
+    streams = {"current_stream": lambda x=None: here.current if x is None else x.index}
+    devices = {"device": device, "device_of": lambda x: device(x.device.index)}
+    for name, value in {**streams, **devices, "Event": Event}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    on_one = torch.device("cuda", 1)
+    here.tensor = SimpleNamespace(shape=(2,), dtype=torch.bool, device=on_one, is_cuda=True)
+    return here
+
+
+def test_a_copy_to_the_host_has_arrived_when_its_own_stream_says_so(gpus, monkeypatch):
+    host = SimpleNamespace(copy_=lambda x, non_blocking: None)
+    monkeypatch.setattr(workspace, "unset", lambda *args, **options: host)
+    _, arrived = workspace.on_its_way(gpus.tensor)
+    assert arrived.stream == 1
+
+
+def test_the_stream_of_the_tensor_is_asked_whether_it_is_recorded(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpus.current == 1)
+    assert capture.is_capturing(gpus.tensor)
+    assert not capture.is_capturing(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
+    assert not capture.is_capturing(torch.zeros(1)) and gpus.current == 0
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
+    import triton.runtime
+
+    from grpo_fast.kernels.gpu import configs
+
+    def target() -> SimpleNamespace:
+        return SimpleNamespace(backend="cuda", arch=(90, 80)[gpus.current])
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    configs._architecture.cache_clear()
+    found = [configs.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
+    configs._architecture.cache_clear()
+    assert found == ["sm_80", "sm_90", "sm_80"] and gpus.current == 0
+
+
+@pytest.mark.parametrize(
+    ("gib", "mib"), [(139.8, 2982), (79.25, 1690), (48.5, 1034), (48, 1024), (15, 1024), (0, 1024)]
+)
+def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
+    """And 1 GiB at the least, where torch sees no GPU, too."""
+    memory = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.delenv("GRPO_FAST_WORKSPACE_MIB", raising=False)
+    assert workspace.workspace_bytes(torch.device("cuda")) == mib << 20
+    assert workspace.workspace_bytes(torch.device("cuda"), 2, 7) == (mib << 20) + 7
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "5")
+    assert workspace.workspace_bytes(torch.device("cuda")) == 5 << 20
+
+
+def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
+    """dH = d·W: a GPU that writes 16 bits may round parts of the sum to them."""
+    with OnGpu():
+        d, weight = (
+            torch.empty(x, dtype=torch.bfloat16, device="meta") for x in ((32, 999), (999, 8))
+        )
+        assert products.matmul_narrow(d, weight).dtype == torch.float32
+        assert products.matmul_narrow(d.float(), weight).dtype == torch.float32
+
+
+def test_powers_of_two_are_exact(monkeypatch):
+    """Also where `pow` is not, on which torch.ldexp stands."""
+    monkeypatch.setattr(torch, "ldexp", lambda x, e: x * 2.0**e * (1 + 2**-23))
+    exponents = torch.arange(-126, 128, dtype=torch.int32)
+    exact = torch.tensor([2.0**e for e in range(-126, 128)])
+    assert torch.equal(half_range.power_of_two(exponents), exact)
+    assert half_range.power_of_two(exponents[3]).item() == 2.0**-123
+    stored, unit = half_range.narrowed(torch.tensor([3e-9, -5e-12]), torch.float16)
+    assert (stored.double() * unit - torch.tensor([3e-9, -5e-12]).double()).abs().max() < 2e-12
+    assert half_range.weight_unit(torch.tensor([0.3, 0.7])) == 1
+
+
+def cut_off(x: Tensor) -> Tensor:
+    """fp64 to the nearest fp32 that is not larger in size, kept in fp64."""
+    y = x.float()
+    return torch.where(y.double().abs() > x.abs(), y.nextafter(torch.zeros_like(y)), y).double()
+
+
+@pytest.mark.parametrize(("hidden", "vocab"), [(64, 4096), (896, 4104), (2048, 4000), (4096, 2000)])
+def test_the_bar_of_log_probabilities_lets_tensor_cores_cut_off(hidden, vocab):
+    """Sixteen exact products at a time are added to an accumulator of 24 digits that is cut off."""
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(8, hidden, generator=g).bfloat16().double()
+    w = (torch.randn(vocab, hidden, generator=g) * (2 / hidden**0.5)).bfloat16().double()
+    z = torch.zeros(8, vocab, dtype=torch.float64)
+    for k in range(0, hidden, 16):
+        z = cut_off(z + h[:, k : k + 16] @ w[:, k : k + 16].T)
+    error = (z.log_softmax(1) - (h @ w.T).log_softmax(1)).abs().max().item()
+    assert error < 0.8 * logps_bar(hidden, "cuda")
+    assert error > logps_bar(hidden, "cpu") or hidden < 2048
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("stored", [None, "logits", "exponentials"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
+    """Twice the columns for every epilogue but those that the compiler spills (test_triton_compile
+    holds all of them to none).
+    """
+    from grpo_fast.kernels.gpu import linear
+    from grpo_fast.kernels.types import LogitRule
+
+    started: list[int] = []
+    for name, value in (
+        ("launch", lambda *args, **options: started.append(options["BLOCK_V"])),
+        ("architecture", lambda device: "sm_90"),
+        ("tiles", lambda matrix, *shape: matrix),
+    ):
+        monkeypatch.setattr(linear, name, value)
+    hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
+    given = weight[:, 0] if bias else None
+    p = linear.problem(hidden, weight, given, torch.zeros(4).long(), LogitRule(1.0, softcap, 1.0))
+    out = None if stored is None else torch.zeros(4, 16).to(torch.bfloat16)
+    target = torch.zeros(4) if stored == "exponentials" else None
+    linear.sweep(p, torch.zeros(4 if entropy else 3, 1, 4), out, target)
+    spills = stored == "exponentials" and (softcap is not None or (bias and entropy))
+    assert started == [128 if spills else 256]

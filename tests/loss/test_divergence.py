@@ -1,0 +1,440 @@
+"""`linear_divergence` against textbook formulas in fp64: values, gradients, limits, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, linear_divergence
+from grpo_fast.kernels import route
+
+KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
+BACKENDS = ["torch", "cpu"]
+PLAIN = dict(temperature=1.0, softcap=None, logit_scale=1.0)
+RULES = {
+    "plain": (PLAIN, PLAIN),
+    "cohere and gemma": (dict(logit_scale=0.25, softcap=None, temperature=1.3),
+                         dict(logit_scale=1.0, softcap=3.0, temperature=1.3)),
+    "softcap": (dict(logit_scale=1.5, softcap=2.0, temperature=0.9), PLAIN),
+}  # fmt: skip
+
+
+def final(raw: Tensor, rule: dict) -> Tensor:
+    z = rule["logit_scale"] * raw
+    if rule["softcap"] is not None:
+        z = rule["softcap"] * torch.tanh(z / rule["softcap"])
+    return z / rule["temperature"]
+
+
+def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
+    """(N,) by the definitions; columns that are -inf on both sides are left out."""
+    here = (lp > -math.inf) | (lq > -math.inf)
+    lp, lq = (x.masked_fill(~here, -60.0) for x in (lp, lq))
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(a.exp() * here == 0, 0.0, a.exp() * (a - b)).sum(-1)
+
+    if kind == "forward_kl":
+        return kl(lq, lp)
+    if kind == "reverse_kl":
+        return kl(lp, lq)
+    lm = torch.logaddexp(lp + math.log(1 - beta), lq + math.log(beta))
+    return beta * kl(lq, lm) + (1 - beta) * kl(lp, lm)
+
+
+def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, seed=0):
+    """hidden, weight, bias of the student and of the teacher."""
+    g = torch.Generator().manual_seed(seed)
+
+    def side(width):
+        hidden = torch.randn(N, width, generator=g, dtype=torch.float64)
+        weight = scale * torch.randn(V, width, generator=g, dtype=torch.float64) / width**0.5
+        bias = 0.3 * torch.randn(V, generator=g, dtype=torch.float64)
+        return [x.to(dtype) for x in (hidden, weight, bias)]
+
+    return [*side(H), *side(teacher_H)]
+
+
+def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
+    """(loss, values, gradients of hidden, weight and bias)."""
+    leaves = [x.clone().requires_grad_() for x in sides[:3]]
+    teacher = TeacherHead(*sides[3:], **rules[1])
+    out = linear_divergence(*leaves[:2], options.pop("teacher", teacher), kind, beta=beta,
+                            bias=leaves[2], **rules[0], **options)  # fmt: skip
+    out.loss.backward()
+    return out.loss.detach(), out.values, [x.grad for x in leaves]
+
+
+def truth(sides, kind, beta, rules, weights, distributions=lambda z, y: (z, y)):
+    wide = [x.detach().double() for x in sides]
+    leaves = [x.requires_grad_() for x in wide[:3]]
+    z = final(leaves[0] @ leaves[1].T + leaves[2], rules[0])
+    y = final(wide[3] @ wide[4].T + wide[5], rules[1])
+    lp, lq = (x.log_softmax(-1) for x in distributions(z, y))
+    values = textbook(lp, lq, kind, beta)
+    (values * weights.double()).sum().backward()
+    return values.detach(), [x.grad for x in leaves]
+
+
+def off(found: Tensor, true: Tensor) -> float:
+    return ((found.double() - true).norm() / true.norm().clamp(min=1e-300)).item()
+
+
+def weights_of(count=37, dtype=torch.float64):
+    weights = torch.linspace(-1, 2, count, dtype=dtype)
+    weights[::5] = 0
+    return weights
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("mib", ["0", "256"])  # chunks of 32 rows; one chunk
+def test_against_fp64(kind, beta, name, mib, monkeypatch):
+    """fp64 to the last digits; fp32 by C++ and by torch to its own."""
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
+    weights = weights_of()
+    true, expected = truth(sides_of(), kind, beta, RULES[name], weights)
+    for dtype, backend, bar in (
+        (torch.float64, "torch", 1e-12), (torch.float32, "torch", 2e-6),
+        (torch.float32, "cpu", 2e-6),
+    ):  # fmt: skip
+        found = ours(sides_of(dtype=dtype), kind, beta, RULES[name], weights=weights.to(dtype),
+                     backend=backend)  # fmt: skip
+        assert found[1].dtype == dtype and off(found[1], true) < bar
+        assert off(found[0], (true * weights).sum()) < 10 * bar
+        for grad, wanted in zip(found[2], expected, strict=True):
+            assert grad.dtype == dtype and off(grad, wanted) < bar
+        assert (found[2][0][::5] == 0).all()
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("K", [1, 4, 20, 53])
+def test_a_teachers_top_k(kind, beta, backend, K):
+    """K ids and the rest as one category more; renormalised; places that hold nothing, by id 0."""
+    sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
+    y = sides[3] @ sides[4].T + sides[5]
+    top, ids = y.log_softmax(-1).topk(K)
+    order = torch.randperm(K, generator=g)
+    top, ids = top[:, order].clone(), ids[:, order].clone()
+    if 1 < K < 53:
+        top[3, K // 2 :], ids[3, K // 2 :] = -math.inf, 0
+        ids[3][ids[3] == 0] = ids[3, 0].clone()
+        ids[3, 0] = 0  # a real one beside those places, by the same id
+    for has_tail in (True, False):
+        logps = top if has_tail else top.log_softmax(-1)
+        teacher = TeacherTopK(ids, logps, has_tail, floor=1e-300)
+
+        def distributions(z, y, logps=logps, has_tail=has_tail):
+            rows = []
+            for t in range(len(z)):
+                real = logps[t] > -math.inf
+                k, lq = ids[t][real], logps[t][real]
+                rest = torch.ones(53, dtype=torch.bool).index_fill(0, k, False)
+                lp, fill = z[t].log_softmax(-1), 54 - len(k)
+                tail = lp[rest].logsumexp(0)[None] if rest.any() and has_tail else lp[:0]
+                left = (-torch.expm1(lq.logsumexp(0))).log()[None][: len(tail)]
+                none = torch.full((fill - len(tail),), -math.inf, dtype=z.dtype)
+                rows.append((torch.cat([lp[k], tail, none]), torch.cat([lq, left, none])))
+            return (torch.stack(x) for x in zip(*rows, strict=True))
+
+        true, expected = truth(sides, kind, beta, (PLAIN, PLAIN), weights, distributions)
+        for dtype in (torch.float64, torch.float32) if backend == "torch" else (torch.float32,):
+            bar = 1e-11 if dtype == torch.float64 else 4e-6
+            cast = [x.to(dtype) for x in sides]
+            found = ours(cast, kind, beta, teacher=teacher, weights=weights.to(dtype),
+                         backend=backend)  # fmt: skip
+            assert off(found[1] + 1e-3, true + 1e-3) < bar
+            for grad, wanted in zip(found[2], expected, strict=True):
+                assert off(grad, wanted) < bar or wanted.norm() < 1e-12 > grad.norm()
+
+
+def test_more_of_a_teachers_ids_say_more():
+    """0 <= D of k ids and a tail <= D of k' > k <= D."""
+    sides = sides_of(scale=0.4)
+    lq = (sides[3] @ sides[4].T + sides[5]).log_softmax(-1)
+    for kind, beta in KINDS:
+        whole, last = ours(sides, kind, beta)[1], torch.zeros(37, dtype=torch.float64)
+        for K in (1, 2, 3, 5, 9, 17, 33, 53):
+            top, ids = lq.topk(K)
+            found = ours(sides, kind, beta, teacher=TeacherTopK(ids, top, floor=1e-300))[1]
+            assert (found >= last - 1e-9).all() and (found <= whole + 1e-9).all()
+            last = found
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5, 1e-6])
+def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap):
+    """One token has all but `gap`: p·log(p/q) and 1 - p cancel in fp32. In the gradient, too."""
+    g = torch.Generator().manual_seed(0)
+    eye, V, N = torch.eye(64), 1000, 64
+    weight = torch.randn(V, N, generator=g)
+    weight[3] = weight[4:].double().logsumexp(0).float() - math.log(gap)
+    teacher_weight = weight + 0.3 * torch.randn(V, N, generator=g)
+    none = torch.zeros(V)
+    sides = [eye, weight, none, eye, teacher_weight, none]
+    true, expected = truth(sides, kind, beta, (PLAIN, PLAIN), torch.ones(N))
+    _, values, grads = ours(sides, kind, beta, weights=torch.ones(N), backend=backend)
+    assert (values >= 0).all() and ((values - true).abs() <= 1e-4 * true).all()
+    assert off(grads[1][3], expected[1][3]) < 1e-4 and off(grads[1], expected[1]) < 1e-4
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spread", [20.0, 80.0])
+def test_logits_far_apart(kind, beta, backend, spread):
+    """Logits of ±80, exact by a weight of 1; half of the rows have a teacher that is near."""
+    z, y = ((2 * torch.rand(64, 1000) - 1) * spread for _ in range(2))
+    y[:32] = z[:32] + 0.01 * torch.randn(32, 1000)
+    eye, none = torch.eye(1000), torch.zeros(1000)
+    sides = [z, eye, none, y, eye, none]
+    true, expected = truth(sides, kind, beta, (PLAIN, PLAIN), torch.ones(64))
+    _, values, grads = ours(sides, kind, beta, weights=torch.ones(64), backend=backend)
+    assert (values >= 0).all()
+    assert ((values - true).abs() <= 2e-5 * true)[32:].all()
+    assert ((values - true).abs() <= 2e-2 * true)[:32].all()  # the logits' own last digits
+    lost = (grads[0] - expected[0]).abs().sum(-1)
+    assert (lost <= 1e-4 * (expected[0].abs().sum(-1) + 0.01)).all()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "fp64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_is_zero_at_the_teacher_itself(backend, dtype):
+    sides = sides_of(dtype=torch.float64 if backend == "fp64" else dtype, scale=6.0)
+    for kind, beta in KINDS:
+        _, values, grads = ours([*sides[:3], *sides[:3]], kind, beta,
+                                backend="torch" if backend == "fp64" else backend)  # fmt: skip
+        assert (values == 0).all() and all((grad == 0).all() for grad in grads)
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_that_one_side_excludes(kind, beta, backend):
+    """-inf on both sides counts for nothing; on one side the divergence says what is said."""
+    for student, teacher in itertools.product((0.0, -math.inf), repeat=2):
+        sides = sides_of(dtype=torch.float32)
+        sides[2][[7, 11]], sides[5][[7, 11]] = student, teacher
+        _, values, grads = ours(sides, kind, beta, backend=backend)
+        if (kind, student < teacher, teacher < student) in (
+            ("forward_kl", True, False), ("reverse_kl", False, True)
+        ):  # fmt: skip
+            assert (values == math.inf).all()
+            continue
+        lp, lq = (h.double() @ w.double().T + b for h, w, b in (sides[:3], sides[3:]))
+        true = textbook(lp.log_softmax(-1), lq.log_softmax(-1), kind, beta)
+        assert off(values, true) < 2e-6 and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("side", [0, 3])
+def test_nan_is_seen(backend, side):
+    sides = sides_of(dtype=torch.float32)
+    sides[side][4, 0] = math.nan
+    for kind, beta in KINDS:
+        loss, values, grads = ours(sides, kind, beta, backend=backend)
+        assert values.isnan().nonzero().tolist() == [[4]] and loss.isnan()
+        assert grads[0][4].isnan().all() and grads[0][:4].isfinite().all()
+        weights = torch.ones(37).index_fill(0, torch.tensor(4), 0.0)
+        loss, _, grads = ours(sides, kind, beta, weights=weights, backend=backend)
+        assert loss.isfinite() and (grads[0][4] == 0).all() and grads[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 1e-6])  # what fp16 cannot hold without a unit
+def test_16_bits(dtype, scale):
+    """Logits come in fp32 from 16-bit products: only the gradients are rounded."""
+    sides, weights = sides_of(dtype=dtype), torch.linspace(0.1, 2, 37) * scale
+    leaves = [x.clone().requires_grad_() for x in sides[:3]]
+    out = linear_divergence(*leaves[:2], TeacherHead(*sides[3:]), "jsd", bias=leaves[2],
+                            weights=weights)  # fmt: skip
+    (out.loss / scale).backward()
+    true, expected = truth(sides, "jsd", 0.5, (PLAIN, PLAIN), weights / scale)
+    assert out.values.dtype == torch.float32 and off(out.values, true) < 2e-6
+    assert off(out.loss / scale, (true * weights / scale).sum()) < 2e-6
+    for leaf, wanted in zip(leaves, expected, strict=True):
+        assert leaf.grad.dtype == dtype and off(leaf.grad, wanted) < 6e-3
+
+
+def test_a_teacher_of_another_dtype():
+    sides = sides_of()
+    narrow = [x.float() for x in sides]
+    mixed = ours([*narrow[:3], *sides[3:]], "reverse_kl")[1]
+    assert off(mixed, ours(sides, "reverse_kl")[1]) < 1e-6
+
+
+def test_hidden_rows_padded_rows_and_no_rows():
+    """A prompt's last row serves several completions; a micro-batch may have no row."""
+    sides = sides_of(N=6)
+    rows = torch.tensor([[0, 0, 3], [1, 0, 5]])
+    teacher = TeacherHead(sides[3].reshape(2, 3, 9), sides[4], sides[5])
+    leaf = sides[0].clone().requires_grad_()
+    weights = torch.rand(2, 3, dtype=torch.float64)
+    out = linear_divergence(leaf, sides[1], teacher, "forward_kl", bias=sides[2], weights=weights,
+                            hidden_rows=rows)  # fmt: skip
+    out.loss.backward()
+    flat = [sides[0][rows.flatten()], *sides[1:]]
+    true, expected = truth(flat, "forward_kl", 0.5, (PLAIN, PLAIN), weights.flatten())
+    total = torch.zeros(6, 6, dtype=torch.float64).index_add_(0, rows.flatten(), expected[0])
+    assert out.values.shape == (2, 3) and off(out.values.flatten(), true) < 1e-12
+    assert off(leaf.grad, total) < 1e-12
+    empty = [x[:0] if i in (0, 3) else x for i, x in enumerate(sides)]
+    loss, values, grads = ours(empty, "jsd")
+    assert loss == 0 and values.shape == (0,) and (grads[1] == 0).all()
+
+
+def test_a_mean_by_default_and_only_the_gradients_that_are_wanted():
+    sides = sides_of(dtype=torch.float32)
+    loss, values, _ = ours(sides, "jsd")
+    assert torch.allclose(loss, values.mean())
+    hidden = sides[0].clone().requires_grad_()
+    out = linear_divergence(hidden, sides[1], TeacherHead(*sides[3:]), "jsd")
+    out.loss.backward()
+    assert hidden.grad.any()
+    with torch.no_grad():
+        again = linear_divergence(hidden, sides[1], TeacherHead(*sides[3:]), "jsd")
+    assert torch.equal(out.values, again.values) and not again.loss.requires_grad
+    assert not out.values.requires_grad
+
+
+def test_checkpointing_and_no_double_backward():
+    """A recomputed forward gives the same gradients; a second derivative is refused."""
+    from torch.utils.checkpoint import checkpoint
+
+    sides = sides_of(dtype=torch.float32)
+    plain = ours(sides, "reverse_kl")[2][0]
+    hidden = sides[0].clone().requires_grad_()
+
+    def run(x):
+        return linear_divergence(x * 1.0, sides[1], TeacherHead(*sides[3:]), "reverse_kl",
+                                 bias=sides[2]).loss  # fmt: skip
+
+    checkpoint(run, hidden, use_reentrant=False).backward()
+    assert torch.equal(hidden.grad, plain)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(run(hidden), hidden, create_graph=True)
+
+
+def test_a_graph_of_torch_compile_refuses_it():
+    sides = sides_of(dtype=torch.float32)
+
+    def run(x):
+        return linear_divergence(x * 1.0, sides[1], TeacherHead(*sides[3:]), "jsd").loss
+
+    with pytest.raises(Exception, match="linear_divergence: expected a call outside of a graph"):
+        torch.compile(run, backend="eager", fullgraph=True)(sides[0])
+    assert torch.equal(torch.compile(run, backend="eager")(sides[0]), run(sides[0]))
+
+
+def test_only_one_chunk_of_logits_lives(monkeypatch):
+    """32 chunks of (32, 32768): at most 9 bytes a logit of a chunk, beside the head and dW."""
+    from torch.profiler import ProfilerActivity, profile
+
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "8")
+    sides = sides_of(1024, 8, 1 << 15, 8, dtype=torch.float32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        ours(sides, "reverse_kl", backend="cpu")
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    steps = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    peak = max(itertools.accumulate(steps)) / 2**20
+    heads = 4  # copies of weight and hidden rows, dW, db
+    assert peak < 9 * 32 * (1 << 15) / 2**20 + heads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("product", ["own", "vendor"])
+def test_autocast_changes_nothing(product, dtype, monkeypatch):
+    monkeypatch.setenv("GRPO_FAST_GEMM", product)
+    route._gemm_choice.cache_clear()
+    sides = sides_of(dtype=torch.float32)
+    try:
+        plain = ours(sides, "reverse_kl")
+        with torch.autocast("cpu", dtype):
+            inside = ours(sides, "reverse_kl")
+    finally:
+        monkeypatch.undo()
+        route._gemm_choice.cache_clear()
+    assert torch.equal(plain[1], inside[1])
+    assert all(torch.equal(x, y) for x, y in zip(plain[2], inside[2], strict=True))
+
+
+TOP = torch.full((37, 3), 0.3).log(), torch.tensor([[4, 2, 9]]).expand(37, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("hidden", dict(hidden=torch.zeros(37, 6, 1, 6))),
+        ("lm_head_weight", dict(hidden=torch.zeros(37, 6, dtype=torch.float64))),
+        ("kind", dict(kind="total_variation")),
+        ("beta", dict(beta=1.0)),
+        ("temperature", dict(temperature=0.0)),
+        ("weights", dict(weights=torch.ones(36))),
+        ("weights", dict(weights=torch.full((37,), math.nan))),
+        ("backend", dict(backend="cuda")),
+        ("hidden_rows", dict(hidden_rows=torch.full((37,), 37))),
+        ("teacher", dict(teacher="gpt-2")),
+        ("teacher.hidden", dict(teacher=dict(hidden=torch.zeros(36, 9)))),
+        ("teacher.hidden", dict(teacher=dict(hidden=torch.zeros(37, 9, requires_grad=True)))),
+        ("teacher.weight", dict(teacher=dict(weight=torch.zeros(52, 9), bias=None))),
+        ("teacher.weight", dict(teacher=dict(weight=torch.zeros(53, 8)))),
+        ("teacher.bias", dict(teacher=dict(bias=torch.zeros(52)))),
+        ("temperature", dict(teacher=dict(temperature=-1.0))),
+        ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].clone().fill_(53), TOP[0]))),
+        ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].clone().fill_(5), TOP[0]))),
+        ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].float(), TOP[0]))),
+        ("teacher.ids", dict(teacher=TeacherTopK(torch.arange(54).expand(37, 54),
+                                                 torch.full((37, 54), -9.0)))),
+        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] + 0.2))),
+        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] * math.nan))),
+        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0], has_tail=False))),
+        ("teacher.floor", dict(teacher=TeacherTopK(TOP[1], TOP[0], floor=0.0))),
+    ],
+)  # fmt: skip
+def test_refusals(name, change):
+    sides = sides_of(dtype=torch.float32)
+    teacher = dict(hidden=sides[3], weight=sides[4], bias=sides[5])
+    if isinstance(change.get("teacher", {}), dict):
+        change = {**change, "teacher": TeacherHead(**{**teacher, **change.get("teacher", {})})}
+    given = dict(hidden=sides[0], lm_head_weight=sides[1], kind="jsd") | change
+    with pytest.raises(ValueError, match=rf"^{name}: expected .* got "):
+        linear_divergence(**given)
+
+
+def test_the_losses_refuse_what_they_cannot_see():
+    config = LossConfig(loss_type="grpo", beta=0.1, kl_estimator="exact")
+    with pytest.raises(ValueError, match="kl_estimator: expected one of .* got 'exact', which"):
+        grpo_loss(torch.zeros(1, 2), torch.ones(1), config, ref_logps=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="kl_times_ratio: expected False"):
+        LossConfig(beta=0.1, kl_estimator="exact", kl_times_ratio=True)
+
+
+def test_over_a_samplers_sets():
+    """Sets of every size from one token to the whole vocabulary, which an empty one stands for."""
+    sizes = [0, 1, 2, 53, *range(3, 36)]
+    sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
+    support = Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)]))
+    kept = torch.zeros(37, 53, dtype=torch.bool)
+    for t, ids in enumerate(sets):
+        kept[t, ids if len(ids) else slice(None)] = True
+
+    def distributions(z, y):
+        return (x.masked_fill(~kept, -math.inf) for x in (z, y))
+
+    for (kind, beta), rules in itertools.product(KINDS, RULES.values()):
+        weights = weights_of()
+        true, expected = truth(sides_of(), kind, beta, rules, weights, distributions)
+        for dtype, backend, bar in (
+            (torch.float64, "torch", 1e-12), (torch.float32, "torch", 2e-6),
+            (torch.float32, "cpu", 2e-6),
+        ):  # fmt: skip
+            found = ours(sides_of(dtype=dtype), kind, beta, rules, weights=weights.to(dtype),
+                         support=support, backend=backend)  # fmt: skip
+            assert found[1][1] == 0 and off(found[1], true) < bar
+            assert all(off(x, y) < bar for x, y in zip(found[2], expected, strict=True))
+    with pytest.raises(ValueError, match=r"support.offsets: expected shape .* = \(38,\), got"):
+        ours(sides_of(), "jsd", support=Support(sets[1], torch.arange(3)))

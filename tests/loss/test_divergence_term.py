@@ -1,0 +1,151 @@
+"""`linear_grpo_loss(divergence=)`: the loss and the divergence of two calls, in one pass."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import grpo_fast
+from grpo_fast import DivergenceTerm, TeacherHead, TeacherTopK, linear_divergence
+from grpo_fast.kernels.head.loop import LinearHead
+from tests import loss_cases
+from tests.loss_cases import make_case, options_for, relative_l2
+
+LOSSES = {
+    "token": options_for("dapo"),
+    "sequence": options_for("gspo", "sequence"),
+    "entropy": options_for("grpo", beta=0.1, entropy_coef=0.1, temperature=0.7),
+    "softcap": options_for("grpo", softcap=2.0, logit_scale=1.5),
+}
+
+
+def teacher_of(case, *, topk=False):
+    g = torch.Generator().manual_seed(3)
+    B, L = case.ids.shape
+    V, dtype = case.weight.shape[0], case.hidden.dtype
+    h, w = (torch.randn(*x, generator=g, dtype=torch.float64) for x in ((B, L, 5), (V, 5)))
+    if topk:
+        logps, ids = (h @ w.T).log_softmax(-1).topk(4)
+        return TeacherTopK(ids, logps)
+    return TeacherHead(h.to(dtype), w.to(dtype), softcap=3.0)
+
+
+def weights_of(case):
+    """w_t of `token_mean_global`: 1 over the active tokens."""
+    return case.mask.double() / case.mask.sum()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("topk", [False, True])
+@pytest.mark.parametrize("mib", ["0", "256"])
+def test_it_is_the_sum_of_two_calls(name, backend, topk, mib, monkeypatch):
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
+    long = torch.arange(40)[None, :] < torch.tensor([40, 17, 0, 33])[:, None]
+    options = LOSSES[name] | dict(aggregation="token_mean_global")
+    case = make_case(4, mask=long, **options)
+    teacher = teacher_of(case, topk=topk)
+    term = DivergenceTerm(teacher, "jsd", 0.4, beta=0.3)
+    found = loss_cases.run("linear", case, divergence=term, backend=backend)
+    alone = loss_cases.run("linear", case, backend=backend)
+    leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
+    rule = {n: options.get(n, d) for n, d in (("temperature", 1.0), ("softcap", None),
+                                              ("logit_scale", 1.0))}  # fmt: skip
+    out = linear_divergence(*leaves[:2], teacher, "jsd", beta=0.3, bias=leaves[2],
+                            weights=0.4 * weights_of(case).float(), **rule)  # fmt: skip
+    out.loss.backward()
+    assert abs(found.loss - alone.loss - out.loss) < 1e-6
+    assert torch.equal(found.logps, alone.logps)
+    assert found.metrics.keys() == alone.metrics.keys() | {"divergence"}
+    mean = out.values[case.mask].mean()
+    assert torch.allclose(found.metrics["divergence"].double(), mean.double(), rtol=1e-5)
+    for leaf, what in zip(leaves, ("hidden", "weight", "bias"), strict=True):
+        assert relative_l2(found.grads[what], alone.grads[what] + leaf.grad) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes_and_a_support(dtype):
+    bar = {torch.float64: 1e-7, torch.bfloat16: 6e-3, torch.float16: 2e-3}[dtype]
+    case = make_case(4, dtype=dtype, **options_for("dapo"))
+    kept = torch.rand(*case.ids.shape, 23, generator=torch.Generator().manual_seed(1)) < 0.4
+    kept.scatter_(-1, case.ids[..., None], True)
+    kept[0, :2] = True
+    for given in (case, case.but(kept=kept)):
+        teacher = teacher_of(given)
+        term = DivergenceTerm(teacher, "forward_kl", 0.4)
+        found = loss_cases.run("linear", given, divergence=term)
+        alone = loss_cases.run("linear", given)
+        wide = [x.detach().double().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
+        z, y = wide[0] @ wide[1].T + wide[2], teacher.hidden.double() @ teacher.weight.double().T
+        y = 3 * torch.tanh(y / 3)
+        if given.kept is not None:
+            z, y = (x.masked_fill(~given.kept, -1e9) for x in (z, y))
+        lp, lq = z.log_softmax(-1), y.log_softmax(-1)
+        values = (lq.exp() * (lq - lp)).sum(-1)
+        loss = (0.4 * weights_of(given) * values)[given.mask].sum()
+        loss.backward()
+        assert abs(found.loss.double() - alone.loss.double() - loss) < max(bar, 1e-6)
+        for leaf, what in zip(wide, ("hidden", "weight", "bias"), strict=True):
+            assert relative_l2(found.grads[what], alone.grads[what].double() + leaf.grad) < bar
+
+
+def test_one_pass_and_hidden_rows(monkeypatch):
+    """Student's and teacher's logits once each; a teacher's row belongs to its target."""
+    case = make_case(4, **options_for("dapo"))
+    B, L = case.ids.shape
+    rows = torch.arange(B * L).flip(0).reshape(B, L)
+    teacher, flat = teacher_of(case), case.hidden.reshape(B * L, -1).flip(0)
+    term = DivergenceTerm(teacher, "reverse_kl", 1.0)
+    seen = []
+    padded = LinearHead._padded
+    monkeypatch.setattr(LinearHead, "_padded", lambda s, c: (seen.append(c), padded(s, c))[1])
+    config = grpo_fast.LossConfig(**case.options)
+    given = dict(completion_mask=case.mask, bias=case.bias, old_logps=case.old)
+    a = grpo_fast.linear_grpo_loss(case.hidden.requires_grad_(), case.weight, case.ids,
+                                   case.advantages, config, divergence=term, **given)  # fmt: skip
+    assert len(seen) == 1
+    b = grpo_fast.linear_grpo_loss(flat, case.weight, case.ids, case.advantages, config,
+                                   hidden_rows=rows, divergence=term, **given)  # fmt: skip
+    assert torch.equal(a.loss, b.loss) and torch.equal(a.divergence, b.divergence)
+    assert a.divergence.shape == (B, L) and not a.divergence[~case.mask].any()
+
+
+def test_a_coefficient_of_0_and_no_gradient_say_the_divergence():
+    case = make_case(4, **options_for("dapo"))
+    plain = loss_cases.run("linear", case)
+    term = DivergenceTerm(teacher_of(case), "jsd", 0.0)
+    zero = loss_cases.run("linear", case, divergence=term)
+    assert torch.equal(zero.loss, plain.loss) and zero.metrics["divergence"] > 0
+    assert all(relative_l2(zero.grads[n], x) < 1e-6 for n, x in plain.grads.items())
+    with torch.no_grad():
+        out = grpo_fast.linear_grpo_loss(
+            case.hidden, case.weight, case.ids, case.advantages,
+            grpo_fast.LossConfig(**case.options), bias=case.bias, completion_mask=case.mask,
+            old_logps=case.old, divergence=term._replace(coef=1.0),
+        )  # fmt: skip
+    assert torch.allclose(out.metrics["divergence"], zero.metrics["divergence"])
+    assert out.loss > plain.loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("divergence", dict(divergence="kl")),
+        ("coef", dict(coef=-1.0)),
+        ("coef", dict(coef=math.nan)),
+        ("kind", dict(kind="k3")),
+        ("grad_filter", dict(grad_filter=0.1)),
+        ("teacher.hidden", dict(rows=1)),
+    ],
+)
+def test_refusals(name, change):
+    case = make_case(4, **options_for("dapo"))
+    teacher = teacher_of(case)
+    if change.pop("rows", None):
+        teacher = teacher._replace(hidden=teacher.hidden[:, 1:])
+    fields = {n: change.pop(n) for n in ("coef", "kind") if n in change}
+    given = {"divergence": DivergenceTerm(teacher, **fields), **change}
+    with pytest.raises(ValueError, match=rf"^{name}: expected .* got "):
+        loss_cases.run("linear", case, **given)

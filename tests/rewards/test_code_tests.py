@@ -1,0 +1,225 @@
+"""`code_tests`: the share of tests that hold; a hostile answer costs its own reward only."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_fast.data import Example
+from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards.isolated import IsolatedReward
+from grpo_fast.rewards.workers import code_tests as worker
+from tests.reward_specs import spec
+
+pytestmark = pytest.mark.skipif(
+    os.uname().machine not in ("x86_64", "aarch64"), reason="no seccomp numbers of this machine"
+)
+TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 4"]
+GOOD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+HOSTILE = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "threads": "import threading\nwhile True:\n    threading.Thread(target=print).start()",
+    "endless output": "import sys\nwhile True:\n    print('x' * 9999)\n"
+    "    sys.stderr.write('x' * 9999)",
+    "output everywhere": """
+import os
+for fd in range(64):
+    try:
+        while True:
+            os.write(fd, b"x" * 9999)
+    except OSError:
+        pass
+""",
+    "deletes": "import os\nos.unlink(VICTIM)",
+    "empties": "open(VICTIM, 'w')",
+    "moves": "import os\nos.rename(VICTIM, VICTIM + '.moved')",
+    "removes folders": "import shutil, os\nshutil.rmtree(os.path.dirname(VICTIM))",
+    "writes": "open(VICTIM + '.new', 'w').write('x')",
+    "memory of others": "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')",
+    "socket": "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
+    "socket pair": "import socket\nsocket.socketpair()",
+    "starts a program": "import subprocess\nsubprocess.run(['touch', VICTIM + '.new'])",
+    "becomes a program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 0'])",
+    "os._exit": "import os\nos._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "exit handler": "import atexit\natexit.register(lambda: 1 / 0)\nraise KeyboardInterrupt",
+    "endless loop": "while True:\n    pass",
+    "sleeps": "import time\ntime.sleep(1000)",
+    "ignores signals": "import signal, time\nfor s in range(1, 32):\n    try:\n"
+    "        signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\n"
+    "time.sleep(1000)",
+    "huge list": "x = [0] * 10**11",
+    "grows": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
+    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
+    "kills the group": "import os\nos.killpg(0, 9)",
+    "raises its limits": "import resource\n"
+    "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)",
+    "limits its parent": "import os, resource\n"
+    "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
+    "native code": "import ctypes\nctypes.string_at(0)",
+    "deep": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "deep source": "x = " + "(" * 50_000,
+    "no code": "I do not know.",
+    "empty": "",
+    "control characters": "\x00\x1b[2J\ud800",
+}
+
+
+def build(timeout=20.0, **options):
+    return build_rewards([spec("code_tests", timeout=timeout, **options)])
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    return build(seconds=1.0, memory=256)
+
+
+def ask(rewards, *completions, tests=TESTS):
+    count = len(completions)
+    columns = {"tests": [tests] * count}
+    return rewards([""] * count, list(completions), [None] * count, columns)
+
+
+def test_the_reward_is_the_share_of_tests_that_hold(rewards):
+    half = "def add(a, b):\n    return abs(a) + abs(b)"
+    result = ask(rewards, GOOD, half, "def add(a, b): return 7", "def add(")
+    torch.testing.assert_close(result.total, torch.tensor([1.0, 2 / 3, 0.0, 0.0]))
+    assert result.failures == {"code_tests": 0}
+
+
+def test_a_source_with_preparations_and_a_check_function(rewards):
+    source = """
+import math
+def check(f):
+    assert f(2, 3) == 5
+    assert f(0, 0) == 0
+check(add)
+assert math.isclose(add(0.1, 0.2), 0.3)
+"""
+    assert ask(rewards, GOOD, "def add(a, b): return 5", tests=source).total.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
+    victim = tmp_path / "folder" / "victim"
+    victim.parent.mkdir()
+    victim.write_text("here")
+    before = _processes()
+    code = HOSTILE[name].replace("VICTIM", repr(str(victim))).replace("PORT", "9")
+    result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
+    assert result.total.tolist() == [1.0, 0.0, 1.0] and result.failures == {"code_tests": 0}
+    assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
+    assert _processes() <= before | _of(rewards)
+
+
+def _processes() -> set[int]:
+    """Every process that runs the sandbox, or was started by an answer."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"sandbox.py" in (folder / "cmdline").read_bytes():
+                found.add(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def _of(rewards) -> set[int]:
+    return {rewards.rewards[0].function._worker._child.pid}
+
+
+def test_nothing_is_connected_to(rewards):
+    """A server that is there hears nothing."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.3)
+        code = HOSTILE["socket"].replace("PORT", str(server.getsockname()[1]))
+        assert ask(rewards, code).total.tolist() == [0.0]
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_test_that_hangs_leaves_those_before_it(rewards):
+    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(9, 9) == 18"]
+    code = "def add(a, b):\n    while a == 9: pass\n    return a + b"
+    torch.testing.assert_close(ask(rewards, code, tests=tests).total, torch.tensor([2 / 3]))
+
+
+def test_a_test_that_exits_is_one_that_does_not_hold(rewards):
+    code = "import sys\ndef add(a, b):\n    return sys.exit() if a < 0 else a + b"
+    torch.testing.assert_close(ask(rewards, code).total, torch.tensor([2 / 3]))
+
+
+def test_many_answers_that_hang_have_their_own_time():
+    """More seconds than one call may take: the limit of the call is for each completion."""
+    found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
+    assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
+
+
+def test_the_time_of_a_call_is_per_completion_for_the_bounded_only(monkeypatch):
+    waited = []
+    real = IsolatedReward.__call__.__globals__["_Worker"].receive
+    monkeypatch.setattr(
+        "grpo_fast.rewards.isolated._Worker.receive",
+        lambda self, number, limit: waited.append(limit) or real(self, number, limit),
+    )
+    ask(build(timeout=7.0), GOOD, GOOD, GOOD)
+    build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
+    assert waited[1] == 21.0 and waited[-1] == 7.0
+    assert max(waited) <= threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("first\n```py\nx = 1\n```\nbetter:\n```Python\nx = 2\n```\nbye", "x = 2\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("```python\nx = 1\n```\nand\n```python\nx = 3", "x = 3"),
+        ("```", ""),
+        ("", ""),
+    ],
+)
+def test_the_code_is_that_of_the_last_block(text, code):
+    assert worker.code_of(text) == code
+
+
+def test_faulty_data_is_named_and_costs_its_samples(rewards):
+    result = ask(rewards, GOOD, tests="x = 1")
+    assert result.total.isnan().all() and result.failures == {"code_tests": 1}
+    assert "at least one assert" in rewards._last_error["code_tests"]
+    with pytest.raises(ValueError, match="tests: expected Python"):
+        worker.count_tests("assert (")
+
+
+def test_lines_without_tests_are_refused_before_a_run(rewards):
+    with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
+        check_examples(rewards, [Example("p", "a", None)], "train")
+
+
+@pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": 1}, {"seconds": float("nan")}])
+def test_limits_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match="code_tests: expected 0 < seconds"):
+        worker.code_tests(completions=[GOOD], tests=[TESTS], **options)
+
+
+def test_a_machine_without_the_sandbox_is_refused_when_the_reward_is_built(monkeypatch, tmp_path):
+    """Nothing runs unconfined: the worker refuses at its import."""
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    source = Path(worker.__file__).parent
+    for name in ("code_tests.py", "sandbox.py"):
+        text = (source / name).read_text()
+        (folder / name).write_text(
+            text.replace('"x86_64": (', '"m68k": (').replace("aarch64", "vax")
+        )
+    monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))
+    with pytest.raises(ValueError, match="code_tests cannot be used.*expected Linux on x86-64"):
+        build()

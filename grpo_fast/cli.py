@@ -103,10 +103,12 @@ def reward_model(
     from grpo_fast.train.config.recipes import load_settings
     from grpo_fast.train.config.reward_model import RewardModelConfig
     from grpo_fast.train.experiments.reward_model import accuracy_line, train_reward_model
+    from grpo_fast.train.report.lines import reward_model_lines
 
     with told(debug):
         config = load_settings(RewardModelConfig, recipe, settings or [])
         typer.echo(accuracy_line(train_reward_model(config)))
+        typer.echo("\n".join(reward_model_lines(config.output_dir)))
 
 
 @app.command(name="eval", cls=Worded)
@@ -182,10 +184,10 @@ def plot(
 
             path = plot_losses(what[1:], os.path.expanduser(out or "losses.png"))
         else:
-            from grpo_fast.train.report.curves import plot_runs
+            from grpo_fast.train.report.curves import plot_runs, usual_picture
 
-            folders = [os.path.expanduser(run) for run in what]
-            path = plot_runs(folders, os.path.expanduser(out or "curves.png"))
+            runs = [os.path.expanduser(run) for run in what]
+            path = plot_runs(runs, os.path.expanduser(out) if out else usual_picture(runs))
         typer.echo(str(path))
 
 

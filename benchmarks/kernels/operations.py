@@ -53,5 +53,7 @@ SCRIPTS: dict[str, str] = {
     "rollout": "--batch 64 --new-tokens 64 --budget 3",
     "attention": "--rounds 9 --budget 1",
     "support": "--rounds 9 --budget 1",
+    "trees": "--rounds 9 --budget 1",
+    "divergence": "--rounds 9 --budget 3",
     "trl": "--models 0.5b --dtype bf16 --rounds 9 --budget 3",
 }

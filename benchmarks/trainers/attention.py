@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE, relative_l2
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
-from grpo_fast.attention import PackedGroups, dispatch, pack_groups, register
+from grpo_fast.attention import PackedGroups, PackedTree, dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import Rule
 
@@ -182,7 +182,7 @@ def time_model(case: Case, model: Heads, options: argparse.Namespace) -> list[di
     return [row_of_times(named, steps, error, options)]
 
 
-def model_step(trunk: Any, pack: PackedGroups, grad: Tensor) -> Step:
+def model_step(trunk: Any, pack: PackedTree, grad: Tensor) -> Step:
     # The gradient of k_proj.bias is exactly 0.
     parameters = [p for name, p in trunk.named_parameters() if "k_proj.bias" not in name]
 

@@ -17,7 +17,7 @@ from grpo_fast.attention.model import (
     shared_prompt_supported,
 )
 from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
-from grpo_fast.attention.plans import Share, plan_packs, plan_trees, trunk_tokens
+from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "register",
     "shared_prompt_supported",
     "small_windows",
+    "tree_tokens",
     "trunk_tokens",
     "window_as_mask",
     "window_of",

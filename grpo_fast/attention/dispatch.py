@@ -63,11 +63,7 @@ class Kind(NamedTuple):
     gpu: int | None = None  # which one; None: the current one
 
     def __str__(self) -> str:
-        extras = (
-            name
-            for name, has in (("window", self.has_window), ("softcap", self.has_softcap))
-            if has
-        )
+        extras = ["window"] * self.has_window + ["softcap"] * self.has_softcap
         dtype = str(self.dtype).removeprefix("torch.")
         device = self.device if self.gpu is None else f"{self.device}:{self.gpu}"
         return ", ".join([f"{device} {dtype}", f"head_dim {self.head_dim}", *extras])
@@ -104,9 +100,8 @@ def packed_rows_attention(
     """
     # A window that no query reaches is no window; the plain kernels are faster.
     window = window if window and window < layout.longest_context else None
-    kind = Kind(
-        q.device.type, q.dtype, q.shape[-1], window is not None, softcap is not None, q.device.index
-    )
+    has = window is not None, softcap is not None
+    kind = Kind(q.device.type, q.dtype, q.shape[-1], *has, q.device.index)
     return choose(kind).attend(q, k, v, layout, Rule(scale, window, softcap))
 
 
@@ -114,32 +109,20 @@ def packed_rows_attention(
 def choose(kind: Kind) -> Provider:
     """The first provider that can and that passes its self-test."""
     for provider in candidates(kind):
+        name = provider.name
         try:
             error = _tested(provider.attend, kind)
-        except (
-            Exception
-        ) as problem:  # a foreign kernel may fail in any way; there is always another one
+        except Exception as problem:  # a foreign kernel may fail in any way; there is another one
             log.warning(
-                "attention kernel %s failed on %s: %s; trying the next",
-                provider.name,
-                kind,
-                problem,
+                "attention kernel %s failed on %s: %s; trying the next", name, kind, problem
             )
             continue
         if error <= SELF_TEST_TOLERANCE[kind.dtype]:
-            log.info(
-                "packed attention on %s: %s (%.1g from the dense reference)",
-                kind,
-                provider.name,
-                error,
-            )
+            found = "packed attention on %s: %s (%.1g from the dense reference)"
+            log.info(found, kind, name, error)
             return provider
-        log.warning(
-            "attention kernel %s is wrong on %s: %.2g from the reference; next",
-            provider.name,
-            kind,
-            error,
-        )
+        wrong = "attention kernel %s is wrong on %s: %.2g from the reference; next"
+        log.warning(wrong, name, kind, error)
     raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
 
 
@@ -172,9 +155,8 @@ def self_test(attention: Attention, kind: Kind) -> float:
     descendant there. A plain segment; two query heads for each key head.
     """
     lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
-    rule = Rule(
-        kind.head_dim**-0.5, 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
-    )
+    limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
+    rule = Rule(kind.head_dim**-0.5, *limits)
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
@@ -187,9 +169,8 @@ def self_test(attention: Attention, kind: Kind) -> float:
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
         out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])
-    return max(
-        float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(*results, strict=True)
-    )
+    pairs = zip(*results, strict=True)
+    return max(float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
 
 
 def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | None:
@@ -234,9 +215,8 @@ def _no_fa3(kind: Kind) -> str | None:
 
 
 def _no_fa2(kind: Kind) -> str | None:
-    return (
-        _flash_cuda(kind, 80) if _has_distribution("flash-attn") else "flash-attn is not installed"
-    )
+    missing = None if _has_distribution("flash-attn") else "flash-attn is not installed"
+    return missing or _flash_cuda(kind, 80)
 
 
 def _no_flash_aten(kind: Kind) -> str | None:

@@ -134,14 +134,13 @@ def pack_tree(
         ValueError: no sample, one without ids, a mask of another length, a trained token at
             position 0 (nothing predicts it), none trained at all.
     """
-    checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
+    checked, trie = trie_of(samples, apart)
     if not any(len(trained) for _, trained in checked):
         raise ValueError("samples: expected at least one trained token, came none")
-    trunks = trunks_of(checked)
     return PackedTree(
         **_pack(
-            Trie.of_ids(told_apart(trunks, apart)).segments(merge_cost),
-            trunks.__getitem__,
+            trie.segments(merge_cost),
+            lambda n: checked[n][0],
             [trained - 1 for _, trained in checked],
             [ids[trained] for ids, trained in checked],
             device,
@@ -226,8 +225,12 @@ def _pack(
 
 def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
     """The ids of a sample (n,) and the positions that are trained; ValueError with `name`."""
-    ids, mask = torch.as_tensor(ids, device="cpu"), torch.as_tensor(trained, device="cpu")
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+    try:
+        ids, mask = (torch.as_tensor(x, device="cpu") for x in (ids, trained))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: expected token ids and a bool for each, came {error}") from error
+    is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    if ids.dim() != 1 or not len(ids) or not is_whole or ids.min() < 0:
         raise ValueError(
             f"{name}: expected token ids, at least one, came {tuple(ids.shape)} {ids.dtype}"
         )
@@ -243,24 +246,21 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
     return ids.long(), mask.nonzero()[:, 0]
 
 
-def trunks_of(checked: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """What the trunk sees of each sample: the rows before its last trained token."""
-    return [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
-
-
-def told_apart(trunks: list[Tensor], apart: Sequence[int | Tensor] | None) -> list[Tensor]:
-    """The ids of each trunk (n,), or beside them what tells equal ones apart (n, 2)."""
-    if apart is None:
-        return trunks
-    if len(apart) != len(trunks):
+def trie_of(
+    samples: Sequence[Sample], apart: Sequence[int | Tensor] | None
+) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
+    """The samples, checked, and the trie of their rows before the last trained token."""
+    checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
+    if apart is not None and len(apart) != len(checked):
         raise ValueError(
-            f"apart: expected a number for each of {len(trunks)} samples, came {len(apart)}"
+            f"apart: expected a number for each of {len(checked)} samples, came {len(apart)}"
         )
-    numbers = [torch.as_tensor(x, dtype=torch.int64) for x in apart]
-    return [
-        torch.stack([ids, number[: len(ids)] if number.dim() else number.expand(len(ids))], 1)
-        for ids, number in zip(trunks, numbers, strict=True)
-    ]
+    words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
+    if apart is not None:
+        for n, x in enumerate(apart):
+            number = torch.as_tensor(x, dtype=torch.int64).expand(len(checked[n][0]))
+            words[n] = torch.stack([words[n], number[: len(words[n])]], 1)
+    return checked, Trie.of_ids(words)
 
 
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:

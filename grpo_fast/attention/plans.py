@@ -8,14 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from grpo_fast.attention.packing import (
-    Group,
-    Sample,
-    check_lengths,
-    check_sample,
-    told_apart,
-    trunks_of,
-)
+from grpo_fast.attention.packing import Group, Sample, check_lengths, trie_of
 from grpo_fast.attention.trie import Trie
 
 
@@ -79,8 +72,12 @@ def plan_trees(
         Rows, in order of their first sample, which each list theirs in order.
     """
     _check_budget(budget)
-    checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    return sorted(Trie.of_ids(told_apart(trunks_of(checked), apart)).packs(budget))
+    return sorted(trie_of(samples, apart)[1].packs(budget))
+
+
+def tree_tokens(samples: Sequence[Sample]) -> int:
+    """Distinct tokens of samples in one row, as `plan_trees` counts them."""
+    return trie_of(samples, None)[1].below[0]
 
 
 def _shares(placed: Sequence[tuple[int, int]]) -> list[Share]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +44,7 @@ class Spans:
 
     @classmethod
     def of(
-        cls,
-        queries: Sequence[int],
-        keys: Sequence[int],
-        device: torch.device | str = "cpu",
-        *,
-        causal: bool,
+        cls, queries: Sequence[int], keys: Sequence[int], device: Any = "cpu", *, causal: bool
     ) -> Spans:
         """Spans of these lengths; no span has queries without keys."""
         cu_q, cu_k = (
@@ -82,10 +77,8 @@ class Spans:
         """
         first_q, first_k = ([0, *accumulate(x)] for x in (self.queries, self.keys))
         stacks: list[list[int]] = []
-        for span in sorted(
-            (s for s, queries in enumerate(self.queries) if queries),
-            key=lambda s: (self.queries[s] - self.keys[s], -self.queries[s]),
-        ):
+        spans = [s for s, queries in enumerate(self.queries) if queries]
+        for span in sorted(spans, key=lambda s: (self.queries[s] - self.keys[s], -self.queries[s])):
             if not stacks or not self._fits(span, stacks[-1][0]):
                 stacks.append([])
             stacks[-1].append(span)
@@ -95,13 +88,11 @@ class Spans:
         """Padding stands at the end of both queries and keys, where only causal order keeps it out
         of sight.
         """
+        shapes = {(self.queries[s], self.keys[s]) for s in (span, longest)}
         if not self.causal:
-            return (self.queries[span], self.keys[span]) == (
-                self.queries[longest],
-                self.keys[longest],
-            )
-        offsets = {self.keys[s] - self.queries[s] for s in (span, longest)}
-        return len(offsets) == 1 and self.queries[span] >= BLOCK_FILL * self.queries[longest]
+            return len(shapes) == 1
+        is_similar = self.queries[span] >= BLOCK_FILL * self.queries[longest]
+        return is_similar and len({keys - queries for queries, keys in shapes}) == 1
 
     def _block(self, stack: list[int], first_q: list[int], first_k: list[int]) -> Block:
         device = self.cu_q.device
@@ -141,9 +132,8 @@ class Rows:
         offset = torch.arange(longest)[None]
         gather = (first + torch.minimum(offset, length - 1)).reshape(-1)
         slots = (offset < length).reshape(-1).nonzero()[:, 0]
-        return cls(
-            len(runs), longest, None, gather.to(device), slots.to(device), gather[slots].to(device)
-        )
+        places = (x.to(device) for x in (gather, slots, gather[slots]))
+        return cls(len(runs), longest, None, *places)
 
     def stack(self, x: Tensor) -> Tensor:
         """(T, …) → (N, L, …); padding repeats a row."""
@@ -155,9 +145,8 @@ class Rows:
         if self.run is not None:
             return self.stack(x)
         out = x.new_zeros(self.count * self.length, *x.shape[1:])
-        return out.index_copy_(0, self.slots, x.index_select(0, self.rows)).unflatten(
-            0, (self.count, self.length)
-        )
+        out.index_copy_(0, self.slots, x.index_select(0, self.rows))
+        return out.unflatten(0, (self.count, self.length))
 
     def put_(self, x: Tensor, block: Tensor) -> None:
         """Write the block's real rows (N, L, …) into x (T, …)."""

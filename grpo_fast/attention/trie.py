@@ -72,7 +72,7 @@ class Trie:
         words = [x.contiguous().numpy().tobytes() for x in ids]
         order = sorted(range(len(ids)), key=lambda i: (words[i], i))
         shared = [_common(ids[a], ids[b]) for a, b in pairwise(order)]
-        return cls([len(x) for x in ids], order, [0, *shared])
+        return cls([len(x) for x in ids], order, [0, *shared][: len(ids)])
 
     @classmethod
     def of_groups(cls, lengths: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Trie:

@@ -10,7 +10,7 @@ from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, wo
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
 from grpo_fast.data.generated import ArithmeticTask, SortTask
 from grpo_fast.data.listed import listed_examples
-from grpo_fast.data.traces import load_traces, read_traces
+from grpo_fast.data.traces import load_traces, read_traces, trace_examples
 
 __all__ = [
     "DataSource",
@@ -18,6 +18,7 @@ __all__ = [
     "Example",
     "Prompt",
     "TASKS",
+    "TRACES",
     "escape_control",
     "is_local",
     "load_examples",
@@ -30,7 +31,8 @@ __all__ = [
 
 GENERATED: dict[str, Any] = {"sort": SortTask, "arithmetic": ArithmeticTask}
 LISTED = ("lecture", "open")
-TASKS = (*GENERATED, *LISTED, "gsm8k", "jsonl")
+TRACES = "traces"
+TASKS = (*GENERATED, *LISTED, "gsm8k", "jsonl", TRACES)
 
 
 def load_examples(
@@ -42,6 +44,7 @@ def load_examples(
         data: a config with `task`, and per task
             sort / arithmetic: `digits` (length), `symbols` (how many different ones), `n_train`,
             `n_test`;
+            traces: `path`, recorded rollouts of agents; an example is a task's name;
             lecture / open: nothing, the prompts are listed here and the same in both splits;
             gsm8k / jsonl: `path` (a .jsonl file, or a folder with train.jsonl and test.jsonl) or
             `name` (hub id), `prompt_template`, `system_prompt`, `chat`, `shots`, `n_train`,
@@ -63,6 +66,8 @@ def load_examples(
         return task(split=split, seed=seed, **_given(data, *task.options, "n_train", "n_test"))
     if data.task in LISTED:
         return listed_examples(data.task)
+    if data.task == TRACES:  # both splits: nobody is asked
+        return trace_examples(str(getattr(data, "path", None)))
     if data.task in ("gsm8k", "jsonl"):
         return load_file_examples(data, split=split, seed=seed, count_tokens=count_tokens)
     raise DatasetError(f"data.task: expected one of {', '.join(TASKS)}, got {data.task!r}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from grpo_fast.data import hub
 from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, need
 from grpo_fast.data.prompts import Form, ShotPrompts
 
@@ -274,12 +275,14 @@ def _read_hub(name: str, split: str) -> Iterator[Row]:
             f"data.name: loading {name!r} from the hub needs the package `datasets` "
             "(pip install 'grpo_fast[train]'); or give data.path a local jsonl"
         ) from None
+    offline = hub.is_offline()
     repository, _, config = name.partition(":")
     config = config or ("main" if repository in ("openai/gsm8k", "gsm8k") else "")
     try:
         loaded = datasets.load_dataset(repository, config or None, split=split)
     except Exception as error:  # offline, no such dataset, no such split: one sentence
         failed = f"could not load split {split!r} of {name!r} from the hub"
-        raise DatasetError(f"data.name: {failed}: {error}") from error
+        why = hub.LOCAL if offline else error
+        raise DatasetError(f"data.name: {failed}: {why}") from error
     for index, fields in enumerate(loaded):
         yield Row(f"{name}[{split}]:{index + 1}", dict(fields))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from grpo_fast.data.hub import is_offline
+
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
 MOST_LAYERS = 10_000
 
@@ -23,7 +25,12 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
 
 
 def check_files(path: str | None) -> None:
-    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
+    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe.
+
+    Before a hub id is loaded: whether there is a hub.
+    """
+    if path is not None and not Path(path).exists():
+        is_offline()
     for file in Path(str(path)).glob("*"):
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise ValueError(f"model.path: expected regular files in {path}, got {file.name}")

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.data.example import DatasetError, need
+from grpo_fast.data.escape import reason
+from grpo_fast.data.example import DatasetError, Example, need
 
 VERSION = 1  # of the schema
 DTYPES = {"int32": torch.int32, "int64": torch.int64}
@@ -71,6 +72,18 @@ def load_traces(path: str | Path) -> list[RecordedTrace]:
     return read_traces([record for _, record in records], [where for where, _ in records])
 
 
+def trace_examples(path: str | Path) -> list[Example]:
+    """The tasks of a file of traces, in order of their first trace, as examples to go through."""
+    found = load_traces(path)
+    texts = {task: blake2b() for task in dict.fromkeys(trace.task for trace in found)}
+    for trace in found:
+        texts[trace.task].update(repr(trace.reward).encode())
+        for branch in trace.branches:
+            parts = (x for x in branch[:4] if x is not None)
+            texts[trace.task].update(b"".join(x.numpy().tobytes() for x in parts))
+    return [Example(task, None, None, {"digest": h.hexdigest()}) for task, h in texts.items()]
+
+
 def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8").splitlines()
@@ -86,20 +99,25 @@ def read_traces(
 
     Raises DatasetError, which names the record (by `names`, else `traces[3]`) and the node.
     """
-    found: dict[Any, tuple[str, list[_Node], RecordedTrace]] = {}
+    found: dict[str, tuple[str, list[_Node], RecordedTrace]] = {}
     for number, record in enumerate(records):
         name = names[number] if names is not None else f"traces[{number}]"
         need(isinstance(record, Mapping), name, "a trace", type(record).__name__)
         version = record.get("version", VERSION)
         need(version == VERSION, f"{name}.version", f"{VERSION}, as of verifiers 0.4", version)
-        nodes = [_node(f"{name}.nodes[{i}]", node) for i, node in enumerate(record["nodes"])]
-        key = record.get("id", number)
+        try:
+            nodes = [_node(f"{name}.nodes[{i}]", node) for i, node in enumerate(record["nodes"])]
+            trace = _trace(name, record, nodes)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            expected = "the fields of a trace of verifiers"
+            raise DatasetError(f"{name}: expected {expected}, got {reason(error)}") from error
+        key = repr(record.get("id", number))
         if key in found:
             first, others, _ = found[key]
             same = [(a.ids, a.mask) for a in nodes] == [(b.ids, b.mask) for b in others]
-            need(same, name, f"the nodes of {first}, which has the same id {key!r}", "others")
+            need(same, name, f"the nodes of {first}, which has the same id {key}", "others")
             continue
-        found[key] = name, nodes, _trace(name, record, nodes)
+        found[key] = name, nodes, trace
     return [trace for _, _, trace in found.values()]
 
 

@@ -18,7 +18,8 @@ from grpo_fast.doctor.rows import ROWS, Drawn, Rows
 from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, View
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.update.batch import StepBatch, support_of
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.micro_batch import support_of
 
 BUDGET = 8192  # trunk tokens of a packed row
 PROMPTS = 16  # up to which every prompt is tried for every completion

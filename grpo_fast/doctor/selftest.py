@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast import LossConfig, linear_grpo_loss
+from grpo_fast import LossConfig, TeacherHead, linear_divergence, linear_grpo_loss
 from grpo_fast.attention.dispatch import SELF_TEST_TOLERANCE, Kind, candidates, self_test
 from grpo_fast.data import reason
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.doctor.diagnosis import diagnose
 from grpo_fast.doctor.search import noise_of
 from grpo_fast.kernels import route
+from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
@@ -108,6 +109,7 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
                 ("loss and logps against fp64", LOGPS, values_error),
                 ("gradients against fp64", GRADIENTS[dtype], gradients_error),
                 ("same bits again, and alone", 0.0, differing),
+                ("no divergence from itself", 0.0, own_divergence),
             ):
                 yield timed(f"{what}: {name}", bound, partial(error, made, backend))
 
@@ -176,6 +178,22 @@ def gradients_error(p: Problem, backend: str) -> float:
     """The larger relative L2 error of dH and dW; NaN stays NaN."""
     pairs = zip(computed(p, backend)[2:], explicit(p)[2:], strict=True)
     return float(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max())
+
+
+def own_divergence(p: Problem, backend: str) -> float:
+    """The largest divergence of the student as its own teacher; inf where the teacher of another
+    row, which is 7 nats away, is not told apart.
+    """
+    rows = [p.hidden, p.hidden.roll(1, 0)]
+    own, shifted = (
+        torch.stack([
+            linear_divergence(p.hidden, p.weight, TeacherHead(x, p.weight), kind, backend=backend)
+            .values.cpu()
+            for kind in DIVERGENCES
+        ])
+        for x in rows
+    )  # fmt: skip
+    return float(own.abs().max()) if (shifted > 0.1).all() else float("inf")
 
 
 def differing(p: Problem, backend: str) -> float:

@@ -80,8 +80,8 @@ class RewardSet:
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
         names = [reward.name for reward in rewards]
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"rewards: expected at least one, with different names, got {names}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"rewards: expected different names, got {names}")
         for reward in rewards:
             if not math.isfinite(reward.weight):
                 expected = f"a finite weight for {reward.name}"

@@ -116,8 +116,8 @@ def scorer_for(task: str, answers: Texts = ()) -> Scorer:
     """
     if task in ("sort", "arithmetic", "lecture"):
         return Scorer(_symbols, _symbols, _symbols)
-    if task not in ("gsm8k", "jsonl", "open"):
-        known = "sort, arithmetic, lecture, open, gsm8k, jsonl"
+    if task not in ("gsm8k", "jsonl", "open", "traces"):
+        known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
         raise ValueError(f"task: expected one of {known}, got {task!r}")
     is_text = not answers or any(parse_number(answer) is None for answer in answers)
     if task == "open" or (task == "jsonl" and is_text):

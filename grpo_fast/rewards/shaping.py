@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from grpo_fast.rewards.extract import extract_strict
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -30,17 +32,21 @@ def overlong(*, completion_lengths: Sequence[int], max_length: int, buffer: int)
 
 
 def format_tags(
-    *, completions: Sequence[str], tags: Sequence[str] = TAGS, per_tag: float = 0.1
-) -> list[float]:
-    """`per_tag` for each tag that stands there exactly once, and once more for all in their order.
+    *, completions: Sequence[str], tags: Sequence[str] = TAGS, per_tag: float = 0.1,
+    number: bool = False,
+) -> list[float]:  # fmt: skip
+    """`per_tag` for each tag that stands there exactly once, and once more for all in their order;
+    `number`: once more for a number as the answer instead.
 
     With the four tags of a thought and an answer that is 0 … 0.5.
     """
-    return [per_tag * _tag_count(text, tags) for text in completions]
+    return [per_tag * _tag_count(text, tags, number) for text in completions]
 
 
-def _tag_count(text: str, tags: Sequence[str]) -> int:
+def _tag_count(text: str, tags: Sequence[str], number: bool) -> int:
     places = [text.find(tag) for tag in tags if text.count(tag) == 1]
+    if number:
+        return len(places) + (extract_strict(text) is not None)
     return len(places) + (len(places) == len(tags) and places == sorted(places))
 
 

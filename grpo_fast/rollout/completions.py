@@ -28,11 +28,15 @@ class Rollout:
     truncated: list[bool] = field(default_factory=list)  # it did not end with an EOS
     kept: list[Kept | None] = field(default_factory=list)  # what each was drawn from
     weight_versions: list[int] = field(default_factory=list)  # see `Engine.update`
+    # Of recorded samples, whose prompt_ids are whole: the places of completion_ids among them.
+    trained: list[list[int] | None] = field(default_factory=list)
+    credit: list[Saved | None] = field(default_factory=list)  # advantages recorded by token
 
     def __post_init__(self) -> None:
         count = len(self.completion_ids)
         self.kept = self.kept or [None] * count
         self.weight_versions = self.weight_versions or [0] * count
+        self.trained, self.credit = self.trained or [None] * count, self.credit or [None] * count
 
     def check(self, vocab_size: int) -> None:
         """Raise a ValueError for uneven lists, or for a token id that no model of this size has."""
@@ -41,6 +45,9 @@ class Rollout:
             raise ValueError(f"rollout: expected lists of one length, {count} as its texts")
         if [len(x) for x in self.sampling_logps] != self.lengths:
             raise ValueError("rollout: expected a sampling_logp for each token of a completion")
+        for at, ids, whole in zip(self.trained, self.completion_ids, self.prompt_ids, strict=True):
+            if at is not None and [whole[i] for i in at if i < len(whole)] != ids:
+                raise ValueError("rollout: expected places of a completion's tokens in its sample")
         for ids in (*self.prompt_ids, *self.completion_ids):
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 expected = f"expected token ids from 0 to {vocab_size - 1}"

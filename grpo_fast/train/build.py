@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import Example, load_examples
+from grpo_fast.data import TRACES, Example, load_examples
 from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rollout import Engine
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.recorded import RecordedCollector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.run import SHARDED
 from grpo_fast.train.models.policy import Policy
@@ -85,10 +86,11 @@ def build_collector(
     group_size = config.rollout.group_size
     weights = {reward.name: reward.weight for reward in rewards.rewards}
     advantages = Advantages(config.advantages, config.advantage_options, group_size, weights)
-    return Collector(
-        config.rollout, policy, engine, rewards, queue, advantages,
-        seed=config.seed, steps=config.steps,
-    )  # fmt: skip
+    of_run = config.rollout, policy, engine, rewards, queue, advantages
+    if config.data.task == TRACES:
+        path = str(config.data.path)
+        return RecordedCollector(path, *of_run, seed=config.seed, steps=config.steps)
+    return Collector(*of_run, seed=config.seed, steps=config.steps)
 
 
 def is_dealt_to(kind: str | None) -> bool:

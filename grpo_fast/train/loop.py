@@ -29,7 +29,13 @@ from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.reference import check_reference
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import kernels_line, memory_line, sampler_line, support_line
+from grpo_fast.train.report.lines import (
+    closing_lines,
+    kernels_line,
+    memory_line,
+    sampler_line,
+    support_line,
+)
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.trackers import check_trackers
 from grpo_fast.train.runs.export import save_models
@@ -87,8 +93,7 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
         if config.warm_start is not None and start.checkpoint is None:
             start_warm(config, policy, questions, report.log)
         trainer = Trainer(config, policy, load_critic(config.critic, config.model, policy))
-        kernels = kernels_of(policy)
-        report.note(kernels_line(kernels))
+        report.note(kernels_line(kernels := kernels_of(policy)))
         collector = build_collector(config, policy, engine, rewards, PromptQueue(examples))
         run = Run(config, collector, trainer, report, evaluate, prints)
         if start.checkpoint is not None:
@@ -106,9 +111,9 @@ def _train(config: RunConfig, start: Start) -> dict[str, Any]:
             **trainer.summary(memory_before), "seconds": time.perf_counter() - started,
         }  # fmt: skip
         report.finish(summary)
-        report.note(memory_line(summary))
         if config.log.save_model:
             save_models(trainer, report.folder)
+        report.note("\n".join([memory_line(summary), *closing_lines(report.folder)]))
     return summary
 
 

@@ -74,7 +74,9 @@ SIGNATURES = {
 ADDED = {
     "linear_logps": dict(hidden_rows=None, support=None, group=None),
     "logits_logps": dict(support=None),
-    "linear_grpo_loss": dict(hidden_rows=None, support=None, grad_filter=None, group=None),
+    "linear_grpo_loss": dict(
+        hidden_rows=None, support=None, grad_filter=None, group=None, divergence=None
+    ),
     "logits_grpo_loss": dict(support=None),
 }
 NAMES = {

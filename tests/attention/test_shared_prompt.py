@@ -240,7 +240,7 @@ def test_the_readme_runs_as_it_stands(family):
     """
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) == 2 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
+    assert len(blocks) == 3 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
     model, groups = tiny_model(family), random_groups()
     advantages = [torch.arange(len(completions)) - 1.0 for _, completions in groups]
     names = {"model": model, "groups": groups, "advantages": advantages}

@@ -262,6 +262,7 @@ def test_a_plan_cuts_below_the_branch_that_exceeds_it():
     assert plan_trees(samples, 14) == [[0, 1, 2]] and plan_trees(samples, 13) == [[0, 1], [2]]
     assert plan_trees(samples, 11) == [[0, 2], [1]]  # 4 + 2 + 3 + 2 = 11, and 4 + 2 + 3
     assert plan_trees(samples, 10) == [[0], [1], [2]]
+    assert plan_trees([], 10) == []
     with pytest.raises(ValueError, match="budget: expected at least 1"):
         plan_trees(samples, 0)
 
@@ -340,6 +341,8 @@ def test_supports_and_repeated_rows_in_the_loss():
         ([([1, 2], [0, 0])], "samples: expected at least one trained token, came none"),
         ([([1, 2], [0, 1]), ([], [])], r"samples\[1\]: expected token ids, .* came \(0,\)"),
         ([([1.5, 2], [0, 1])], r"samples\[0\]: expected token ids"),
+        ([([1, -2], [0, 1])], r"samples\[0\]: expected token ids"),
+        ([([1, 2], [0, None])], r"samples\[0\]: expected token ids and a bool for each"),
         ([([[1, 2]], [[0, 1]])], r"samples\[0\]: expected token ids"),
         ([([1, 2], [0, 1]), ([1, 2, 3], [0, 1])], r"samples\[1\]: expected a bool for each of 3"),
         ([([1, 2], [0, 0.5])], r"samples\[0\]: expected a bool for each of 2 ids"),

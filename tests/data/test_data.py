@@ -246,7 +246,7 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
         )
     with pytest.raises(DatasetError, match="data.path .* or data.name"):
         load_examples(source(task="gsm8k"), split="train", seed=0)
-    known = "sort, arithmetic, lecture, open, gsm8k, jsonl"
+    known = "sort, arithmetic, lecture, open, gsm8k, jsonl, traces"
     with pytest.raises(DatasetError, match=f"data.task: expected one of {known}, got 'chess'"):
         load_examples(source(task="chess"), split="train", seed=0)
     with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):

@@ -69,6 +69,19 @@ def test_a_kernel_that_is_wrong(monkeypatch, kind, seen):
         assert checks[0].note == "RuntimeError: no such kernel second line"
 
 
+def test_a_divergence_that_does_not_vanish_or_never_speaks(monkeypatch):
+    made, plain = selftest.problem(torch.float32, CPU), selftest.linear_divergence
+    assert selftest.own_divergence(made, "torch") == 0
+    for add, factor in ((1e-6, 1.0), (0.0, 0.0)):
+        monkeypatch.setattr(
+            selftest, "linear_divergence",
+            lambda *a, add=add, factor=factor, **k: (out := plain(*a, **k))._replace(
+                values=out.values * factor + add
+            ),
+        )  # fmt: skip
+        assert selftest.own_divergence(made, "torch") > 0
+
+
 def test_a_kernel_whose_bits_change_from_run_to_run(monkeypatch):
     plain, calls = selftest.linear_grpo_loss, [0]
 

@@ -157,6 +157,8 @@ def broken(change):
         (lambda n, t: n[0].update(n[1], parent=None, mask=[True] * 5 + [False]),
          ".nodes[0]: expected no sampled token at position 0, got one"),
         (lambda n, t: t.update(id="0-0"), ": expected the nodes of traces[0], which has the same"),
+        (lambda n, t: n[2].update(token_ids="x"), ".nodes[2].mask: expected 1 bools"),
+        (lambda n, t: t.update(nodes=[3]), ": expected the fields of a trace of verifiers, got"),
         (lambda n, t: t.update(version=2), ".version: expected 1, as of verifiers 0.4, got 2"),
     ],
 )  # fmt: skip

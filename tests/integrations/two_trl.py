@@ -194,7 +194,6 @@ def sampled(name: str, folder: Path, output: Path) -> Result:
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
     torch.manual_seed(0)
-    works = (CASES, run), (RESUMED, resume), (OTHERS, other), (SAMPLED, sampled)
-    for names, work in works:
+    for names, work in ((CASES, run), (RESUMED, resume), (OTHERS, other), (SAMPLED, sampled)):
         for name in names:
             yield f"trl-{name}", partial(work, name, folder / "model", folder / name)

@@ -14,7 +14,8 @@ LEAVES, ROWS, HEAD, DOOR, LOADER = (
 CPP, WORDS, API = "csrc/rows/divergence.h", "csrc/vec/words.h", "csrc/api/divergence.cpp"
 
 
-def bug(name: str, path: str, before: str, after: str, meaning: str, suite="divergence") -> Mutant:
+def bug(name: str, path: str, before: str, after: str, meaning: str, suite="") -> Mutant:
+    suite = suite or ("csrc_divergence" if path.startswith("csrc/") else "divergence")
     return Mutant(f"divergence-{name}", path, before, after, meaning, suite)
 
 
@@ -204,5 +205,37 @@ MUTANTS = [
         "weights = weights if unit is None else weights * unit",
         "weights = weights",
         "small fp16 weights underflow",
+    ),
+    bug(
+        "term-coef",
+        "grpo_fast/loss/passes.py",
+        "weights = term.coef * batch.tokens.token_weights",
+        "weights = batch.tokens.token_weights",
+        "the term's weight is 1",
+        "divergence_term",
+    ),
+    bug(
+        "term-active-rows",
+        HEAD,
+        "active[chunk] | active_rows(*g)",
+        "active_rows(*g)",
+        "rows without an advantage do not follow the teacher",
+        "divergence_term",
+    ),
+    bug(
+        "term-kept-rows",
+        HEAD,
+        "at = chunk if index is None else index[chunk]",
+        "at = chunk",
+        "the teacher's rows are those of other targets",
+        "divergence_term",
+    ),
+    bug(
+        "term-sum",
+        HEAD,
+        "d[:count] += d_policy[:count]",
+        "d[:count] = d_policy[:count]",
+        "the teacher has no gradient beside a loss",
+        "divergence_term",
     ),
 ]

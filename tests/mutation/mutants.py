@@ -193,6 +193,9 @@ SUITES: dict[str, list[str]] = {
     "levels": ["tests/loss/test_loss_traps.py", "-k", "summed or of_its_prob"],
     "advantages": ["tests/objective/test_advantages.py", "-k", "constant_baseline"],
     "divergence": ["tests/loss/test_divergence.py"],
+    "csrc_divergence": ["tests/loss/test_divergence.py", "-k", "cpu or fp64 or sets"],
+    "divergence_term": ["tests/loss/test_divergence_term.py"],
+    "distill": ["tests/train/test_distill.py", "-k", "teacher"],
     "exact_kl_training": ["tests/train/test_exact_kl_training.py", "-k", "not of_the_run"],
     "baseline": ["tests/train/test_running_baseline.py"],
     "lecture": ["tests/train/test_lecture.py", "-k", "not learns and not log and not saved"],
@@ -238,6 +241,7 @@ SUITES: dict[str, list[str]] = {
     "attention": ["tests/attention/test_attention.py"],
     "trees": ["tests/attention/test_trees.py"],
     "recorded": ["tests/integrations/test_trees.py"],
+    "offline": ["tests/train/test_recorded.py", "-k", "flattened"],
     "tree_kernels": ["tests/attention/test_attention_kernels.py"],
     "csrc_sums": [
         "tests/loss/test_chunks.py",

@@ -17,6 +17,7 @@ METRICS, EVALUATE, BATCH, REFERENCE, PROMPTS = (
     )
 )
 PACKING, GENERATED = "grpo_fast/attention/packing.py", "grpo_fast/data/generated.py"
+MICRO_BATCH = "grpo_fast/train/update/micro_batch.py"
 
 MUTANTS = [
     Mutant("train-rollout-seed", "grpo_fast/train/collect/collector.py",
@@ -44,7 +45,7 @@ MUTANTS = [
            "torch.arange(len(ids)) + len(prompts[g]) - 1",
            "(torch.arange(len(ids)) + len(prompts[g]) - 2).clamp(min=0)",
            "first tokens are predicted one row too early", "policy"),
-    Mutant("batch-mask-forgotten", BATCH,
+    Mutant("batch-mask-forgotten", MICRO_BATCH,
            "mask_truncated and rollout.truncated[i]", "False",
            "completions that were cut off teach, too", "policy"),
     Mutant("evaluate-pass-at-k", EVALUATE,

@@ -17,6 +17,7 @@ CRITIC, FIXED, BATCH, TRAINER, UPDATES, ACCUMULATE, OPTIMIZER = (
         "train/update/optimizer",
     )
 )
+MICRO_BATCH = "grpo_fast/train/update/micro_batch.py"
 
 MUTANTS = [
     Mutant("ppo-gae-gamma", ADVANTAGES,
@@ -116,7 +117,7 @@ MUTANTS = [
     Mutant("ppo-beta-unused", TRAINER,
            "self.loss_config = self.loss_config.replace(beta=self.beta.value)", "pass",
            "beta is adapted, and the loss keeps the first one", "ppo_kl"),
-    Mutant("ppo-no-verdict", BATCH,
+    Mutant("ppo-no-verdict", MICRO_BATCH,
            "counts = ~(cut | own.isnan().cpu())", "counts = ~cut",
            "a completion without a verdict is taken for one that scored 0", "ppo_step"),
     Mutant("ppo-kl-unmasked", ACCUMULATE,

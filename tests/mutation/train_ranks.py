@@ -13,6 +13,7 @@ DISTRIBUTED, SHARES, SHARDING, BATCH, ACCUMULATE, FIXED, METRICS, BUDGET, POLICY
 )  # fmt: skip
 LOADING, FINGERPRINTS = (f"grpo_fast/train/{x}.py" for x in ("models/loading", "runs/fingerprints"))
 VARIANCE = "grpo_fast/train/update/variance.py"
+MICRO_BATCH = "grpo_fast/train/update/micro_batch.py"
 
 MUTANTS = [
     Mutant("ranks-gradients-stay", DISTRIBUTED,
@@ -35,7 +36,7 @@ MUTANTS = [
     Mutant("ranks-local-share", BATCH,
            "len(part), sum(map(len, plans)), trunk", "len(part), len(micro_batches), trunk",
            "token_mean_local averages over a rank's own micro-batches", "ranks_local"),
-    Mutant("ranks-idle-counts", BATCH,
+    Mutant("ranks-idle-counts", MICRO_BATCH,
            "        nothing = torch.zeros_like(self.completion_mask)\n",
            "        nothing = self.completion_mask\n",
            "an idle micro-batch trains on another rank's completion", "ranks_few"),

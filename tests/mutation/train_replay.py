@@ -29,10 +29,11 @@ AHEAD, TRAINER, STEPS, RUN, PLOT = (
     )
 )
 SAMPLER, KEPT = "grpo_fast/rollout/sampler.py", "grpo_fast/rollout/own/kept.py"
+MICRO_BATCH = "grpo_fast/train/update/micro_batch.py"
 
 MUTANTS = [
     Mutant("replay-loss-over-all", ACCUMULATE,
-           '"support": batch.support}', '"support": None}',
+           '"support": batch.support,', '"support": None,',
            "the loss is over the whole vocabulary", "replay"),
     Mutant("replay-old-over-all", FIXED,
            "policy.logps(micro.packed, temperature, hidden, micro.support)",
@@ -41,15 +42,11 @@ MUTANTS = [
     Mutant("replay-reference-over-all", REFERENCE,
            "temperature, support=support)", "temperature)",
            "the reference's logps are over the whole vocabulary", "replay"),
-    Mutant("replay-exact-kl-over-all", EXACT,
-           "support=None if batch.support is None else selected(batch.support, mask),",
-           "support=None,",
-           "the exact KL is over the whole vocabulary", "replay"),
-    Mutant("replay-order", BATCH,
+    Mutant("replay-order", MICRO_BATCH,
            "    for i in chosen:\n        kept = rollout.kept[i]",
            "    for i in sorted(chosen):\n        kept = rollout.kept[i]",
            "sets stand beside another completion's tokens", "replay"),
-    Mutant("replay-mixed-batch", BATCH,
+    Mutant("replay-mixed-batch", MICRO_BATCH,
            "if all(kept is None for kept in rollout.kept):",
            "if any(kept is None for kept in rollout.kept):",
            "one completion that was not truncated, and none has its sets", "replay"),

@@ -71,4 +71,11 @@ MUTANTS = [
     Mutant("trees-logps-of-every-token", TRL,
            "logps.append(given[mask.bool()])", "logps.append(given[: int(mask.sum())])",
            "the sampler's logps stand beside other tokens", "recorded"),
+    Mutant("trees-offline-credit", "grpo_fast/train/update/micro_batch.py",
+           "if credit else None", "if False else None",
+           "the advantages that nodes have recorded are not used", "offline"),
+    Mutant("trees-offline-budget", "grpo_fast/train/update/batch.py",
+           "rows = plan_trees(samples_of(self.rollout, every), budget)",
+           "rows = [list(range(len(every)))]",
+           "recorded samples of a step are one row, whatever the budget", "offline"),
 ]  # fmt: skip

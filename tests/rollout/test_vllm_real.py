@@ -25,7 +25,7 @@ from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.update.batch import MicroBatch
+from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.command_line import invoke
 from tests.train.resuming import result
 

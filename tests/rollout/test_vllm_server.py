@@ -24,7 +24,7 @@ from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.update.batch import MicroBatch
+from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.rollout.vllm_stand_in import Raw, StandIn
 from tests.tiny import SYMBOLS, tiny_model, tiny_policy
 

@@ -17,7 +17,8 @@ from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.models.self_check import self_check
-from grpo_fast.train.update.batch import MicroBatch, StepBatch
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.micro_batch import MicroBatch
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
 
 

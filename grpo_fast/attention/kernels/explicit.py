@@ -53,9 +53,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, rule: Rule) -> tuple[
     out, lse = unset(torch.empty_like, q), unset(q.new_empty, q.shape[:2], dtype=wide)
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v)
-        part, part_lse = (
-            unset(qs.new_empty, shape, dtype=wide) for shape in (qs.shape, qs.shape[:-1])
-        )
+        shapes = qs.shape, qs.shape[:-1]
+        part, part_lse = (unset(qs.new_empty, shape, dtype=wide) for shape in shapes)
         for chunk in _chunks(block, spans.causal, rule.window, qs.shape[1], q.device):
             scores, _ = _scores(qs, ks, chunk, rule)
             chunk_lse = scores.logsumexp(-1)
@@ -81,10 +80,8 @@ def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tens
         dqs = unset(qs.new_empty, qs.shape, dtype=lse.dtype)
         dks, dvs = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (ks, vs))
         for chunk in _chunks(block, spans.causal, rule.window, qs.shape[1], q.device):
-            at, seen = (
-                (slice(None), slice(None), chunk.queries),
-                (slice(None), slice(None), chunk.keys),
-            )
+            every = slice(None), slice(None)
+            at, seen = (*every, chunk.queries), (*every, chunk.keys)
             scores, slope = _scores(qs, ks, chunk, rule)
             weights = scores.sub_(ls[at][..., None]).exp_()
             dvs[seen] += weights.mT @ gs[at]
@@ -122,14 +119,10 @@ def _chunks(
             continue
         first = 0 if window is None else max(0, before + start - window + 1)
         last = before + stop
-        distance = (
-            torch.arange(start, stop, device=device)[:, None]
-            + before
-            - torch.arange(first, last, device=device)
-        )
-        yield Chunk(
-            slice(start, stop), slice(first, last), (distance >= 0) & (distance < (window or keys))
-        )
+        rows_, columns = (torch.arange(*x, device=device) for x in ((start, stop), (first, last)))
+        distance = rows_[:, None] + before - columns
+        seen = (distance >= 0) & (distance < (window or keys))
+        yield Chunk(slice(start, stop), slice(first, last), seen)
 
 
 def _scores(q: Tensor, k: Tensor, chunk: Chunk, rule: Rule) -> tuple[Tensor, Tensor | None]:

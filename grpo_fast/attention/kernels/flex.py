@@ -73,22 +73,18 @@ def _block_mask(layout: TreeLayout, window: int | None) -> Any:
     some, full = block_map(layout, window)
     partial_blocks, full_blocks = (_indices(x, position.device) for x in (some & ~full, full))
     return BlockMask.from_kv_blocks(
-        *partial_blocks,
-        *full_blocks,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask_mod,
+        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=mask_mod,
         seq_lengths=(layout.total, layout.total),
-    )
+    )  # fmt: skip
 
 
 def _indices(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(Q, K) bool → numbers (1, 1, Q) and indices (1, 1, Q, K) of the blocks of keys, the listed
     ones first; int32.
     """
-    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(
-        device
-    )
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    count = blocks.sum(-1, dtype=torch.int32)
+    return count[None, None].to(device), order[None, None].to(device)
 
 
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:

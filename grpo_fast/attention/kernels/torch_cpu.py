@@ -46,10 +46,8 @@ def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tens
     for block in spans.blocks:
         qs, ks, vs = _stack(block, q, k, v, spans.causal)
         fold = groups if not spans.causal else 1
-        gs, os = (
-            _fold(block.queries.stack_zero_padded(grad), fold),
-            _fold(block.queries.stack(out), fold),
-        )
+        gs = _fold(block.queries.stack_zero_padded(grad), fold)
+        os = _fold(block.queries.stack(out), fold)
         ls = _fold(block.queries.stack(lse.t())[..., None], fold)[..., 0]
         grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
             gs, qs, ks, vs, os, ls, 0.0, spans.causal, scale=rule.scale
@@ -63,9 +61,7 @@ def backward(grad: Tensor, saved: Saved, spans: Spans, rule: Rule) -> tuple[Tens
     return dq, dk, dv
 
 
-def _stack(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _stack(block: Block, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
     """Causal: q as (N, H, L, D), k and v repeated to H heads. Else: q as (N, H_kv, L·H/H_kv, D), k
     and v unchanged.
     """
@@ -81,11 +77,8 @@ def _fold(x: Tensor, groups: int) -> Tensor:
     n, length, heads, dim = x.shape
     if groups == 1:
         return x.transpose(1, 2)
-    return (
-        x.unflatten(2, (-1, groups))
-        .permute(0, 2, 1, 3, 4)
-        .reshape(n, heads // groups, length * groups, dim)
-    )
+    x = x.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4)
+    return x.reshape(n, heads // groups, length * groups, dim)
 
 
 def _unfold(x: Tensor, block: Block, q: Tensor) -> Tensor:

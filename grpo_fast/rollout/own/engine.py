@@ -108,6 +108,8 @@ def why_unsuited(policy: Any) -> str | None:
 
     Said once in the log. In `policy.generation()`.
     """
+    if hasattr(policy.lm, "sampled_by_generate"):  # a model that says why itself
+        return policy.lm.sampled_by_generate
     if policy.lm not in _unsuited:
         try:
             with small_windows(policy.lm):

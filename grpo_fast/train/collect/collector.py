@@ -32,6 +32,7 @@ class Collected:
     metrics: dict[str, float]  # of all that was sampled, dropped groups included
     generated: Count  # tokens, likewise
     prompts: list[PromptRecord]  # of all that were asked
+    token_rewards: list[Saved] | None = None  # (|completion|,) each, where rewards are per token
 
 
 @dataclass
@@ -181,6 +182,7 @@ class Collector:
             },
             sum(drawn.rollout.lengths),
             difficulties(drawn.asked, judged, uses, step),
+            chosen.scores.per_token,
         )
 
 

@@ -47,6 +47,7 @@ class Drawn(NamedTuple):
             torch.cat([a.total, b.total]),
             {name: torch.cat([values, b.per_fn[name]]) for name, values in a.per_fn.items()},
             {name: why + b.reasons[name] for name, why in a.reasons.items()},
+            self._per_token() + other._per_token() if a.per_token or b.per_token else None,
         )
         return Drawn(self.asked + other.asked, Rollout(**lists), scores)
 
@@ -60,8 +61,16 @@ class Drawn(NamedTuple):
             self.scores.total[places],
             {name: values[places] for name, values in self.scores.per_fn.items()},
             {name: Counter() for name in self.scores.reasons},
+            [self._per_token()[i] for i in places] if self.scores.per_token else None,
         )
         return Drawn([self.asked[i] for i in groups], Rollout(**lists), scores)
+
+    def _per_token(self) -> list[Tensor]:
+        """The rewards of every token; where no function gave any, all of it at the last one."""
+        if self.scores.per_token is not None:
+            return self.scores.per_token
+        pairs = zip(self.scores.total, self.rollout.lengths, strict=True)
+        return [torch.cat([total.new_zeros(max(n - 1, 0)), total[None][:n]]) for total, n in pairs]
 
     def judged(self, name: str | None) -> Tensor:  # (groups, G)
         """The rewards of the function `name`, or their sum, a row for each group."""

@@ -9,6 +9,7 @@ from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardC
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
+    DistillConfig,
     KLConfig,
     LoraConfig,
     ModelConfig,
@@ -19,7 +20,8 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import RunConfig
 
 __all__ = [
-    "CriticConfig", "DataConfig", "EvalConfig", "HeldOut", "KLConfig", "LoraConfig", "LossSettings",
-    "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig", "RewardConfig", "RolloutConfig",
-    "RunConfig", "Section", "UserPath", "WarmStartConfig", "home_path", "require",
+    "CriticConfig", "DataConfig", "DistillConfig", "EvalConfig", "HeldOut", "KLConfig",
+    "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig",
+    "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath", "WarmStartConfig",
+    "home_path", "require",
 ]  # fmt: skip

@@ -17,8 +17,9 @@ KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
 class DataConfig(Section):
     """Where prompts come from: a generated task, a local file or folder, or a hub data set."""
 
-    task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl"]
-    path: UserPath | None = None  # jsonl file, or a folder with train.jsonl and test.jsonl
+    task: Literal["sort", "arithmetic", "lecture", "open", "gsm8k", "jsonl", "traces"]
+    # jsonl file, or a folder with train.jsonl and test.jsonl; traces: of recorded rollouts
+    path: UserPath | None = None
     name: str | None = None  # hub id, for example openai/gsm8k
     prompt_template: str | None = None  # text with {question}, or a name of PROMPT_TEMPLATES
     system_prompt: str | None = None
@@ -39,7 +40,10 @@ class DataConfig(Section):
             fits = not (self.shots_tokens and self.shots)
             require(fits, "shots_tokens", "no shots beside it", self.shots_tokens)
             return self
-        for name in ("path", "name", "prompt_template", "system_prompt", "chat", "shots",
+        is_traces = self.task == "traces"
+        require(not is_traces or self.path, "path", "a file of traces", "none")
+        taken = () if is_traces else ("path",)
+        for name in (*taken, "name", "prompt_template", "system_prompt", "chat", "shots",
                      "shots_tokens"):  # fmt: skip
             value, made = getattr(self, name), f"none, task {self.task} makes its own prompts"
             require(not value, name, made, repr(value))

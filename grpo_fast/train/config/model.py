@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
 
@@ -97,6 +98,24 @@ class KLConfig(Section):
     into: Literal["loss", "reward"] = "loss"  # reward: −beta·kl of each token, before GAE
     target: float | None = Field(None, gt=0)  # beta is led towards this mean kl of a token
     horizon: float = Field(10_000.0, gt=0)  # a step of n completions moves beta by ≤ 20%·n/horizon
+
+
+class DistillConfig(Section):
+    """A teacher's distribution at the policy's own samples: on-policy distillation."""
+
+    teacher: UserPath | None = None  # stands for reference: {kind: frozen, path: it}
+    form: Literal["loss", "advantage"] = "loss"  # every token's exact gradient, or its advantage
+    kind: Literal[tuple(DIVERGENCES)] = "reverse_kl"  # type: ignore[valid-type]
+    beta: float = Field(0.5, gt=0, lt=1)  # jsd: the teacher's share in the mixture
+    coef: float = Field(1.0, ge=0)  # weight of the divergence, or of log q − log p as an advantage
+    task: float = Field(1.0, ge=0)  # weight of the rewards' advantages; 0: the teacher alone
+
+    @model_validator(mode="after")
+    def _advantage_is_a_reverse_kl(self) -> DistillConfig:
+        """log q − log p of the sampled token as its advantage estimates the reverse KL."""
+        fits = self.form == "loss" or self.kind == "reverse_kl"
+        require(fits, "kind", "reverse_kl beside form: advantage", self.kind)
+        return self
 
 
 class CriticConfig(Section):

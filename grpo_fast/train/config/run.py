@@ -16,6 +16,7 @@ from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, Ro
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
+    DistillConfig,
     KLConfig,
     ModelConfig,
     OptimConfig,
@@ -58,7 +59,7 @@ class RunConfig(Section):
     loss: LossSettings = Field(default_factory=LossSettings)  # type: ignore[valid-type]
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    rewards: list[RewardConfig] = Field(min_length=1)
+    rewards: list[RewardConfig] = Field(default_factory=list)  # none beside data.task: traces
     max_reward_failures: float = Field(0.5, ge=0, le=1)  # a larger share without one ends the run
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -74,6 +75,7 @@ class RunConfig(Section):
     max_ref_kl: float | None = Field(None, gt=0)  # to the reference
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
+    distill: DistillConfig | None = None
     critic: CriticConfig | None = None
     warm_start: WarmStartConfig | None = None
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -89,17 +91,31 @@ class RunConfig(Section):
     # what may have changed since the run that goes on was left, and is taken as it is now
     resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _teacher_is_the_reference(cls, values: Any) -> Any:
+        distill = values.get("distill") if isinstance(values, dict) else None
+        path = distill.get("teacher") if isinstance(distill, dict) else None
+        if path is None or "reference" in values:
+            return values
+        return {**values, "reference": {"kind": "frozen", "path": path}}
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         self._fit_answers()
+        self._check_distill()
         self._check_advantages()
         for name in ("softcap", "logit_scale"):
             came = getattr(self.loss, name)
             fits = came == getattr(LossConfig, name)
             require(fits, f"loss.{name}", "none, the model's own is used", came)
         self._check_sampling_correction()
-        weighed = any(reward.weight for reward in self.rewards)
-        require(weighed, "rewards", "a weight that is not 0", "0 for all")
+        if self.data.task == "traces":
+            self._check_recorded()
+        else:
+            weighed = any(reward.weight for reward in self.rewards)
+            came = "0 for all" if self.rewards else "no reward"
+            require(weighed, "rewards", "a weight that is not 0", came)
         self._check_dynamic_sampling()
         samples, states = self.eval.samples, self.optim.states
         fits = max(self.eval.k, default=1) <= samples
@@ -115,6 +131,28 @@ class RunConfig(Section):
         expected = f"a number that divides the {completions} completions of a step"
         require(completions % self.minibatches == 0, "minibatches", expected, self.minibatches)
         return self
+
+    def _check_recorded(self) -> None:
+        """Refuse what asks for samples of one's own, beside recorded ones."""
+        rollout = self.rollout
+        for refused, name, expected, came in (
+            (self.rewards, "rewards", "none, traces have theirs", f"{len(self.rewards)}"),
+            (self.advantages == "gdpo", "advantages", "a mode of one reward", "gdpo"),
+            (
+                cast(Any, self.loss).aggregation == "prompt_mean",
+                "loss.aggregation",
+                "one without groups of equal size",
+                "prompt_mean",
+            ),
+            (rollout.ahead, "rollout.ahead", "0", rollout.ahead),
+            (rollout.dynamic, "rollout.dynamic", "none", "a section"),
+            (self.critic, "critic", "none", "a section"),
+            (self.warm_start, "warm_start", "none", "a section"),
+            (self.log.grad_variance, "log.grad_variance", "false", "true"),
+            (self.minibatches > 1, "minibatches", "1", self.minibatches),
+            (self.shuffle != "off", "shuffle", "off", self.shuffle),
+        ):
+            require(not refused, name, f"{expected} beside data.task: traces", came)
 
     def _check_distributed(self) -> None:
         """Refuse what sharded weights cannot do, and replicas without shards."""
@@ -155,6 +193,25 @@ class RunConfig(Section):
             with named_in("advantage_options"):
                 check_options(self.advantages, split_options(self.advantages, options)[0])
             check_group_size(self.advantages, self.rollout.group_size)
+
+    def _check_distill(self) -> None:
+        """The teacher is the reference, and its one place in the loss or the advantages is free."""
+        if (distill := self.distill) is None:
+            return
+        came = self.reference.kind, self.reference.path
+        fits = distill.teacher is None or came == ("frozen", distill.teacher)
+        require(fits, "reference", "none beside distill.teacher", came)
+        loss, kind = cast(Any, self.loss), self.reference.kind
+        expected = "a teacher, or reference.kind: frozen or synced"
+        require(kind != "none", "distill.teacher", expected, "none")
+        require(
+            not loss.beta, "loss.beta", "0 beside distill, which weighs the divergence", loss.beta
+        )
+        fits = loss.kl_estimator not in EXACT
+        require(fits, "loss.kl_estimator", "an estimator beside distill", loss.kl_estimator)
+        require(self.advantages != GAE, "advantages", "those of a group beside distill", GAE)
+        fits = distill.form == "advantage" or self.distributed not in SHARDED
+        require(fits, "distill.form", "advantage beside sharded weights", "loss")
 
     def _check_kl(self) -> None:
         """Refuse a KL that has no reference, no weight, or no place."""

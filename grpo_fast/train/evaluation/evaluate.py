@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from grpo_fast import rollout
-from grpo_fast.data import Example, load_examples
+from grpo_fast.data import TRACES, Example, load_examples
 from grpo_fast.data.tokenizer import token_counter
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rollout import Engine, Sampling
@@ -193,7 +193,11 @@ def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = Non
 def build_evaluation(
     config: RunConfig, policy: Any, rewards: RewardSet
 ) -> Callable[[Engine], EvalResult]:
-    """A function that asks an engine, with the same prompts and seed each time."""
+    """A function that asks an engine, with the same prompts and seed each time; of recorded
+    rollouts there are none to ask.
+    """
+    if config.data.task == TRACES:
+        return lambda engine: EvalResult({}, [], {})
     counted, asked = token_counter(policy.tokenizer), config.eval
     examples = load_examples(config.data, split="test", seed=config.seed, count_tokens=counted)
     examples = [examples[i] for i in range(min(len(examples), asked.n or len(examples)))]

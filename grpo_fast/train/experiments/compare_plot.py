@@ -50,10 +50,17 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
         for axes, title in zip(row, titles, strict=False):
             draw(axes, lines, PANELS[title])
             finish_axes(axes, f"{title} by {key}" if key else title)
+        row[0].set_ylabel(band_words(key, list(settings.values())), fontsize=8)
         if len(lines) > 1:
             row[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
     return path
+
+
+def band_words(key: str, settings: list[dict[str, str]]) -> str:
+    """What a row's lines are means over, and its bands standard errors of."""
+    others = [name for name in (settings[0] if key else ()) if name != key]
+    return f"mean ± SE over seeds{''.join(f', {name}' for name in others)}"
 
 
 def is_telling(runs: list[Rows], metric: str) -> bool:

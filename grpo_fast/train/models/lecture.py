@@ -117,6 +117,7 @@ class LectureForCausalLM(LecturePreTrainedModel, GenerationMixin):
     """The trunk and its head, which shares the embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    sampled_by_generate = "this model is not autoregressive"
 
     def __init__(self, config: LectureConfig) -> None:
         super().__init__(config)

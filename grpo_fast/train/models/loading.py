@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from grpo_fast.data import Example, reason, task_symbols
+from grpo_fast.data import Example, hub, reason, task_symbols
 from grpo_fast.data.model_files import check_fields, check_files
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
@@ -238,6 +238,8 @@ def _device(name: str) -> torch.device:
 
 def _refuse(path: str | None, error: Exception, expected: str) -> NoReturn:
     why = reason(error)
+    if not Path(str(path)).exists() and hub.is_offline():
+        why = hub.LOCAL
     if "custom code" in why:
         why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
     raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error

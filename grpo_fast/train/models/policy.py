@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
     NAME,
-    PackedGroups,
+    PackedTree,
     check_supported,
     disable_dropout,
     head_of,
@@ -96,18 +96,18 @@ class Policy(SampledModel):
             if not torch.is_grad_enabled():  # no backward pass follows, which would do it
                 self.lm.reshard()
 
-    def hidden(self, packed: PackedGroups) -> Tensor:
+    def hidden(self, packed: PackedTree) -> Tensor:
         """(T, H) final hidden states of a packed row; `packed.predicting`: which predicts what."""
         return self.inside(lambda: self._hidden(packed))
 
-    def _hidden(self, packed: PackedGroups) -> Tensor:
+    def _hidden(self, packed: PackedTree) -> Tensor:
         with self._autocast():
             states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
         return states if self.autocast is None else states.to(self.autocast)
 
     def logps(
         self,
-        packed: PackedGroups,
+        packed: PackedTree,
         temperature: float = 1.0,
         hidden: Tensor | None = None,
         support: Support | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import Support
-from grpo_fast.attention import Head, PackedGroups
+from grpo_fast.attention import Head, PackedTree
 from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
@@ -48,14 +48,14 @@ class Reference:
         return (self.copy or self.policy).head
 
     @torch.no_grad()
-    def hidden(self, packed: PackedGroups) -> Tensor:
+    def hidden(self, packed: PackedTree) -> Tensor:
         """(R, H) final hidden states of the rows that predict the completion tokens."""
         with self._switched():
             return (self.copy or self.policy).hidden(packed).index_select(0, packed.predicting)
 
     @torch.no_grad()
     def logps(
-        self, packed: PackedGroups, temperature: float, support: Support | None = None
+        self, packed: PackedTree, temperature: float, support: Support | None = None
     ) -> Tensor:
         """(R,) fp32 logps of the completion tokens, in the layout the policy is trained in."""
         with self._switched():

@@ -32,6 +32,7 @@ from grpo_fast.train.config import ModelConfig, OptimConfig, RunConfig
 
 log = logging.getLogger(__name__)
 
+SMALL = 1_000_000  # parameters
 USABLE_GPU = 0.9  # fraction of a GPU's memory: the rest is fragmentation, rollouts, the context
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
@@ -210,6 +211,7 @@ def predict_model(lm: Any, config: RunConfig, device: str) -> Memory | None:
         shape = Shape.of(lm.config.get_text_config(), sum(p.numel() for p in lm.parameters()))
     except ValueError as error:
         said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
-        log.warning(said, error)
+        small = sum(p.numel() for p in lm.parameters()) < SMALL  # nobody asks about its memory
+        log.log(logging.INFO if small else logging.WARNING, said, error)
         return None
     return predict_run(shape, config, device)

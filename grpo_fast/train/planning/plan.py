@@ -89,6 +89,7 @@ class Plan(NamedTuple):
     gpu: float  # GB (10⁹ bytes)
     memory: list[tuple[str, Memory]]  # by options; the first is the configuration as it is
     cases: list[Case]
+    dtypes: str
 
     @property
     def usable(self) -> float:
@@ -120,7 +121,14 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     completion, group = own.completion or rollout.max_new_tokens, own.group or rollout.group_size
     wanted = Case(own.prompt, completion, group)
     cases = [wanted, *(Case(*case) for case in CASES if case != wanted)]
-    return Plan(model, shape, gpu, rows, cases)
+    return Plan(model, shape, gpu, rows, cases, _dtypes(run))
+
+
+def _dtypes(run: RunConfig) -> str:
+    """`weights, gradients and moments float32, computed in bfloat16`."""
+    kept, computed = run.model.dtype, run.model.autocast or run.model.dtype
+    moments = "moments 8 bit" if run.optim.states == "8bit" else f"moments {kept}"
+    return f"weights and gradients {kept}, {moments}, computed in {computed}"
 
 
 def render(plan: Plan) -> list[Any]:
@@ -130,7 +138,8 @@ def render(plan: Plan) -> list[Any]:
     wanted, parameters = plan.cases[0], f"{plan.shape.parameters / 1e6:,.0f}M parameters"
     options = Table(
         title=f"{plan.name}: {parameters} on {plan.gpu:g} GB ({USABLE_GPU:.0%} planned with)",
-        caption="T: trunk tokens of one micro-batch = prompt + group · (completion − 1)",
+        caption=f"{plan.dtypes}\n"
+        "T: trunk tokens of one micro-batch = prompt + group · (completion − 1)",
     )
     for name in ("options", "fixed GB", "kB per token", "largest T"):
         options.add_column(name, justify="left" if name == "options" else "right")
@@ -164,7 +173,7 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     if model in recipe_names() or model.endswith((".yaml", ".yml")):
         return load_settings(RunConfig, model, words, PlanSettings.model_fields)
     settings: dict[str, Any] = {
-        "model": {"path": model, "dtype": "bfloat16"},
+        "model": {"path": model, "autocast": "bfloat16"},  # as the recipes train
         "data": {"task": "gsm8k", "name": "openai/gsm8k"},
         "rewards": [{"name": "gsm8k_correct"}],
         "rollout": {"group_size": 16, "max_new_tokens": 512},

@@ -74,13 +74,19 @@ def score(
     def scored() -> dict[str, Any]:
         scores = rewards.score(reward_set, examples, texts, ids)
         per_fn = {name: values.tolist() for name, values in scores.per_fn.items()}
-        return {"total": scores.total.tolist(), "per_fn": per_fn, "reasons": scores.reasons}
+        rows = [row.tolist() for row in scores.per_token or ()]
+        return {
+            "total": scores.total.tolist(), "per_fn": per_fn, "reasons": scores.reasons,
+            "per_token": None if scores.per_token is None else rows,
+        }  # fmt: skip
 
     scores = distributed.from_main(scored)
     return RewardResult(
         torch.tensor(scores["total"]),
         {name: torch.tensor(values) for name, values in scores["per_fn"].items()},
         {name: Counter(why) for name, why in scores["reasons"].items()},
+        scores["per_token"]
+        and [torch.tensor(row, dtype=torch.float32) for row in scores["per_token"]],
     )
 
 

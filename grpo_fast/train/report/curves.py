@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import escape_control
+from grpo_fast.train.report.titles import differing, has_entropy_bonus, settings_of, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +30,11 @@ PANELS: dict[str, dict[str, str]] = {
     "Value error": {"value/error": "value error"},
     "Completion length (tokens)": {"completions/mean_length": "mean"},
     "Entropy (nats)": {"entropy": "entropy"},
-    "Clip fraction": {"clip_ratio/region_mean": "clipped"},
+    "Clip fraction (usual: 0.1 to 0.3)": {"clip_ratio/region_mean": "clipped"},
     "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},
     "Gradient norm": {"grad_norm": "grad norm"},
 }  # fmt: skip
+ALWAYS = ("Reward", "Accuracy on held-out prompts")  # also where they never move
 COLORS = ("#2f6fb4", "#d1603d", "#3a8f5c", "#8a5aa8", "#b8892b", "#4aa3a3", "#c2527d", "#5f6b7a")
 INK, GRID = "#3b4252", "#e3e6eb"
 LARGEST = 1e300  # axes: differences and margins of what they show are finite
@@ -109,7 +111,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     titles = [
         title
         for title, metrics in PANELS.items()
-        if any(series(rows, name) for rows in logged.values() for name in metrics)
+        if tells(title, [series(rows, name) for rows in logged.values() for name in metrics])
     ]
     if not titles:
         raise ValueError(f"runs: found no metrics to draw in {', '.join(map(str, runs))}")
@@ -118,18 +120,37 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path) -> Path:
     height = 2.7 * lines + (0.4 if len(runs) > 1 else 0.0)
     figure = Figure(figsize=(3.6 * columns, height), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False).flatten()
+    settings = [settings_of(run) for run in runs]
     for axes, title in zip(grid, titles, strict=False):
         _draw(axes, title, list(logged.values()))
+        if title == "Loss" and any(map(has_entropy_bonus, settings)):
+            axes.set_title("Loss, entropy bonus included", fontsize=10, loc="left", color=INK)
     for axes in grid[len(titles) :]:
         axes.set_visible(False)
-    if len(runs) > 1:
+    if len(runs) == 1:
+        figure.suptitle(title_of(next(iter(logged)), settings[0]), fontsize=11, color=INK)
+    else:
         handles = [
-            _key(color=COLORS[i % len(COLORS)], linewidth=2, label=label)
-            for i, label in enumerate(logged)
+            _key(color=COLORS[i % len(COLORS)], linewidth=2, label=f"{label}  {said}".rstrip())
+            for i, (label, said) in enumerate(zip(logged, differing(settings), strict=True))
         ]
-        place = {"loc": "outside lower center", "ncols": min(4, len(logged)), "fontsize": 9}
+        place = {"loc": "outside lower center", "ncols": min(2, len(logged)), "fontsize": 9}
         figure.legend(handles=handles, frameon=False, labelcolor=INK, **place)
     return save_picture(figure, path)
+
+
+def tells(title: str, lines: list[Series]) -> bool:
+    """Whether a panel has lines, and one that moves: a constant reward or accuracy tells, too."""
+    moves = any(len({value for _, value in points}) > 1 for points in lines)
+    short = max(map(len, lines)) < 3
+    return any(lines) and (moves or short or title in ALWAYS)
+
+
+def usual_picture(runs: Sequence[str]) -> Path:
+    """curves.png in the folder of a single run; of several runs, here."""
+    path = Path(runs[0])
+    folder = path if path.is_dir() else path.parent
+    return folder / "curves.png" if len(runs) == 1 else Path("curves.png")
 
 
 def picture_path(out: str | Path) -> Path:
@@ -161,7 +182,7 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
 def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
     several = len(logged) > 1
     keys = []
-    for index, (metric, label) in enumerate(PANELS[title].items()):
+    for index, (metric, label) in enumerate(_told_apart(PANELS[title], logged).items()):
         dash = "--" if several and index else "-"
         curves = [(run, rows) for run, rows in enumerate(logged) if series(rows, metric)]
         for run, rows in curves:
@@ -170,9 +191,23 @@ def _draw(axes: Axes, title: str, logged: list[Rows]) -> None:
             _line(axes, rows, metric, {"color": color, "linestyle": dash})
         if curves:
             keys.append(_key(color=INK if several else color, linestyle=dash, label=label))
-    if len(keys) > 1:
+    if len(keys) > 1 or any(" = " in key.get_label() for key in keys):
         axes.legend(handles=keys, frameon=False, fontsize=8, labelcolor=INK)
     finish_axes(axes, title)
+
+
+def _told_apart(metrics: dict[str, str], logged: list[Rows]) -> dict[str, str]:
+    """Metrics with one line share it and their label: `strict = lenient`."""
+    labels: dict[str, str] = {}
+    for metric, label in metrics.items():
+        lines = [series(rows, metric) for rows in logged]
+        same = (m for m in labels if any(lines) and [series(r, m) for r in logged] == lines)
+        other = next(same, None)
+        if other is None:
+            labels[metric] = label
+        else:
+            labels[other] += f" = {label}"
+    return labels
 
 
 def finish_axes(axes: Axes, title: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_fast import LossConfig
@@ -11,6 +13,7 @@ from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.train.config import RolloutConfig
 
 LOSS_IS_ZERO = "one update per batch: {} while its gradient does not{}; watch reward and grad_norm"
+NOTHING = 1e-6  # of what a reader is shown, not of what metrics.jsonl holds
 COMPARED = (  # before and after: metric, label
     ("eval_reward", "reward"),
     ("eval_accuracy_strict", "strict"),
@@ -76,9 +79,34 @@ def support_line(rollout: RolloutConfig) -> str:
     return f"loss over the tokens that the sampler kept, where it says which ({kept})"
 
 
+def closing_lines(folder: Path) -> list[str]:
+    """Where things lie, and the commands that look at them, as they stand."""
+    held = [
+        name for name in ("completions.html", "curves.png", "model") if (folder / name).exists()
+    ]
+    place = shlex.quote(str(folder))
+    lines = [f"{place}: {', '.join(held)}"] if held else []
+    if (folder / "model").is_dir():
+        lines.append(f"grpo-fast eval {place}")
+    return [*lines, f"grpo-fast plot {place}"]
+
+
+def reward_model_lines(folder: str) -> list[str]:
+    """As `closing_lines`, after the training of a reward model, with the command that uses it."""
+    place = shlex.quote(str(Path(folder)))
+    reward = shlex.quote(f"rewards=[{{name: reward_model, path: {Path(folder) / 'model'}}}]")
+    return [f"{place}: curves.png, model", f"grpo-fast train sort {reward}"]
+
+
+def shown_number(value: float, form: str) -> str:
+    """The number in this format; what rounding leaves of 0 (−0, 1e-22, 1e-8) is 0."""
+    text = form.format(0.0 if abs(value) < NOTHING else value)
+    return text.lstrip("+-") if not text.strip("+-0.") else text
+
+
 def with_error(metrics: Mapping[str, float], key: str) -> str:
     """Value ± standard error where there is one, accuracies in per cent."""
     value, error = metrics[key], metrics.get(key + "_se", math.nan)
     scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
     spread = f" ± {scale * error:{form}}" if math.isfinite(error) else ""  # of one question: none
-    return f"{scale * value:{form}}{unit}{spread}"
+    return f"{shown_number(scale * value, f'{{:{form}}}')}{unit}{spread}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_fast.data import escape_control
+from grpo_fast.train.report.lines import shown_number
 
 LONGEST_TEXT, LONGEST_TOKENS = 4000, 1200  # shown of a prompt, of a completion: begin and end
 LOGP_STEP, LOGP_LEVELS = 0.5, 8  # nats for each shade of surprise
@@ -169,9 +170,10 @@ def completion_html(row: Row, largest: float) -> str:
         said = "no answer found" if extracted is None else f"found {text_html(extracted)}"
     kind = {True: "right", False: "wrong", None: "unjudged"}[row["correct"]]
     facts = [
-        f"<b>reward {_number(row['reward'])}</b>", f"advantage {row['advantage']:+.3g}",
+        f"<b>reward {_number(row['reward'])}</b>",
+        f"advantage {shown_number(row['advantage'], '{:+.3g}')}",
         f'<span class="{kind}">{said}</span>', f"{len(row['tokens'])} tokens",
-        *(["cut off"] if row["truncated"] else []), *scores,
+        *(["cut off"] if row["truncated"] and not has_fixed_length(row) else []), *scores,
     ]  # fmt: skip
     tokens = zip(row["tokens"], row["logps"], row["advantages"], strict=True)
     shaded = [token_html(*token, largest) for token in tokens]
@@ -181,6 +183,12 @@ def completion_html(row: Row, largest: float) -> str:
         shaded = [*shaded[: LONGEST_TOKENS // 2], middle, *shaded[-(LONGEST_TOKENS // 2) :]]
     body = "".join(shaded)
     return f'<article><p class="facts">{" · ".join(facts)}</p><pre>\n{body}</pre></article>'
+
+
+def has_fixed_length(row: Row) -> bool:
+    """Whether the completion has a symbol for each one of the answer: it ends where it has to."""
+    symbols = len((row["answer"] or "").split())
+    return symbols == len(row["completion"].split()) == len(row["tokens"])
 
 
 def token_html(text: str, logp: float, advantage: float, largest: float) -> str:
@@ -193,7 +201,8 @@ def token_html(text: str, logp: float, advantage: float, largest: float) -> str:
     sign = "u" if advantage > 0 else "d"
     classes = [f"p{surprise}"] * (surprise > 0) + [f"{sign}{level}"] * (level > 0)
     shade = f' class="{" ".join(classes)}"' if classes else ""
-    return f'<i{shade} title="logp {logp:.3f} advantage {advantage:+.3g}">{text_html(text)}</i>'
+    numbers = shown_number(logp, "{:.3f}"), shown_number(advantage, "{:+.3g}")
+    return f'<i{shade} title="logp {numbers[0]} advantage {numbers[1]}">{text_html(text)}</i>'
 
 
 def text_html(text: str) -> str:
@@ -205,4 +214,4 @@ def text_html(text: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    return shown_number(value, "{:.4g}")

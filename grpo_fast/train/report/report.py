@@ -28,7 +28,7 @@ from grpo_fast.train.config.recipes import save_config
 from grpo_fast.train.files import JsonLines, plain_json, written
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.curves import plot_runs
-from grpo_fast.train.report.lines import COMPARED, final_line, with_error
+from grpo_fast.train.report.lines import COMPARED, final_line, shown_number, with_error
 from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import Trackers
@@ -90,7 +90,7 @@ class RunReport:
         if not is_resumed:
             self.begin()
         is_shown = config.log.progress and self._is_writer
-        self._progress = _start_bar(self._stream, self.total_steps) if is_shown else None
+        self._progress = start_bar(self._stream, self.total_steps) if is_shown else None
         self._plain = is_shown and self._progress is None
 
     @by_rank_0
@@ -215,7 +215,9 @@ class RunReport:
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         shown = [
-            f"{label} {form.format(values[key])}" for key, label, form in SHOWN if key in values
+            f"{label} {shown_number(values[key], form)}"
+            for key, label, form in SHOWN
+            if key in values
         ]
         text = " · ".join(shown)
         held_out = [
@@ -231,7 +233,7 @@ class RunReport:
             self.note(f"step {step}/{self.total_steps} · {text}")
 
 
-def _start_bar(stream: TextIO, total: int) -> Progress | None:
+def start_bar(stream: TextIO, total: int) -> Progress | None:
     """A live bar on a terminal, None elsewhere."""
     console = Console(file=stream)
     if not console.is_terminal:

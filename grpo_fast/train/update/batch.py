@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,110 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast import Support
-from grpo_fast.attention import PackedGroups, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.attention import plan_packs, plan_trees, tree_tokens, trunk_tokens
 from grpo_fast.rollout import Rollout
 from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import balanced
+from grpo_fast.train.update.micro_batch import MicroBatch, samples_of
 from grpo_fast.train.update.totals import Totals
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
 FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
-
-
-@dataclass
-class MicroBatch:
-    """B completions in one row: the trunk sees T tokens, the head the R that predict one."""
-
-    packed: PackedGroups
-    chosen: list[int]  # which completions of the step, in the order of B and R
-    completion_mask: Tensor  # (R,) bool: the token counts
-    advantages: Tensor  # (B,) fp32
-    sampling_logps: Tensor  # (R,) fp32
-    support: Support | None = None  # of the R tokens: what the sampler drew each from
-    old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
-    ref_logps: Tensor | None = None  # (R,) fp32
-    ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
-    old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
-    returns: Tensor | None = None  # (R,) fp32
-    token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
-    prompt_items: Tensor | None = None  # (B,) fp64: by what `aggregation: prompt_mean` divides
-    is_idle: bool = False  # no token counts: another rank has one micro-batch more
-
-    @classmethod
-    def pack(
-        cls,
-        rollout: Rollout,
-        advantages: Tensor,  # (N·G,)
-        groups: Sequence[Sequence[int]],
-        device: torch.device | str,
-        *,
-        shared: bool = True,
-        mask_truncated: bool = False,
-    ) -> MicroBatch:
-        """Pack completions of a rollout: each of `groups` lists completions of one prompt.
-
-        Tokens of a completion whose advantage is NaN, for want of a verdict, do not count.
-        """
-        chosen = [i for group in groups for i in group]
-        texts = [
-            (rollout.prompt_ids[group[0]], [rollout.completion_ids[i] for i in group])
-            for group in groups
-        ]
-        packed = pack_groups(texts, shared=shared, device=device)
-        cut = torch.tensor([mask_truncated and rollout.truncated[i] for i in chosen])
-        own = advantages[chosen].float()
-        counts = ~(cut | own.isnan().cpu())
-        return cls(
-            packed=packed,
-            chosen=chosen,
-            completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
-            advantages=own.nan_to_num(nan=0.0).to(device),
-            sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
-            support=support_of(rollout, chosen, device),
-        )
-
-    def idle(self) -> MicroBatch:
-        """The same row without a token that counts."""
-        nothing = torch.zeros_like(self.completion_mask)
-        return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
-
-    @property
-    def active_tokens(self) -> int:
-        return int(self.completion_mask.sum())
-
-    @property
-    def trunk_tokens(self) -> int:
-        """T."""
-        return self.packed.layout.total
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-
-def support_of(
-    rollout: Rollout, chosen: Sequence[int], device: torch.device | str
-) -> Support | None:
-    """The sets that the tokens of these completions were drawn from, one after another.
-
-    Those of a completion that was not truncated are empty: the whole vocabulary. None: no
-    completion of the rollout was.
-    """
-    if all(kept is None for kept in rollout.kept):
-        return None
-    ids, counts = [], []
-    for i in chosen:
-        kept = rollout.kept[i]
-        if kept is None:
-            counts.append(torch.zeros(len(rollout.completion_ids[i]), dtype=torch.int64))
-        else:
-            ids.append(kept.ids)
-            counts.append(kept.offsets.diff())
-    offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
-    all_ids = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
-    return Support(all_ids.to(device), offsets.to(device))
 
 
 @dataclass
@@ -161,12 +67,14 @@ class StepBatch:
         ranks: int = 1,
     ) -> None:
         self.rollout, self.advantages, self.group_size = rollout, advantages, group_size
+        self.is_recorded = any(places is not None for places in rollout.trained)
         self.rank, self.ranks = rank, ranks
         self.device, self.shared, self.mask_truncated = device, shared, mask_truncated
         self.size, self.budget = len(rollout.completion_ids) // minibatches, budget
         self.minibatches: list[list[MicroBatch]] = []
         self.totals: list[Totals] = []
         self.has_fixed = False
+        self.token_rewards: list[Tensor] | None = None  # of the completions, where they have any
         self.deal(range(len(rollout.completion_ids)))
 
     @property
@@ -253,12 +161,10 @@ class StepBatch:
 
     def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
         """This rank's micro-batches of a minibatch, and the totals of all ranks'."""
-        groups = [list(members) for _, members in groupby(part, key=lambda i: i // self.group_size)]
+        groups = [list(members) for _, members in groupby(part, key=self._group)]
         plans, trunk = [], 0
         for own in balanced([self._cost(group) for group in groups], self.ranks):
-            lengths = [self._lengths(groups[g]) for g in own]
-            packs = plan_packs(lengths, budget, shared=self.shared)
-            plan = [[[groups[own[s.group]][i] for i in s.completions] for s in p] for p in packs]
+            plan = self._plan([groups[g] for g in own], budget)
             trunk += sum(self._cost(members) for chosen in plan for members in chosen)
             plans.append(plan)
         micro_batches = [self._packed(chosen) for chosen in plans[self.rank]]
@@ -278,11 +184,26 @@ class StepBatch:
         options: Any = {"shared": self.shared, "mask_truncated": self.mask_truncated}
         return MicroBatch.pack(self.rollout, self.advantages, chosen, self.device, **options)
 
+    def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
+        """Completions by micro-batch and, in it, by group."""
+        if self.is_recorded:
+            every = [i for group in groups for i in group]
+            rows = plan_trees(samples_of(self.rollout, every), budget)
+            return [[[every[n] for n in row]] for row in rows]
+        packs = plan_packs([self._lengths(g) for g in groups], budget, shared=self.shared)
+        return [[[groups[s.group][i] for i in s.completions] for s in pack] for pack in packs]
+
+    def _group(self, i: int) -> Any:
+        """Completions of one group stand side by side."""
+        return self.rollout.prompts[i] if self.is_recorded else i // self.group_size
+
     def _lengths(self, group: Sequence[int]) -> tuple[int, list[int]]:
         prompts, completions = self.rollout.prompt_ids, self.rollout.completion_ids
         return len(prompts[group[0]]), [len(completions[i]) for i in group]
 
     def _cost(self, group: Sequence[int]) -> int:
+        if self.is_recorded:
+            return tree_tokens(samples_of(self.rollout, group))
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
     def _tokens(self, i: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import PackedGroups
+from grpo_fast.attention import PackedTree
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.value import explained_variance, value_losses
@@ -20,7 +20,8 @@ from grpo_fast.train.config import CriticConfig, ModelConfig, OptimConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import sharding
-from grpo_fast.train.update.batch import MicroBatch, StepBatch
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.micro_batch import MicroBatch
 from grpo_fast.train.update.optimizer import Optimizer
 
 HEAD_FILE = "value_head.safetensors"
@@ -51,7 +52,7 @@ class Critic:
         rate = self.config.lr or config.lr
         return Optimizer(self.parameters(), config.model_copy(update={"lr": rate}), total_steps)
 
-    def values(self, packed: PackedGroups, policys_hidden: Tensor | None = None) -> Tensor:
+    def values(self, packed: PackedTree, policys_hidden: Tensor | None = None) -> Tensor:
         """(R,) fp32 values of the states that predict the completion tokens.
 
         policys_hidden: (T, H) of the policy for the same row, which a shared trunk need not repeat.

@@ -1,23 +1,12 @@
-"""The exact KL of a micro-batch: what `kl_estimator: exact` adds to the loss of the policy term."""
+"""The divergence that a run adds to its loss: an exact KL to the reference, or a teacher's."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-
-from grpo_fast import LossConfig, Support, TeacherHead, linear_divergence
+from grpo_fast import DivergenceTerm, LossConfig, TeacherHead
 from grpo_fast.attention import Head
 from grpo_fast.objective.kl import EXACT
-from grpo_fast.train.update.batch import MicroBatch
-
-
-class ExactKL(NamedTuple):
-    """Two 0-d tensors."""
-
-    weighted: Tensor  # Σ_t w_t·KL_t, with a gradient; w_t weighs the policy term, too
-    mean: Tensor  # over the active tokens
+from grpo_fast.train.config import DistillConfig
+from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 def policy_term(config: LossConfig) -> LossConfig:
@@ -27,40 +16,21 @@ def policy_term(config: LossConfig) -> LossConfig:
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
 
 
-def exact_kl(
-    hidden: Tensor,  # (T, H)
-    head: Head,
-    ref_head: Head,
+def divergence_term(
     batch: MicroBatch,
-    weights: Tensor,  # (R,)
+    ref_head: Head | None,
     config: LossConfig,
-) -> ExactKL:
-    """The KL to the reference at the active tokens of a micro-batch with `ref_hidden`.
-
-    Args:
-        hidden: the policy's, of the packed row.
-        weights: of the completion tokens, in the whole optimizer step.
-    """
-    assert batch.ref_hidden is not None
-    mask, temperature = batch.completion_mask, float(config.temperature)
+    distill: DistillConfig | None = None,
+) -> DivergenceTerm | None:
+    """The divergence from the reference for a micro-batch with `ref_hidden`; None without one."""
+    if batch.ref_hidden is None or ref_head is None:
+        return None
     bias = None if ref_head.bias is None else ref_head.bias.detach()
-    reference = TeacherHead(
-        batch.ref_hidden[mask], ref_head.weight.detach(), bias, temperature, ref_head.softcap,
+    temperature = float(config.temperature)
+    teacher = TeacherHead(
+        batch.ref_hidden, ref_head.weight.detach(), bias, temperature, ref_head.softcap,
         ref_head.logit_scale,
     )  # fmt: skip
-    with torch.set_grad_enabled(config.beta != 0):
-        kl = linear_divergence(
-            hidden, head.weight, reference, EXACT[config.kl_estimator], weights=weights[mask],
-            hidden_rows=batch.packed.predicting[mask], bias=head.bias, temperature=temperature,
-            softcap=head.softcap, logit_scale=head.logit_scale,
-            support=None if batch.support is None else selected(batch.support, mask),
-        )  # fmt: skip
-    mean = kl.values.sum(dtype=torch.float64).float() / max(len(kl.values), 1)
-    return ExactKL(kl.loss, mean)
-
-
-def selected(support: Support, mask: Tensor) -> Support:  # (R,) bool
-    """The sets of some of its tokens."""
-    counts = support.offsets.diff()
-    ids = support.ids[mask.repeat_interleave(counts)]
-    return Support(ids, torch.nn.functional.pad(counts[mask].cumsum(0), (1, 0)))
+    if distill is None:
+        return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
+    return DivergenceTerm(teacher, distill.kind, distill.coef, distill.beta)

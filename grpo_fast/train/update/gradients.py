@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss
-from grpo_fast.attention import Head, PackedGroups
+from grpo_fast.attention import Head, PackedTree
 from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.update.batch import MicroBatch, Totals
 from grpo_fast.train.update.critic import Critic, token_weights
-from grpo_fast.train.update.exact_kl import exact_kl, policy_term
+from grpo_fast.train.update.exact_kl import divergence_term, policy_term
+from grpo_fast.train.update.micro_batch import MicroBatch
+from grpo_fast.train.update.totals import Totals
 
 
 def accumulate(
@@ -26,6 +28,7 @@ def accumulate(
     validate: str,
     critic: Critic | None = None,
     ref_head: Head | None = None,
+    distill: DistillConfig | None = None,
     totals: Totals | None = None,
 ) -> LossMetrics:
     """Gradients of one optimizer step: the normalisers are the whole step's, so the losses add up.
@@ -35,6 +38,7 @@ def accumulate(
         validate: as in `linear_grpo_loss`.
         critic: its value loss is added, under the same normalisers.
         ref_head: the reference's, beside micro-batches that hold its hidden states.
+        distill: how far the reference, as a teacher, is followed; None: by the config's exact KL.
         totals: of the step on all ranks; None: these micro-batches are all of it.
     """
     items, completions, count, _ = totals or Totals.of(minibatch)
@@ -54,23 +58,23 @@ def accumulate(
             sampling_logps=batch.sampling_logps if correct_sampling else None,
             num_completions_in_batch=completions,
         )  # fmt: skip
-        given = {**per_token, "support": batch.support}
+        term = divergence_term(batch, ref_head, config, distill)
+        given = {**per_token, "support": batch.support, "divergence": term}
         loss, hidden, output = policy.inside(
             partial(policy_loss, policy, packed, advantages, alone, validate, given)
         )
         metrics = dict(output.metrics)
-        weights = token_weights(batch, config, total if by_prompt else items, completions)
-        if batch.ref_hidden is not None and ref_head is not None:
-            kl = exact_kl(hidden, policy.head, ref_head, batch, weights, config)
-            loss, metrics["kl"] = loss + config.beta * kl.weighted, kl.mean
+        if term is not None and distill is None:
+            metrics["kl"] = metrics.pop("divergence")
         metrics = {"loss": loss, **metrics}
         if critic is None:
             (loss * share).backward()
         else:
+            weights = token_weights(batch, config, total if by_prompt else items, completions)
             metrics |= critic.backward(loss, batch, hidden, weights, share)
         if batch.is_idle:
             continue
-        if not is_alone:
+        if not is_alone or (distill is not None and term is not None):
             norm = policy_gradient(output, advantages, alone, per_token)
             metrics["policy_logp_grad_norm"] = share * norm
         if batch.ref_logps is not None and not config.uses_reference:
@@ -83,7 +87,7 @@ def accumulate(
 
 def policy_loss(
     policy: Policy,
-    packed: PackedGroups,
+    packed: PackedTree,
     advantages: Tensor,
     config: LossConfig,
     validate: str,

@@ -17,8 +17,9 @@ from grpo_fast.train.config import CriticConfig
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.ranks.distributed import sum_, together
-from grpo_fast.train.update.batch import MicroBatch, StepBatch
+from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.critic import Critic
+from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 class RewardKL(NamedTuple):
@@ -39,6 +40,7 @@ def precompute(
     exact: bool = False,
     critic: Critic | None = None,
     reward_kl: RewardKL | None = None,
+    teacher: float = 0.0,
 ) -> None:
     """Compute, with the current weights, what stays fixed over all updates on this batch.
 
@@ -48,6 +50,8 @@ def precompute(
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
             they are the new ones, and the ratio is exactly 1.
+        teacher: adds this many times log q − log p of every token to its advantage, q the
+            reference's.
         exact: the KL is one over the vocabulary: hidden states stand for the reference's logps.
     """
     if batch.has_fixed:
@@ -70,18 +74,37 @@ def precompute(
     if critic is not None:
         following = None if following is None else sum_(following)
         estimate_advantages(batch, token_rewards(batch, reward_kl), following, critic.config)
+    elif teacher:
+        batch.set("token_advantages", teacher_advantages(batch, teacher))
     batch.has_fixed = True
 
 
+def teacher_advantages(batch: StepBatch, coef: float) -> list[Tensor]:
+    """coef·(log q − log p) of every token, and what its completion scored; NaN where it has no
+    verdict becomes 0, as such tokens do not count.
+    """
+    logps = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
+    scores = batch.advantages.float().nan_to_num(nan=0.0)
+    return [
+        coef * (ref - old) + score.to(ref) for (ref, old), score in zip(logps, scores, strict=True)
+    ]
+
+
 def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
-    """−β·kl_t for each token of each completion, and what it scored at its last one."""
+    """−β·kl_t for each token of each completion, and its own reward; a reward of the whole
+    completion stands at its last token.
+    """
     rewards = [torch.zeros_like(values) for values in batch.of_each("old_values")]
     if kl is not None:
         estimate = KL_ESTIMATORS[kl.estimator]
         logps = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
         rewards = [-kl.beta * estimate(ref - old)[0] for ref, old in logps]
-    for reward, score in zip(rewards, batch.advantages, strict=True):
-        reward[-1] += score.to(reward)
+    own = batch.token_rewards or [None] * len(rewards)
+    for reward, score, each in zip(rewards, batch.advantages, own, strict=True):
+        if each is None or score.isnan():  # a lost sample is NaN, once
+            reward[-1] += score.to(reward)
+        else:
+            reward += each.to(reward)
     return rewards
 
 

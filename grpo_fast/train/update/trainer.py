@@ -87,14 +87,16 @@ class Trainer:
 
     def pack(self, step: Step, collected: Collected) -> None:
         """Give a step its completions, packed into micro-batches."""
-        rollout = self.config.rollout
+        rollout, distill = self.config.rollout, self.config.distill
         step.collected = collected
+        task = 1.0 if distill is None else distill.task
         step.batch = StepBatch(
-            collected.rollout, collected.advantages, group_size=rollout.group_size,
+            collected.rollout, task * collected.advantages, group_size=rollout.group_size,
             minibatches=self.config.minibatches, budget=self.budget.tokens,
             device=self.policy.device, shared=self.shared, mask_truncated=rollout.mask_truncated,
             rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
+        step.batch.token_rewards = collected.token_rewards
 
     def resume(self, step: Step) -> None:
         """Make a step of a checkpoint ready for its next update."""
@@ -137,6 +139,7 @@ class Trainer:
                         correct_sampling=self.config.rollout.correct_sampling,
                         critic=self.critic, totals=batch.totals[minibatch],
                         ref_head=self.reference.head if self.reads_reference else None,
+                        distill=self.config.distill,
                     )  # fmt: skip
                 losses = losses.of_all_ranks()
         rate = self.optimizer.learning_rate
@@ -148,11 +151,15 @@ class Trainer:
     def precompute(self, batch: StepBatch) -> None:
         """Old and reference logps, values: with the current weights, unless the batch has them."""
         loss, in_reward = self.loss_config, self.config.kl.into == "reward"
+        distill = self.config.distill
+        by_advantage = distill is not None and distill.form == "advantage"
+        by_loss = distill is not None and not by_advantage
         precompute(
             batch, self.policy, temperature=float(loss.temperature),
-            keep_old=self.updates_per_step > 1 or in_reward,
+            keep_old=self.updates_per_step > 1 or in_reward or by_advantage,
             reference=self.reference if self.reads_reference else None,
-            exact=loss.kl_estimator in EXACT, critic=self.critic,
+            exact=loss.kl_estimator in EXACT or by_loss, critic=self.critic,
+            teacher=distill.coef if distill is not None and by_advantage else 0.0,
             reward_kl=RewardKL(self.beta.value, loss.kl_estimator) if in_reward else None,
         )  # fmt: skip
 

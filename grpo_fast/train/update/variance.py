@@ -18,8 +18,8 @@ from grpo_fast import LossConfig
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks.distributed import rank, size, sum_, together
-from grpo_fast.train.update.batch import MicroBatch
 from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 def gradient_variance(

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_fast.attention import PackedGroups, pack_groups
+from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.data import Example
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import OptimConfig, WarmStartConfig
@@ -43,7 +43,7 @@ def warm_start(
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
 
 
-def _packed(policy: Policy, examples: Sequence[Example]) -> PackedGroups:
+def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
     """Prompts with their gold solutions, each ended by EOS, in place of sampled completions."""
     _, prompt_ids = encode_prompts(policy.tokenizer, [e.prompt for e in examples])
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)

@@ -1,0 +1,172 @@
+"""`linear_divergence` against TRL's chunked divergence, plain torch and the bare products.
+
+    python -m benchmarks.trainers.divergence [--quick] [--cases 256,512,32000 ...] [--json PATH]
+
+Cases are N,H,V; teacher and student have one width. Every result is verified against fp64 before
+anything is timed. All run in one process, in interleaved rounds: the ratios can be trusted where
+the milliseconds cannot. The bare products are torch's: both sides' logits, dH and dW.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.kernels import exact
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from grpo_fast import (
+    DivergenceTerm,
+    LossConfig,
+    TeacherHead,
+    TeacherTopK,
+    linear_divergence,
+    linear_grpo_loss,
+)  # fmt: skip
+
+KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # and TRL's beta of each
+DEFAULTS = Defaults(threads=1, budget=(10.0, 0.2), rounds=(11, 3))
+
+
+def main() -> None:
+    """Times every case, prints a table, writes the JSON."""
+    options = parse_arguments()
+    rows = [timed(case, options) for case in options.cases]
+    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
+    settings |= {"dtype": str(options.dtype)}
+    what = "linear_divergence, forward and backward"
+    save(options, {**measure.header(what, options.device), "settings": settings, "cases": rows})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    parser.add_argument("--cases", nargs="+", type=case_argument, metavar="N,H,V")
+    options = parsed(parser, DEFAULTS)
+    on_cpu = options.device == "cpu"
+    options.cases = options.cases or (
+        [(64, 64, 3000)]
+        if options.quick
+        else [(256, 512, 32000)]
+        if on_cpu
+        else [(8192, 4096, 151936)]
+    )
+    options.dtype = torch.float32 if on_cpu else torch.bfloat16
+    return options
+
+
+def case_argument(text: str) -> tuple[int, int, int]:
+    n, h, v = (int(part) for part in text.split(","))
+    return n, h, v
+
+
+def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean divergence with all logits in memory."""
+    lp, lq = ((h @ w.T).float().log_softmax(-1) for h, w in (student, teacher))
+    if student[0].dtype == torch.float64:
+        lp, lq = ((h @ w.T).log_softmax(-1) for h, w in (student, teacher))
+    if kind == "forward_kl":
+        values = lq.exp() * (lq - lp)
+    elif kind == "reverse_kl":
+        values = lp.exp() * (lp - lq)
+    else:
+        lm = torch.logaddexp(lp, lq) - torch.log(torch.tensor(2.0))
+        values = 0.5 * (lq.exp() * (lq - lm) + lp.exp() * (lp - lm))
+    return values.sum(-1).mean()
+
+
+def trl(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    scales = 1.0, 1.0, None, 1.0, None
+    return ChunkedDivergenceFunction.apply(
+        *student, None, *teacher, None, KINDS[kind], *scales
+    )[0].mean()  # fmt: skip
+
+
+def ours(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+    return linear_divergence(*student, TeacherHead(*teacher), kind).loss
+
+
+def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> None:
+    (h, w), (t, u) = (tuple(x.detach() for x in side) for side in (student, teacher))
+    _, y = h @ w.T, t @ u.T
+    _ = y @ w, y.T @ h
+
+
+def timed(case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, Any]:
+    """Verify, time, print and return a row."""
+    n, h, v = case
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]
+    tensors = [x * (2 / h**0.5) if x.shape[0] == v else x for x in tensors]
+    a, b, c, d = (x.to(options.device, options.dtype) for x in tensors)
+    student, teacher = (a.requires_grad_(), b.requires_grad_()), (c, d)
+    steps: dict[str, Callable[[], Any]] = {"products": partial(products, student, teacher)}
+    row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary"), case, strict=True))
+    row["errors"] = {}
+
+    def step(way: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(way(*arguments), student)
+
+    for kind in KINDS:
+        wide = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+        truth = torch.autograd.grad(plain(kind, wide, (c.double(), d.double())), wide)
+        for name, way in (("grpo_fast", ours), ("trl", trl), ("torch", plain)):
+            call = partial(step, way, kind, student, teacher)
+            try:
+                found = call()
+            except ImportError:
+                continue
+            off = max(exact.relative_l2(x, y) for x, y in zip(found, truth, strict=True))
+            row["errors"][f"{kind} {name}"] = off
+            if off <= exact.TOLERANCE[options.dtype]:
+                steps[f"{kind} {name}"] = call
+    steps |= with_a_policy(student, teacher, step)
+    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    row["times"] = {name: measure.spread(times) for name, times in samples.items()}
+    row["memory"] = {x: measure.peak_memory(call, options.device) for x, call in steps.items()}
+    bare = row["times"]["products"]["median_ms"]
+    for name, times in row["times"].items():
+        off = row["errors"].get(name, 0.0)
+        ratio = times["median_ms"] / bare
+        print(
+            f"N={n} H={h} V={v}  {name:24} {times['median_ms']:9.1f} ms  {ratio:5.2f} of the "
+            f"products  error {off:.0e}", flush=True,
+        )  # fmt: skip
+    return row
+
+
+def with_a_policy(
+    student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], step: Callable[..., Any]
+) -> dict[str, Callable[[], Any]]:
+    """A teacher's top 32, a policy loss alone, and it with a divergence."""
+    n, v = len(student[0]), len(student[1])
+    with torch.no_grad():
+        top, ids = (teacher[0].float() @ teacher[1].float().T).log_softmax(-1).topk(32)
+    device = ids.device
+    cu_seqlens = torch.arange(0, n + 1, n // 8, dtype=torch.int32, device=device)
+    advantages = torch.tensor([1.0, -1.0], device=device).repeat(4)
+    targets = torch.arange(n, device=device) % v
+
+    def loss(term: DivergenceTerm | None) -> Tensor:
+        return linear_grpo_loss(
+            *student, targets, advantages, LossConfig(), cu_seqlens=cu_seqlens, divergence=term
+        ).loss
+
+    def topk() -> Tensor:
+        return linear_divergence(*student, TeacherTopK(ids, top), "forward_kl").loss
+
+    return {
+        "top 32 grpo_fast": partial(step, topk),
+        "loss alone": partial(step, loss, None),
+        "loss and divergence": partial(step, loss, DivergenceTerm(TeacherHead(*teacher))),
+    }
+
+
+if __name__ == "__main__":
+    main()

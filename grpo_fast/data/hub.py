@@ -1,0 +1,44 @@
+"""Ask once whether the hub can be reached: its clients retry for half a minute, and say so."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+SECONDS = 3.0
+LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOLDER"
+
+
+@functools.cache
+def is_offline() -> bool:
+    """Whether nothing answers at the hub. Then its clients look into their cache alone from now on.
+
+    Where a proxy stands in between, the clients ask it themselves.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    if getproxies():
+        return False
+    place = urlsplit(constants.ENDPOINT)
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        socket.create_connection((place.hostname, port), timeout=SECONDS).close()
+    except OSError:
+        _stay_offline()
+        return True
+    return False
+
+
+def _stay_offline() -> None:
+    """As HF_HUB_OFFLINE=1, for libraries that have read it already, too."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True

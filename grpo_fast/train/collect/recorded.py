@@ -1,0 +1,94 @@
+"""Recorded rollouts of agents in place of sampled ones: `data.task: traces`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.data import DatasetError, Example, load_traces
+from grpo_fast.data.traces import Branch, RecordedTrace
+from grpo_fast.rewards import RewardResult
+from grpo_fast.rollout import Rollout
+from grpo_fast.rollout.engine import Kept
+from grpo_fast.train.collect.collector import Collected, Collector
+from grpo_fast.train.collect.groups import difficulties
+from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.metrics.samples import completion_metrics, kept_metrics, reward_metrics
+
+
+class RecordedCollector(Collector):
+    """The branches of the next tasks' traces as completions, one sample each.
+
+    Advantages are the nodes' own, or those of the rewards of a task's `group_size` traces; every
+    branch has its trace's. What a branch is trained on are its completion's tokens.
+    """
+
+    def __init__(self, path: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.traces: dict[str, list[RecordedTrace]] = {}
+        for trace in load_traces(path):
+            self.traces.setdefault(trace.task, []).append(trace)
+        size = self.config.group_size
+        for task, traces in self.traces.items():
+            expected = f"{size} traces of each task (rollout.group_size)"
+            if len(traces) != size:
+                raise DatasetError(f"{path}: expected {expected}, got {len(traces)} of {task!r}")
+            branches = [branch for trace in traces for branch in trace.branches]
+            is_scored = all(branch.advantages is not None for branch in branches)
+            if not is_scored and any(trace.reward is None for trace in traces):
+                expected = "a reward for each trace, or advantages in its nodes"
+                raise DatasetError(f"{path}: expected {expected}, got neither in {task!r}")
+            if not branches:
+                raise DatasetError(f"{path}: expected a sampled token in {task!r}, got none")
+
+    def next(self, step: int, clock: Clock) -> Collected:
+        """The samples of a step; every rank has all of them."""
+        asked = self.queue.take(self.config.prompts_per_step)
+        traces = [trace for one in asked for trace in self.traces[str(one.example.prompt)]]
+        rewards = torch.tensor([torch.nan if t.reward is None else t.reward for t in traces])
+        scores = RewardResult(rewards, {}, {})
+        advantages = self.advantages.of(scores, Rollout(completion_ids=[
+            [0] * sum(len(branch.logps) for branch in trace.branches) for trace in traces
+        ]))  # fmt: skip
+        self.advantages.observe(rewards)
+        owner = [n for n, trace in enumerate(traces) for _ in trace.branches]
+        branches = [branch for trace in traces for branch in trace.branches]
+        rollout = self._rollout([traces[n].task for n in owner], branches)
+        judged = rewards.view(len(asked), -1)
+        metrics = {
+            **reward_metrics(scores, self.config.group_size),
+            **completion_metrics(rollout), **kept_metrics(rollout),
+        }  # fmt: skip
+        clock.lap("rollout")
+        records = difficulties(asked, judged, ["kept"] * len(asked), step)
+        own = [b.advantages.mean() if b.advantages is not None else advantages[n]
+               for n, b in zip(owner, branches, strict=True)]  # fmt: skip
+        total = rewards[owner]
+        return Collected(rollout, total, {}, torch.stack(own), metrics, 0, records)
+
+    def examples_of(self, collected: Collected) -> list[Example]:
+        """The example of each sample."""
+        every = [self.queue.examples[one.prompt] for one in collected.prompts]
+        return [one for one in every for t in self.traces[str(one.prompt)] for _ in t.branches]
+
+    def _rollout(self, names: list[str], branches: list[Branch]) -> Rollout:
+        places = [branch.trained.nonzero()[:, 0].tolist() for branch in branches]
+        ids = [branch.ids.tolist() for branch in branches]
+        completions = [[x[i] for i in at] for x, at in zip(ids, places, strict=True)]
+        rollout = Rollout(
+            prompts=names, prompt_ids=ids, completion_ids=completions, trained=list(places),
+            sampling_logps=[branch.logps for branch in branches],
+            texts=self.policy.tokenizer.batch_decode(completions, skip_special_tokens=True),
+            truncated=[False] * len(branches), kept=[_kept(branch.kept) for branch in branches],
+            credit=[branch.advantages for branch in branches],
+        )  # fmt: skip
+        rollout.check(self.policy.lm.get_input_embeddings().weight.shape[0])
+        return rollout
+
+
+def _kept(sets: tuple[Tensor, Tensor] | None) -> Kept | None:
+    if sets is None:
+        return None
+    return Kept(sets[0], torch.nn.functional.pad(sets[1].cumsum(0), (1, 0)))

@@ -1,0 +1,88 @@
+"""`distill:` in the trainer: both forms, against the exact KL and by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from grpo_fast.train import loop
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.metrics.clock import is_timing
+from grpo_fast.train.update.precompute import teacher_advantages
+from tests.train.test_train_loop import TINY_SORT
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+FROZEN, LR = "reference.kind=frozen", "optim.lr=1e-2"
+
+
+def run(folder, *overrides):
+    loop.train(load_recipe("sort", [*TINY_SORT, LR, *overrides, f"output_dir={folder}"]))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not is_timing(k)} for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A teacher that has moved away from the student's start."""
+    folder = tmp_path_factory.mktemp("teacher")
+    run(folder / "run", "log.save_model=true", "steps=2")
+    return folder / "run" / "model"
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kind"), [("exact", "reverse_kl"), ("exact_reference_first", "forward_kl")]
+)
+def test_a_loss_of_the_teacher_is_the_exact_kl(tmp_path, trained, estimator, kind):
+    reference = [FROZEN, f"reference.path={trained}"]
+    kl = run(tmp_path / "kl", *reference, "loss.beta=0.5", f"loss.kl_estimator={estimator}")
+    own = run(tmp_path / "own", f"distill.teacher={trained}", "distill.coef=0.5",
+              f"distill.kind={kind}")  # fmt: skip
+    assert kl[0]["kl"] > 0
+    for one, other in zip(kl, own, strict=True):
+        assert one["kl"] == other["divergence"]
+        assert all(one[name] == other[name] for name in ("loss", "grad_norm", "reward"))
+
+
+def test_the_teacher_alone(tmp_path, trained):
+    """task=0: the student comes nearer, and rewards have no gradient; itself it is exactly at 0."""
+    near = [f"distill.teacher={trained}", "distill.task=0", "loss.entropy_coef=0", "steps=12"]
+    rows = run(tmp_path / "a", *near, "distill.kind=jsd", "distill.beta=0.3")
+    assert rows[-1]["divergence"] < 0.5 * rows[0]["divergence"]
+    itself = run(tmp_path / "b", FROZEN, "distill={}", "distill.task=0", "loss.entropy_coef=0")
+    assert all(row["divergence"] == 0 and row["grad_norm"] == 0 for row in itself)
+
+
+def test_an_advantage_of_the_teacher(tmp_path, trained):
+    form = ["distill.form=advantage", "distill.task=0", "loss.entropy_coef=0"]
+    rows = run(tmp_path / "a", f"distill.teacher={trained}", *form, "steps=15")
+    assert rows[0]["kl"] > 0 and rows[-1]["kl"] < rows[0]["kl"]
+
+    class Batch:
+        advantages = torch.tensor([1.0, torch.nan])
+
+        def of_each(self, name):
+            x = {"ref_logps": 0.0, "old_logps": 1.0}[name]
+            return [torch.full((2,), x), torch.full((1,), x)]
+
+    found = teacher_advantages(Batch(), 0.5)
+    assert [x.tolist() for x in found] == [[0.5, 0.5], [-0.5]]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["distill={}"], "distill.teacher"),
+        (["distill.teacher=x", "loss.beta=0.1"], "loss.beta"),
+        (["distill.teacher=x", FROZEN], "reference"),
+        (["distill.teacher=x", "distill.form=advantage", "distill.kind=jsd"], "distill.kind"),
+        (["distill.teacher=x", "loss.kl_estimator=exact"], "loss.kl_estimator"),
+        (["distill.teacher=x", "advantages=gae", "critic={}"], "advantages"),
+        (["distill.teacher=x", "distributed=fsdp2"], "distill.form"),
+        (["distill.teacher=x", "distill.kind=k3"], "distill.kind"),
+    ],
+)
+def test_refusals(words, key):
+    with pytest.raises(ValueError, match=rf"{key}: expected"):
+        load_recipe("sort", [*TINY_SORT, *words])

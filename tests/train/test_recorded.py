@@ -1,0 +1,218 @@
+"""`data.task: traces`: one offline step is that of the flattened samples; runs go on from a
+checkpoint; files that cannot be trained on are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_fast import LossConfig, Support, group_advantages, linear_logps
+from grpo_fast.attention import pack_tree
+from grpo_fast.data import load_examples, load_traces
+from grpo_fast.train.collect.advantages import Advantages
+from grpo_fast.train.collect.prompts import PromptQueue
+from grpo_fast.train.collect.recorded import RecordedCollector
+from grpo_fast.train.config import RolloutConfig
+from grpo_fast.train.config.recipes import parse_config
+from grpo_fast.train.loop import train
+from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.update import micro_batch
+from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.gradients import accumulate
+from tests.tiny import tiny_folder, tiny_model
+
+RECORDED = Path(__file__).parents[1] / "integrations" / "recorded" / "verifiers-0.4.0.jsonl"
+
+
+def records():
+    return [json.loads(line) for line in RECORDED.read_text().splitlines()]
+
+
+def written(path, traces):
+    path.write_text("\n".join(map(json.dumps, traces)) + "\n")
+    return path
+
+
+def settings(tmp_path, **changes):
+    return {
+        "output_dir": str(tmp_path / "run"), "model": {"path": "none"},
+        "data": {"task": "traces", "path": str(RECORDED)}, "advantages": "centered",
+        "rollout": {"group_size": 2, "prompts_per_step": 2}, "steps": 1,
+        "optim": {"lr": 1e-2, "schedule": "constant"}, "log": {"progress": False}, **changes,
+    }  # fmt: skip
+
+
+def unsampled(node):
+    node.update(mask=[False] * len(node["mask"]), logprobs=[])
+
+
+def collector(policy, path, **options):
+    config = RolloutConfig(**{"group_size": 2, "prompts_per_step": 2, **options})
+    source = parse_config(
+        {
+            "model": {"path": "none"},
+            "data": {"task": "traces", "path": str(path)},
+            "rollout": {"group_size": 2},
+        }
+    ).data
+    queue = PromptQueue(load_examples(source, split="train", seed=0))
+    advantages = Advantages("centered", {}, config.group_size, {})
+    return RecordedCollector(
+        str(path), config, policy, None, None, queue, advantages, seed=0, steps=1
+    )
+
+
+def tiny():
+    """A policy whose tokenizer nobody asks."""
+    from grpo_fast.data.tokenizer import build_symbol_tokenizer
+    from grpo_fast.train.models.policy import Policy
+
+    tokenizer = build_symbol_tokenizer([str(n) for n in range(59)])
+    return Policy(tiny_model("llama", vocab_size=61), tokenizer)
+
+
+@pytest.mark.parametrize("credited", [False, True], ids=["rewards", "credit"])
+@pytest.mark.parametrize("budget", [1000, 60])
+def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
+    """Against the formula on dense passes: Σ −A·logp over the sampled tokens, by their number."""
+    traces = records()
+    if credited:
+        for number, trace in enumerate(traces):
+            for node in trace["nodes"]:
+                node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
+    path, policy = written(tmp_path / "t.jsonl", traces), tiny()
+    collected = collector(policy, path).next(1, Clock())
+    batch = StepBatch(
+        collected.rollout, collected.advantages, group_size=2, minibatches=1, budget=budget,
+        device="cpu",
+    )  # fmt: skip
+    totals = batch.totals[0]
+    accumulate(
+        policy, batch.minibatches[0], LossConfig(), correct_sampling=False, validate="full",
+        totals=totals,
+    )  # fmt: skip
+    found = {n: p.grad.clone() for n, p in policy.lm.named_parameters() if p.grad is not None}
+    policy.lm.zero_grad()
+    policy.lm.set_attn_implementation("eager")
+    rewards = torch.tensor([1.0, 0, 0, 1])
+    worth = group_advantages(rewards, "centered", group_size=2)
+    total, count = 0.0, 0
+    for number, trace in enumerate(load_traces(path)):
+        for branch in trace.branches:
+            at = branch.trained.nonzero()[:, 0]
+            logits = (
+                policy.lm(input_ids=branch.ids[None], use_cache=False).logits[0].log_softmax(-1)
+            )
+            logps = logits[at - 1].gather(1, branch.ids[at][:, None])[:, 0]
+            advantage = branch.advantages if credited else worth[number]
+            total, count = total - (advantage * logps).sum(), count + len(at)
+    (total / count).backward()
+    assert len(batch.micro_batches) == 1 if budget == 1000 else len(batch.micro_batches) > 2
+    for name, p in policy.lm.named_parameters():
+        if p.grad is not None:
+            assert (found[name] - p.grad).abs().max() <= 1e-5 * max(1, p.grad.abs().max()), name
+    rows = sum(micro.trunk_tokens for micro in batch.micro_batches)
+    flat = sum(len(b.ids) - 1 for t in load_traces(path) for b in t.branches)
+    assert rows < flat if budget == 1000 else rows <= flat
+    assert totals.items == count == 88
+
+
+def steps_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_a_run_trains_on_traces(tmp_path):
+    """Weights move, a checkpointed run ends as one without a break, two passes have old logps."""
+    config = settings(tmp_path, steps=3, inner_iterations=2, checkpoint={"every": 1})
+    config["model"] = {"path": tiny_folder(tmp_path / "model")}
+    config["rollout"] |= {"prompts_per_step": 1, "correct_sampling": True}
+    summary = train(parse_config(config))
+    assert summary["steps"] == 3 and summary["num_tokens"] > 0
+    rows = steps_of(tmp_path / "run")
+    assert [row["reward"] for row in rows] == [0.5] * 3 and rows[0]["grad_norm"] > 0
+    again = {**config, "output_dir": str(tmp_path / "other"), "steps": 2}
+    train(parse_config(again))
+    train(parse_config({**again, "steps": 3, "resume": "auto"}))
+    others = steps_of(tmp_path / "other")
+    assert [row["loss"] for row in others] == [row["loss"] for row in rows]
+    weights = [load_file(f"{tmp_path}/{name}/model.safetensors") for name in ("run/model", "model")]
+    assert all(not torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+
+
+def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
+    """A kept set of a node goes to the loss; trees and flattened rows agree on it."""
+    from grpo_fast.data import traces as module
+
+    policy, read = tiny(), module.load_traces
+
+    def masked(path):
+        found = read(path)
+        branch = found[0].branches[0]
+        sets = [torch.tensor(sorted({t, 5, 9})).int() for t in branch.ids[branch.trained].tolist()]
+        kept = torch.cat(sets), torch.tensor([len(s) for s in sets])
+        found[0].branches[0] = branch._replace(kept=kept)
+        return found
+
+    monkeypatch.setattr("grpo_fast.train.collect.recorded.load_traces", masked)
+    collected = collector(policy, RECORDED).next(1, Clock())
+    batch = StepBatch(
+        collected.rollout,
+        collected.advantages,
+        group_size=2,
+        minibatches=1,
+        budget=1000,
+        device="cpu",
+    )
+    (micro,) = batch.micro_batches
+    assert isinstance(micro.support, Support)
+    tree = policy.logps(micro.packed, 1.0, support=micro.support)
+    samples = micro_batch.samples_of(collected.rollout, micro.chosen)
+    flat = pack_tree(samples, apart=range(len(samples)))
+    assert flat.layout.total > micro.packed.layout.total
+    torch.testing.assert_close(tree, policy.logps(flat, 1.0, support=micro.support))
+    hidden = policy.hidden(micro.packed)
+    dense = linear_logps(
+        hidden, policy.head.weight, flat.target_ids, hidden_rows=micro.packed.predicting
+    )
+    assert (tree[:12] > dense[:12]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": [{"name": "sort_positions"}]}, "rewards: expected none, traces have theirs"),
+        ({"minibatches": 2}, "minibatches: expected 1 beside data.task: traces"),
+        ({"shuffle": "groups"}, "shuffle: expected off"),
+        ({"rollout": {"ahead": 1, "correct_sampling": True}}, "rollout.ahead: expected 0"),
+        ({"data": {"task": "traces"}}, "path: expected a file of traces"),
+        ({"data": {"task": "sort"}}, "rewards: expected a weight that is not 0, came no reward"),
+    ],
+)
+def test_what_traces_cannot_stand_beside_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(settings(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(), "expected 2 traces of each task .* got 1 of 'task-1'"),
+        (lambda t: t[1].update(rewards={}), "expected a reward for each trace, or advantages in"),
+        (lambda t: [unsampled(n) for x in t[:2] for n in x["nodes"]],
+         "expected a sampled token in 'task-0', got none"),
+        (lambda t: t[0]["nodes"][1]["token_ids"].append(4000), "nodes.1..mask: expected 7 bools"),
+        (lambda t: t[0]["nodes"][1]["token_ids"].__setitem__(2, 4000), "token ids from 0 to 60"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_trained_on(tmp_path, change, message):
+    traces = records()
+    change(traces)
+    with pytest.raises(ValueError, match=message):
+        collector(tiny(), written(tmp_path / "t.jsonl", traces)).next(1, Clock())

@@ -1,0 +1,157 @@
+"""A run that talks to a new user: its last lines, its pictures' words, numbers that are 0."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.data import hub
+from grpo_fast.train.config.recipes import recipe_names, recipe_table
+from grpo_fast.train.experiments.compare_plot import band_words
+from grpo_fast.train.planning.plan import plan, render
+from grpo_fast.train.report.curves import plot_runs, tells
+from grpo_fast.train.report.lines import closing_lines, shown_number
+from grpo_fast.train.report.page import completion_html
+from grpo_fast.train.report.titles import differing, settings_of, title_of
+from tests.command_line import invoke, write_recipe
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """What `grpo-fast train` said of a run of two steps, and its folder."""
+    folder = tmp_path_factory.mktemp("a run")
+    result = invoke("train", write_recipe(folder), "steps=3")
+    assert result.exit_code == 0, result.output
+    return result.stdout, folder / "run"
+
+
+def test_the_last_lines_say_where_things_lie_and_what_to_type(finished):
+    said, folder = finished
+    lines = said.splitlines()[-3:]
+    assert lines == closing_lines(folder)
+    assert lines[0].endswith(": completions.html, curves.png, model") and "'" in lines[0]
+    assert lines[1].startswith("grpo-fast eval ") and lines[2].startswith("grpo-fast plot ")
+
+
+def test_the_commands_of_the_last_lines_work(finished):
+    import shlex
+
+    _, folder = finished
+    _, *commands = closing_lines(folder)
+    (folder / "curves.png").unlink()
+    for command in commands:
+        result = invoke(*shlex.split(command)[1:])
+        assert result.exit_code == 0, result.output
+    assert (folder / "curves.png").is_file()  # plot writes into the run
+    assert result.output.strip() == str(folder / "curves.png")
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (-0.0, "{:.4f}", "0.0000"), (-3.5e-24, "{:.4g}", "0"), (1e-8, "{:+.3g}", "0"),
+        (-1e-8, "{:+.3g}", "0"), (-0.00001, "{:.3f}", "0.000"), (0.5, "{:+.3g}", "+0.5"),
+        (-0.5, "{:.3f}", "-0.500"), (2e-6, "{:.4g}", "2e-06"), (float("nan"), "{:.3f}", "nan"),
+        (-100.0, "{:.0f}", "-100"), (float("-inf"), "{:.4g}", "-inf"),
+    ],
+)  # fmt: skip
+def test_what_rounding_leaves_of_0_is_shown_as_0(value, form, text):
+    assert shown_number(value, form) == text
+
+
+def test_an_answer_of_its_fixed_length_is_not_cut_off():
+    row = {
+        "completion": "1 2 3", "answer": "1 2 4", "tokens": ["1", " 2", " 3"], "truncated": True,
+        "extracted": None, "extracted_lenient": None, "correct": False, "reward": -1e-9,
+        "advantage": -1e-8, "logps": [-0.0] * 3, "advantages": [1e-22] * 3,
+    }  # fmt: skip
+    html = completion_html(row, 1.0)
+    assert "cut off" not in html and "reward 0<" in html and "advantage 0 " in html
+    assert 'title="logp 0.000 advantage 0"' in html
+    longer = {**row, "completion": "1 2 3 9", "tokens": ["1", " 2", " 3", " 9"]}
+    assert "cut off" in completion_html({**longer, "logps": [0.0] * 4, "advantages": [0.0] * 4}, 1)
+    assert "cut off" in completion_html({**row, "answer": None}, 1.0)
+
+
+def test_pictures_name_recipe_seed_model_and_what_differs(finished, tmp_path):
+    _, folder = finished
+    settings = settings_of(folder)
+    assert title_of("run", settings) == "run · seed 0 · llama · dapo, normalized"
+    assert settings_of(folder / "metrics.jsonl") == settings and settings_of(tmp_path) == {}
+    others = [{**settings, "output_dir": "b", "seed": 1}, {**settings, "seed": 1, "optim.lr": 0.1}]
+    assert differing([settings, *others])[2] == "seed=1, optim.lr=0.1"
+    assert differing([settings, {**settings, "output_dir": "c"}]) == ["", ""]
+    assert r"\$x\$" in title_of("run", {**settings, "model.path": "$x$"})
+
+
+def test_panels_that_say_nothing_are_left_out_and_equal_lines_share_a_label(tmp_path):
+    rows = [
+        {"step": i, "reward": 1.0, "entropy": 2.0 - i / 9, "completions/mean_length": 3.0,
+         "loss": -0.1 * i, "eval_accuracy_strict": 0.0, "eval_accuracy_lenient": 0.0}
+        for i in range(9)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "config.yaml").write_text("seed: 7\nloss: {entropy_coef: 0.1}\n")
+    svg = plot_runs([tmp_path], tmp_path / "p.svg").read_text()
+    assert "Entropy (nats)" in svg and "Completion length" not in svg
+    assert "Reward" in svg and "strict = lenient" in svg and "seed 7" in svg
+    assert "Loss, entropy bonus included" in svg
+    assert tells("Entropy (nats)", [[(0.0, 1.0)]]) and not tells("Entropy (nats)", [[]])
+
+
+def test_a_comparison_says_what_its_bands_are_over():
+    settings = [{"advantages": "rloo", "optim.lr": "0.1"}]
+    assert band_words("", settings) == "mean ± SE over seeds"
+    assert band_words("optim.lr", settings) == "mean ± SE over seeds, advantages"
+
+
+def test_recipes_are_listed_with_what_they_are_and_need():
+    table = recipe_table()
+    assert (
+        sorted(row[0].split()[1] for row in table if row[0].startswith("train ")) == recipe_names()
+    )
+    assert all(len(row) == 5 and all(row) for row in table), table
+    said = invoke("recipes").output
+    assert "grpo-fast train sort\n" in said and "grpo-fast reward-model reward-model-sort" in said
+    assert said.count("needs no download") == 5
+
+
+def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
+    found = plan("qwen2.5-0.5b", ["gpu=80"])
+    expected = "weights and gradients float32, moments float32, computed in bfloat16"
+    assert found.dtypes == expected and expected in render(found)[0].caption
+    assert found.memory[0][1].fixed >= 16 * found.shape.parameters  # 4 bytes each, four times
+    small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16", "optim.states=8bit"])
+    assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
+
+
+def test_without_a_network_one_sentence_and_no_retries(monkeypatch, tmp_path):
+    asked = []
+
+    def refuse(place, timeout):
+        asked.append(place)
+        raise OSError("no network")
+
+    import datasets.config
+    from huggingface_hub import constants
+
+    for where in (constants, datasets.config):
+        monkeypatch.setattr(where, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    hub.is_offline.cache_clear()
+    try:
+        result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
+        model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")
+    finally:
+        hub.is_offline.cache_clear()
+    assert len(asked) == 1 and asked[0][1] in (80, 443)
+    for found, key in ((result, "data.name"), (model, "model.path")):
+        assert found.exit_code == 2 and hub.LOCAL in found.stderr and key in found.stderr
+        assert "Retrying" not in found.output and "HEAD" not in found.output
+    assert not Path(tmp_path / "run").exists()

@@ -205,6 +205,10 @@ def test_trls_way_is_trls_to_the_bit(model_path, tmp_path, how):
         assert ours.fast_path["rollouts"] == "TRL's: a prompt has no token"
         return
     assert ours.drawn == theirs.drawn
+    ours.fast_rollouts = False
+    assert ours._sampling() == rollouts.OFF
+    ours.fast_rollouts = True
+    assert (type(ours._sampling()) is not str) == (how == "attribute")
     said = {"attribute": "fast_rollouts is False", "generate": "model.generate is not"}[how]
     assert said in ours.fast_path["rollouts"]
     compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-6)

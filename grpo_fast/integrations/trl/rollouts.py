@@ -27,6 +27,7 @@ READ = {
 }  # fmt: skip
 SUPPORT, VOCABULARY = "the sampler's", "the vocabulary"
 log = logging.getLogger(__name__)
+OFF = "fast_rollouts is False"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,8 +68,8 @@ class OwnRollouts:
             )  # fmt: skip
             self._engine = build_engine(self._sampled)
             self._unsuited = self._engine.fallback
-        if self._unsuited is not None:
-            self._say_rollouts(self._unsuited)
+        if self._unsuited is not None or not self.fast_rollouts:
+            self._say_rollouts(self._unsuited or OFF)
 
     def _say_rollouts(self, reason: str) -> None:
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
@@ -110,7 +111,7 @@ class OwnRollouts:
     def _sampling(self: Any) -> Sampling | str:
         """How completions are drawn; or the reason why TRL draws them."""
         if not self.fast_rollouts:
-            return "fast_rollouts is False"
+            return OFF
         if self._unsuited is not None:
             return str(self._unsuited)
         return sampling_of(self, self._lm)
@@ -159,8 +160,6 @@ class OwnRollouts:
 
 def unsuited(trainer: Any, lm: Any) -> str | None:
     """Why this trainer's rollouts stay TRL's, naming the option; None: ours may draw them."""
-    if not trainer.fast_rollouts:
-        return "fast_rollouts is False"
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,

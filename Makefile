@@ -35,6 +35,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 SETUP := $(VENV)/.setup-done
 PEERS := $(VENV)/.peers-done
+DOCS := $(VENV)/.docs-done
 OLD_TRITON := $(VENV)/triton-3.6
 OLD_TRANSFORMERS := $(VENV)/transformers-5.17
 FLOOR := $(VENV)/floor
@@ -48,7 +49,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation docs links notebook clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -64,6 +65,8 @@ help:
 	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
+	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
+	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
 	@echo 'make format    let ruff fix and format the tree'
 	@echo 'make clean     remove .venv, caches and builds (runs/ stays)'
 
@@ -92,6 +95,11 @@ $(PEERS): $(SETUP)
 	@$(STEP) 'installing the peers to compare with (once)'
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') -e '.[bench]' \
 	  || for peer in liger-kernel cut-cross-entropy trl; do $(PIP) $$peer || echo "$$peer did not install: it will be listed as missing"; done
+	@touch $@
+
+$(DOCS): $(SETUP)
+	@$(STEP) 'installing what builds the site (once)'
+	@$(PIP) -e '.[docs]'
 	@touch $@
 
 # The oldest supported triton, beside the environment: what its compiler makes of the kernels differs (spills, for one).
@@ -253,6 +261,25 @@ soak: $(SETUP) csrc
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'
 	@$(PY) -m tests.mutation $(ARGS)
+
+# ---- documentation ----
+
+SPHINX = OMP_NUM_THREADS=1 $(PY) -m sphinx -q -E
+
+# Pages of docs/, the README of every folder, the reference from the docstrings.
+docs: $(DOCS)
+	@$(STEP) 'the site'
+	@$(SPHINX) -W --keep-going -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+# Links to other sites, which need a network; `make docs` looks at those between the pages.
+links: $(DOCS)
+	@$(SPHINX) -b linkcheck docs docs/_build/links
+
+notebook: $(DOCS) csrc
+	@$(STEP) 'docs/quickstart.ipynb'
+	@mkdir -p docs/_build
+	@$(BIN)/jupyter execute docs/quickstart.ipynb --output='$(abspath docs/_build/quickstart.ipynb)'
 
 # ---- housekeeping ----
 

@@ -37,7 +37,10 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = ["verl", "openrlhf", "lightning", "prime_rl", "tensordict"]
 napoleon_use_rtype = False
-nitpicky = False
+napoleon_use_ivar = True
+# The groups of LossConfig's fields, which its docstring heads by a word.
+GROUPS = ("Objective", "KL to the reference", "Logits", "Filters and corrections", "Entropy")
+napoleon_custom_sections = [(group, "params_style") for group in GROUPS]
 
 README = re.compile(r"```\{readme\} (\S+)\n```\n")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -92,6 +95,8 @@ def plain_text(app: object, what: str, name: str, obj: object, options: object, 
             if place % 2 == 0:
                 parts[place] = re.sub(r"([\\*|]|(?<=\w)_(?!\w))", r"\\\1", part)
         lines[number] = "``".join(parts) if len(parts) % 2 else line.replace("`", "'")
+        if line in GROUPS:
+            lines[number] += ":"
 
 
 def setup(app: object) -> None:

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from grpo_fast.loss.divergence import linear_divergence
     from grpo_fast.objective.advantages import group_advantages
     from grpo_fast.objective.config import LossConfig
+    from grpo_fast.objective.corrections import Correction
 
 __version__ = "0.1.0"
 __all__ = [
+    "Correction",
     "DivergenceTerm",
     "LossConfig",
     "LossOutput",
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Correction": "objective.corrections",
     "DivergenceTerm": "kernels.teachers",
     "LossConfig": "objective.config",
     "Support": "kernels.support",

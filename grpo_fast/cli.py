@@ -1,5 +1,5 @@
-"""The command line: `grpo-fast train`, `compare`, `reward-model`, `eval`, `plan`, `plot`,
-`audit`, `export`, `doctor`, `bench`.
+"""The command line: `grpo-fast recipes`, `train`, `compare`, `reward-model`, `eval`, `plan`,
+`plot`, `audit`, `export`, `doctor`, `bench`.
 
 A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
 """
@@ -79,6 +79,15 @@ def train(
 def _may_move(shipped: bool, words: list[str], resume: str | None) -> bool:
     """Whether nobody said which folder it is: a shipped recipe's own may hold another run."""
     return shipped and resume != "auto" and not any(w.startswith("output_dir=") for w in words)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes: what each trains, its size, its time, what it needs."""
+    from grpo_fast.train.config.recipes import recipe_table
+
+    for command, what, size, time, needs in recipe_table():
+        typer.echo(f"grpo-fast {command}\n    {what}; {size}; {time}; needs {needs}")
 
 
 @app.command(name="reward-model", cls=Worded)

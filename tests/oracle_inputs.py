@@ -165,6 +165,8 @@ def _from_rows(
         rule["temperature"] = temperature[mask] if isinstance(temperature, Tensor) else temperature
     kept = None if kept is None else kept[mask]
     lp, H = logps_and_entropy(rows, ids[mask], kept=kept, **rule)
+    if o.entropy_over == "vocabulary":
+        _, H = logps_and_entropy(rows, ids[mask], **rule)
     grid_lp = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, lp)
     grid_H = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, H)
     completions = completions_of(

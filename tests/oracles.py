@@ -31,10 +31,11 @@ DEFAULTS: dict[str, Any] = {
     "kl_estimator": "k3", "kl_times_ratio": False, "temperature": 1.0, "softcap": None,
     "logit_scale": 1.0, "importance_sampling_level": "token", "aggregation": None,
     "max_completion_length": None, "entropy_coef": 0.0, "top_entropy_quantile": 1.0,
-    "off_policy_threshold": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
     "cispo_bound": "raw", "dual_clip_c": 3.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "sampling_correction": "token_truncate",
-    "sampling_ratio_cap": 3.0,
+    "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+    "entropy_over": "support", "group_size": None, "kl_clamp": None, "kl_input_clamp": None,
+    "corrections": [{"kind": "truncate", "high": 3.0}],
 }  # fmt: skip
 
 AGGREGATED_BY = {  # default normaliser → the losses that have it
@@ -73,6 +74,7 @@ def resolve(options: dict[str, Any]) -> SimpleNamespace:
     unknown = set(options) - set(DEFAULTS) - {"compute_entropy"}
     assert not unknown, unknown
     o = SimpleNamespace(**{**DEFAULTS, **options})
+    o.corrections = [o.corrections] if isinstance(o.corrections, dict) else o.corrections
     if o.epsilon_high is None:
         o.epsilon_high = 5.0 if o.loss_type == "cispo" else o.epsilon_low
     if o.loss_type == "gspo":
@@ -155,9 +157,9 @@ def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
     """TRL 1.16 get_gamma_weights, with λ clamped to ≥ 1e-4 and the clamps in its order."""
     lower = math.log(1e-8)
     w = torch.clamp(c.logp - c.old, -20.0, 20.0).sum()
-    log_is = log_sampling_correction(c, o)
-    if log_is is not None:
-        w = w + torch.clamp(log_is, lower, 20.0).sum()
+    weight = correction_weight(c, o)
+    if weight is not None:
+        w = w + torch.clamp(torch.log(weight), lower, 20.0).sum()
     w = torch.clamp(w, lower, 20.0)
     positive = c.advantage >= 0
     k = torch.where(
@@ -248,6 +250,18 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
     return value.detach() + gradient_of - gradient_of.detach()
 
 
+def kl_of(d: Tensor, o: SimpleNamespace) -> Tensor:
+    """The estimator of d, clamped; straight through, the clamps are its value's alone."""
+    most, reach = (math.inf if x is None else x for x in (o.kl_clamp, o.kl_input_clamp))
+
+    def clamped(name: str) -> Tensor:
+        return torch.clamp(KL_ORACLES[name](torch.clamp(d, -reach, reach)), -most, most)
+
+    if o.kl_estimator.endswith("+"):
+        return straight_through(clamped(o.kl_estimator[:-1]), d**2 / 2)
+    return clamped(o.kl_estimator)
+
+
 KL_ORACLES = {
     "k1": lambda d: -d,
     "abs": lambda d: d.abs(),
@@ -260,26 +274,67 @@ KL_ORACLES = {
 
 # ----------------------------------------------------------
 # extras
-def log_sampling_correction(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """log of the train/inference ratio after truncation or masking: (n,) at token level, (1,) at
-    sequence level.
+# What TRL's words say; its threshold is 3 there.
+WORDS: dict[str | None, list[dict[str, Any]]] = {
+    None: [],
+    "token_truncate": [{"kind": "truncate", "high": 3.0}],
+    "token_mask": [{"kind": "mask", "high": 3.0}],
+    "sequence_truncate": [{"kind": "truncate", "high": 3.0, "level": "product"}],
+    "sequence_mask": [{"kind": "mask", "high": 3.0, "level": "product"}],
+}
+
+
+def off_policy(threshold: float) -> dict[str, Any]:
+    """DeepSeek-V3.2's mask, TRL's off_policy_mask_threshold: mean(behaviour − lp) ≤ threshold, or
+    A ≥ 0.
     """
-    if c.sampling is None or o.sampling_correction is None:
+    return {
+        "kind": "reject", "low": math.exp(-threshold), "level": "geometric",
+        "ratio": "current/behaviour", "advantages": "negative",
+    }  # fmt: skip
+
+
+def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
+    """The ratio that a correction reads: (n,) of tokens, (1,) of the completion; None: unread."""
+    read = x.get("ratio", "old/sampling")
+    if c.sampling is None and read != "current/behaviour":
         return None
-    log_is = (c.old - c.sampling).detach()
-    if o.sampling_correction.startswith("sequence"):
-        log_is = log_is.sum().reshape(1)
-    cap = math.log(o.sampling_ratio_cap)
-    if o.sampling_correction.endswith("truncate"):
-        return torch.clamp(log_is, max=cap)
-    return torch.where(log_is <= cap, log_is, torch.full_like(log_is, -math.inf))
+    above = (c.old if read == "old/sampling" else c.logp).detach()
+    log_ratio = above - (c.old if c.sampling is None else c.sampling).detach()
+    if x.get("level") == "product":
+        return torch.exp(log_ratio.sum().reshape(1))
+    if x.get("level") == "geometric":
+        return torch.exp(log_ratio.mean().reshape(1))
+    return torch.exp(log_ratio)
 
 
-def off_policy_keep(c: Completion, o: SimpleNamespace) -> Tensor:
-    # TRL: the sampler's logps when there are any.
-    behaviour = c.old if c.sampling is None else c.sampling
-    drift = (behaviour - c.logp.detach()).sum() / max(len(c.logp), 1)
-    return (c.advantage >= 0) | (drift <= o.off_policy_threshold)
+def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
+    """The importance weight, truncated or masked: (n,), or (1,) of the completion."""
+    for x in o.corrections:
+        r = correction_ratio(c, x)
+        if r is None or x.get("kind", "truncate") == "reject":
+            continue
+        low, high = x.get("low") or 0.0, x.get("high") or math.inf
+        if x.get("kind") == "mask":
+            return torch.where((r >= low) & (r <= high), r, 0.0)
+        return torch.clamp(r, low, high)
+    return None
+
+
+def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
+    """(n,) bool: what no rejection drops."""
+    keep = torch.ones(len(c.logp), dtype=torch.bool)
+    for x in o.corrections:
+        r = correction_ratio(c, x)
+        if r is None or x.get("kind") != "reject":
+            continue
+        inside = (r >= (x.get("low") or 0.0)) & (r <= (x.get("high") or math.inf))
+        if x.get("level") == "worst_token":
+            inside = inside.all().reshape(1)
+        if x.get("advantages") == "negative":
+            inside = inside | (c.advantage >= 0)
+        keep = keep & inside
+    return keep
 
 
 def completion_loss(
@@ -289,16 +344,15 @@ def completion_loss(
     the metric.
     """
     loss = ORACLES[o.loss_type](c, o)
-    if o.off_policy_threshold is not None:
-        loss = loss * off_policy_keep(c, o)
+    loss = torch.where(correction_keep(c, o), loss, 0.0)
     if entropy_floor is not None:
         loss = loss * (c.entropy.detach() >= entropy_floor)
-    log_is = log_sampling_correction(c, o)
-    if log_is is not None and o.loss_type != "vespo":
-        loss = loss * torch.exp(log_is)
+    weight = correction_weight(c, o)
+    if weight is not None and o.loss_type != "vespo":
+        loss = loss * weight
     kl = None
     if o.beta != 0 and o.loss_type not in ("kimi", "dro"):
-        kl = KL_ORACLES[o.kl_estimator](c.ref - c.logp)
+        kl = kl_of(c.ref - c.logp, o)
         if o.kl_times_ratio:
             kl = kl * ratio(c, o)  # the ratio before δ, gradient through both
         loss = loss + o.beta * kl
@@ -319,6 +373,10 @@ def token_weights(
         return [1 / (B * o.max_completion_length)] * len(lengths)
     if o.aggregation == "token_mean_global":
         return [1 / (max(tokens, 1.0) if num_items is None else float(num_items))] * len(lengths)
+    if o.aggregation == "prompt_mean":  # the tokens of a prompt weigh the same, and so do prompts
+        G = o.group_size
+        of_prompts = [sum(lengths[i : i + G]) for i in range(0, len(lengths), G)]
+        return [1 / (B / G * max(of_prompts[i // G], 1)) for i in range(len(lengths))]
     if o.aggregation == "sequence_sum":
         return [1 / B] * len(lengths)
     raise AssertionError(o.aggregation)
@@ -346,20 +404,25 @@ def batch_loss(
         losses.append(per_token)
         kls.append(kl)
     if o.entropy_coef != 0:
-        loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items)
+        shares = weights if o.aggregation == "prompt_mean" else None
+        loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items, shares)
     return SimpleNamespace(
         loss=loss, policy_loss=policy_loss, losses=losses, kls=kls, entropy_floor=floor, options=o
     )
 
 
-def entropy_bonus(completions: list[Completion], floor: Tensor | None, num_items) -> Tensor:
+def entropy_bonus(
+    completions: list[Completion], floor: Tensor | None, num_items, shares: list[float] | None
+) -> Tensor:
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for c in completions:
+    for i, c in enumerate(completions):
         keep = (
             torch.ones_like(c.entropy, dtype=torch.bool)
             if floor is None
             else c.entropy.detach() >= floor
         )
-        total = total + c.entropy[keep].sum()
+        total = total + c.entropy[keep].sum() * (1.0 if shares is None else shares[i])
         count += int(keep.sum())
+    if shares is not None:  # the mean of the loss
+        return total
     return total / (max(count, 1) if num_items is None else float(num_items))

@@ -37,6 +37,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import grpo_fast
 from tests.loss_cases import LOSS_LEVELS, Case, default_mask, make_case, options_for, run
+from tests.oracles import WORDS, off_policy
 
 STORE = Path(__file__).resolve().parent / "same_bits.json"
 CPU_WORDS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -130,11 +131,14 @@ def option_cases(backend: str) -> Cases:
     variants: dict[str, dict[str, Any]] = {
         "entropy bonus": {"entropy_coef": 0.05},
         "softcap": {"softcap": 5.0, "logit_scale": 0.7, "temperature": 0.8},
-        "filters": {"off_policy_threshold": 0.2, "top_entropy_quantile": 0.7},
-        "sequence mask": {"sampling_correction": "sequence_mask"},
-        "token mask": {"sampling_correction": "token_mask"},
+        "filters": {
+            "corrections": [*WORDS["token_truncate"], off_policy(0.2)],
+            "top_entropy_quantile": 0.7,
+        },
+        "sequence mask": {"corrections": WORDS["sequence_mask"]},
+        "token mask": {"corrections": WORDS["token_mask"]},
         "no reference": {},
-    }
+    }  # fmt: skip
     for label, options in variants.items():
         case = make_case(4, sampling=True, **options_for("grpo", **options))
         for function in ("linear", "logits"):

@@ -152,6 +152,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                     std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
                     std::optional<Tensor> grad_entropy, int64_t objective, int64_t kl,
                     bool kl_times_ratio, double p0, double p1, double p2, double p3,
+                    double kl_most, double kl_reach,
                     double logit_scale, std::optional<double> softcap, double temperature,
                     std::optional<Tensor> temperatures, bool return_entropy) {
   const Rule rule{logit_scale, softcap, temperature, temperatures};
@@ -163,7 +164,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                        checked_vector(old_logps, chunk.rows, "old_logps"),
                        checked_vector(ref_logps, chunk.rows, "ref_logps"),
                        checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
-  const Leaf leaf{objective, kl, kl_times_ratio, {p0, p1, p2, p3}};
+  const Leaf leaf{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_most, kl_reach}};
   check_leaf(leaf);
   return loss_pass(logits, out, chunk, terms, leaf, return_entropy);
 }
@@ -184,7 +185,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"
       " Tensor? grad_entropy, int objective, int kl, bool kl_times_ratio, float p0, float p1,"
-      " float p2, float p3, float logit_scale, float? softcap, float temperature,"
+      " float p2, float p3, float kl_most, float kl_reach, float logit_scale, float? softcap, float temperature,"
       " Tensor? temperatures, bool return_entropy) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

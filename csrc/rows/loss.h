@@ -9,7 +9,7 @@ namespace grpo_fast {
 struct Leaf {
   int64_t objective, kl;
   bool kl_times_ratio;
-  double p[4];
+  double p[4], kl_p[2];
 };
 
 // What a loss reads of every row, (C,) each; all but the first two may be null.
@@ -31,7 +31,7 @@ inline ValueAndSlope row_loss(const Leaf& leaf, const RowTerms& terms, int64_t r
     sum = {weight * sum.value, weight * sum.slope};
   }
   if (kl_weight != 0) {
-    ValueAndSlope term = kl_estimator(leaf.kl, terms.ref_logps[row] - logp, leaf.p);
+    ValueAndSlope term = kl_estimator(leaf.kl, terms.ref_logps[row] - logp, leaf.kl_p);
     if (leaf.kl_times_ratio) {
       const double ratio = std::exp(log_ratio);
       term = {term.value * ratio, (term.slope + term.value) * ratio};

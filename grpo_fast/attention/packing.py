@@ -4,7 +4,7 @@ that predicts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -111,7 +111,7 @@ class PackedGroups(PackedTree):
 def pack_tree(
     samples: Sequence[Sample],
     *,
-    apart: Sequence[Hashable] | None = None,
+    apart: Sequence[int | Tensor] | None = None,
     merge_cost: float = MERGE_COST,
     device: torch.device | str = "cpu",
 ) -> PackedTree:
@@ -123,8 +123,9 @@ def pack_tree(
     Args:
         samples: (ids, trained) each; `trained` has a bool for every id. A sample may have none
             that is trained, but one of them all has to.
-        apart: a value for each sample; samples with different ones share no rows, because what
-            the model is given beside the ids differs (images, adapters, replayed routes).
+        apart: a number for each sample, or one for each of its ids: prefixes that differ in them
+            share no rows, because the model is given other inputs beside the ids (images, adapters,
+            replayed routes).
         merge_cost: a prefix becomes a segment if it saves this part of the rows behind it; else it
             is copied. 0 shares every token.
         device: of the tensors that come out.
@@ -134,16 +135,12 @@ def pack_tree(
             position 0 (nothing predicts it), none trained at all.
     """
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    if apart is not None and len(apart) != len(checked):
-        raise ValueError(
-            f"apart: expected a value for each of {len(checked)} samples, came {len(apart)}"
-        )
     if not any(len(trained) for _, trained in checked):
         raise ValueError("samples: expected at least one trained token, came none")
     trunks = trunks_of(checked)
     return PackedTree(
         **_pack(
-            Trie.of_ids(trunks, apart).segments(merge_cost),
+            Trie.of_ids(told_apart(trunks, apart)).segments(merge_cost),
             trunks.__getitem__,
             [trained - 1 for _, trained in checked],
             [ids[trained] for ids, trained in checked],
@@ -249,6 +246,21 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
 def trunks_of(checked: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """What the trunk sees of each sample: the rows before its last trained token."""
     return [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
+
+
+def told_apart(trunks: list[Tensor], apart: Sequence[int | Tensor] | None) -> list[Tensor]:
+    """The ids of each trunk (n,), or beside them what tells equal ones apart (n, 2)."""
+    if apart is None:
+        return trunks
+    if len(apart) != len(trunks):
+        raise ValueError(
+            f"apart: expected a number for each of {len(trunks)} samples, came {len(apart)}"
+        )
+    numbers = [torch.as_tensor(x, dtype=torch.int64) for x in apart]
+    return [
+        torch.stack([ids, number[: len(ids)] if number.dim() else number.expand(len(ids))], 1)
+        for ids, number in zip(trunks, numbers, strict=True)
+    ]
 
 
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:

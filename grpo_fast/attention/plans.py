@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from grpo_fast.attention.packing import Group, Sample, check_lengths, check_sample, trunks_of
+from torch import Tensor
+
+from grpo_fast.attention.packing import (
+    Group,
+    Sample,
+    check_lengths,
+    check_sample,
+    told_apart,
+    trunks_of,
+)
 from grpo_fast.attention.trie import Trie
 
 
@@ -58,7 +67,7 @@ def plan_packs(
 
 
 def plan_trees(
-    samples: Sequence[Sample], budget: int, *, apart: Sequence[Hashable] | None = None
+    samples: Sequence[Sample], budget: int, *, apart: Sequence[int | Tensor] | None = None
 ) -> list[list[int]]:
     """Distribute samples over rows of at most `budget` distinct tokens, as `plan_packs` does with
     groups: subtrees stay whole unless they alone exceed it.
@@ -71,7 +80,7 @@ def plan_trees(
     """
     _check_budget(budget)
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    return sorted(Trie.of_ids(trunks_of(checked), apart).packs(budget))
+    return sorted(Trie.of_ids(told_apart(trunks_of(checked), apart)).packs(budget))
 
 
 def _shares(placed: Sequence[tuple[int, int]]) -> list[Share]:

@@ -6,7 +6,7 @@ recurses, so that a conversation may have thousands of turns.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -67,15 +67,11 @@ class Trie:
         return len(self.ends) - 1
 
     @classmethod
-    def of_ids(cls, ids: Sequence[Tensor], apart: Sequence[Hashable] | None = None) -> Trie:
-        """Of equal int64 ids; sequences with another value in `apart` have no prefix in common."""
-        numbers = {key: n for n, key in enumerate(dict.fromkeys(apart or ()))}
-        kinds = [numbers[key] for key in apart] if apart is not None else [0] * len(ids)
-        words = [x.numpy().tobytes() for x in ids]
-        order = sorted(range(len(ids)), key=lambda i: (kinds[i], words[i], i))
-        shared = [
-            _common(ids[a], ids[b]) if kinds[a] == kinds[b] else 0 for a, b in pairwise(order)
-        ]
+    def of_ids(cls, ids: Sequence[Tensor]) -> Trie:
+        """Of equal int64 ids (n,), or (n, k) with more numbers that have to be equal."""
+        words = [x.contiguous().numpy().tobytes() for x in ids]
+        order = sorted(range(len(ids)), key=lambda i: (words[i], i))
+        shared = [_common(ids[a], ids[b]) for a, b in pairwise(order)]
         return cls([len(x) for x in ids], order, [0, *shared])
 
     @classmethod
@@ -151,7 +147,7 @@ class Trie:
 def _common(a: Tensor, b: Tensor) -> int:
     """Tokens that two sequences have in common before they differ."""
     length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
+    differ = (a[:length] != b[:length])[..., None].flatten(1).any(1)
     return int(differ.int().argmax()) if bool(differ.any()) else length
 
 

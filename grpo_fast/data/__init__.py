@@ -10,6 +10,7 @@ from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, wo
 from grpo_fast.data.files import is_local, load_file_examples, read_examples
 from grpo_fast.data.generated import ArithmeticTask, SortTask
 from grpo_fast.data.listed import listed_examples
+from grpo_fast.data.traces import load_traces, read_traces
 
 __all__ = [
     "DataSource",
@@ -20,7 +21,9 @@ __all__ = [
     "escape_control",
     "is_local",
     "load_examples",
+    "load_traces",
     "read_examples",
+    "read_traces",
     "reason",
     "task_symbols",
 ]

@@ -205,9 +205,9 @@ def linear_grpo_loss(
         old_logps: of the policy that generated the data; None: on-policy (ratio exactly 1, gradient
             of -A·logp).
         ref_logps: required when config.beta != 0.
-        sampling_logps: for `config.sampling_correction` and `config.off_policy_threshold`.
+        sampling_logps: of the sampler, for `config.corrections`.
         num_items_in_batch, num_completions_in_batch: active tokens and completions of the whole
-            optimizer step, all micro-batches and ranks.
+            optimizer step, all ranks; with `aggregation="prompt_mean"` items are (B,) by prompt.
         hidden_rows, backend: as in `linear_logps`.
         divergence: adds coef·Σ_t w_t·D_t of a teacher, by 8·N·V·H flops in all. No grad_filter.
         support: the ids among which a truncating sampler drew each target: all is over these alone

@@ -22,7 +22,7 @@ class Given(NamedTuple):
     old_logps: Tensor | None = None  # the shape of like
     ref_logps: Tensor | None = None  # the shape of like
     sampling_logps: Tensor | None = None  # the shape of like
-    num_items_in_batch: Total | None = None  # a number, or one element
+    num_items_in_batch: Total | None = None  # a number, or one element; prompt_mean: (B,)
     num_completions_in_batch: Total | None = None  # likewise
 
 

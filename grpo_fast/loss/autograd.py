@@ -21,7 +21,8 @@ from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
-from grpo_fast.loss.passes import LogitsSweep, LossResult, Sweep, kernel_precision
+from grpo_fast.loss.logits import LogitsSweep
+from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"

@@ -187,22 +187,27 @@ def _segments(
 
 def _tokens(places: _Places, config: LossConfig, given: Given, validate: str) -> Tokens:
     advantages = given.advantages
-    items = _total("num_items_in_batch", given.num_items_in_batch, places, validate)
+    items, by_prompt = given.num_items_in_batch, config.aggregation == "prompt_mean"
+    if not by_prompt:
+        items = _total("num_items_in_batch", items, places, validate)
+    elif isinstance(items, Tensor):
+        items = values.prompt_items(items.detach().to(places.lengths.device), validate)
     completions = _total(
         "num_completions_in_batch", given.num_completions_in_batch, places, validate
     )
     weights = step_weights(
         str(config.aggregation), places.lengths, places.segments.shape[0],
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
-        num_completions_in_batch=completions,
-    )  # fmt: skip
+        num_completions_in_batch=completions, group_size=config.group_size,
+    )[places.segments]  # fmt: skip
+    # The mean of an entropy bonus: over the prompts where that of the loss is.
+    share = weights if by_prompt else None if items is None else 1.0 / items
     if advantages.dim() == 1 and advantages.shape[0] == places.lengths.shape[0]:
         per_token = advantages.detach().float()[places.segments]
     else:
         per_token = places.owned(advantages)
     return Tokens(
-        per_token, weights[places.segments], None if items is None else 1.0 / items, places.lengths,
-        places.segments, places.owned(given.old_logps),
+        per_token, weights, share, places.lengths, places.segments, places.owned(given.old_logps),
         places.owned(given.ref_logps), places.owned(given.sampling_logps),
     )  # fmt: skip
 

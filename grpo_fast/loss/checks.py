@@ -15,6 +15,7 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import Given
 from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.objective.config import LossConfig, choice, number
+from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -152,6 +153,16 @@ def rule(
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
 
 
+def prompt_items(value: Any, count: int, config: LossConfig) -> None:
+    """None beside whole groups of completions, or the tokens of each one's prompt."""
+    what, name = f"(B,) = ({count},), the tokens of each completion's prompt", "num_items_in_batch"
+    if value is None and count % (config.group_size or 1):
+        raise wrong(name, f"{what}, where groups of {config.group_size} are not whole", None)
+    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise wrong(name, f"None or {what},", got)
+
+
 def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
     """The tensors of a loss per token and per completion, in the layout of `given.like`.
 
@@ -173,6 +184,10 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         raise wrong("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(given, name), like)
+    of_sampler = [x for x in config.corrections if x.ratio != "current/behaviour"]
+    if given.sampling_logps is None and of_sampler and config.corrections != DEFAULT:
+        expected = f"the sampler's logps beside corrections of kind {of_sampler[0].kind!r}"
+        raise wrong("sampling_logps", expected, None)
     if has_logits and isinstance(config.temperature, Tensor):
         like_logps("temperature", config.temperature, like)
     if config.uses_reference and given.ref_logps is None:
@@ -184,6 +199,9 @@ def tokens(config: LossConfig, given: Given, *, has_logits: bool) -> None:
         )
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(given, name)
+        if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
+            prompt_items(value, count, config)
+            continue
         if isinstance(value, Tensor) and value.numel() != 1:
             raise wrong(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
         if value is not None and not isinstance(value, Tensor):

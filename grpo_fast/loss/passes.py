@@ -8,7 +8,6 @@ both have the same three methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,22 +16,19 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
+from grpo_fast.kernels.head.entropy import WholeEntropy
 from grpo_fast.kernels.head.half_range import narrowed, needs_range
-from grpo_fast.kernels.head.loop import LinearHead, concat_chunks
-from grpo_fast.kernels.head.support import GivenLogits, SupportSweep, linear_sweep
-from grpo_fast.kernels.route import Route, head_route, rows_route
+from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.head.support import SupportSweep, linear_sweep
+from grpo_fast.kernels.route import head_route, rows_route
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm
-from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
-from grpo_fast.kernels.workspace import unset
-from grpo_fast.loss import checks, values
+from grpo_fast.kernels.types import Wanted
+from grpo_fast.loss import values
 from grpo_fast.loss.arguments import Options
 from grpo_fast.loss.batch import TokenBatch
-from grpo_fast.objective.coefficients import RowTerms, row_terms, token_loss
-from grpo_fast.objective.config import LossConfig
+from grpo_fast.loss.logits import LogitsSweep
+from grpo_fast.objective.coefficients import row_terms, token_loss
 
-# Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from
-# cache.
-CPU_BLOCK_BYTES = 4 << 20
 UNCHANGED = nullcontext()
 
 
@@ -56,105 +52,7 @@ def kernel_precision(device: torch.device) -> AbstractContextManager[Any]:
     return UNCHANGED
 
 
-class LogitsSweep:
-    """The row kernels over given logits, block by block of rows; what does not count is inert.
-
-    Token-local losses read every row once and write its gradient once, in one kernel. Others read
-    every row twice.
-
-    Args:
-        logits: (N, V), rows contiguous.
-        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory when a gradient is
-            asked for.
-    """
-
-    held, has_entropy_gradient, filtered = None, True, None
-
-    @classmethod
-    def of(cls, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> Sweep:
-        """The sweep over these rows, those with a support apart from the others."""
-        if rows.support is None:
-            return cls(logits, out, rows, route)
-        others = rows.support.others
-        dense = None if others is None else cls(logits, out, rows.select(others), route)
-        return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
-
-    def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
-        self.logits, self.out, self.rows, self.kernels = logits, out, rows, route.kernels
-        self.targets = rows.to_rows(rows.target_ids, fill=checks.IGNORED_TARGET)
-        self.rule = rows.rule
-        if isinstance(self.rule.temperature, Tensor):
-            self.rule = self.rule._replace(temperature=rows.to_rows(self.rule.temperature, fill=1))
-        self.num_rows = rows.target_ids.shape[0]
-
-    def _blocks(self) -> Iterator[slice]:
-        rows = step = self.logits.shape[0]
-        if self.logits.device.type == "cpu":
-            step = max(
-                CPU_BLOCK_BYTES // max(self.logits.shape[1] * self.logits.element_size(), 1), 16
-            )
-        for start in range(0, rows, max(step, 1)):
-            yield slice(start, min(start + step, rows))
-
-    def _active(self, parts: list, has_entropy: bool) -> tuple:
-        fields = concat_chunks(parts, self.logits)
-        if not has_entropy:
-            fields = (*fields[:2], None, *fields[3:])
-        return tuple(None if x is None else self.rows.active(x) for x in fields)
-
-    def _written(self) -> Tensor:
-        if self.out is None:
-            self.out = unset(torch.empty_like, self.logits, memory_format=torch.contiguous_format)
-        return self.out
-
-    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """(lse, logps, entropy) of the active rows, (T,) fp32."""
-        parts = [
-            self.kernels.row_logps(
-                self.logits[b], self.targets[b], self.rule.rows(b), return_entropy=return_entropy
-            )
-            for b in self._blocks()
-        ]
-        return self._active(parts, return_entropy)  # type: ignore[return-value]
-
-    def loss_gradients(
-        self, terms: RowTerms, config: LossConfig, wanted: Wanted
-    ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Row losses of the active rows, and (d-logits,), of a loss whose coefficients follow row
-        by row.
-        """
-        out, spread, parts = self._written(), terms.map(self.rows.to_rows), []
-        for b in self._blocks():
-            part = self.kernels.row_loss_(
-                self.logits[b], out[b], self.targets[b], spread.rows(b), config, self.rule.rows(b),
-                return_entropy=config.needs_entropy,
-            )  # fmt: skip
-            parts.append(part)
-        return RowLoss(*self._active(parts, config.needs_entropy)), (out,)
-
-    def gradients(
-        self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
-    ) -> tuple[Tensor]:
-        """(d-logits,) of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
-        if not any(wanted):
-            return (self.logits.new_empty(0),)
-        out = self._written()
-        g, g_entropy, *stats = (
-            None if x is None else self.rows.to_rows(x) for x in (g, g_entropy, *known)
-        )
-        for b in self._blocks():
-            cut = tuple(None if x is None else x[b] for x in stats)
-            self.kernels.row_grad_(
-                self.logits[b], self.targets[b], cut, g[b],
-                None if g_entropy is None else g_entropy[b], self.rule.rows(b), out=out[b],
-            )  # fmt: skip
-        return (out,)
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-
-Sweep = LinearHead | LogitsSweep | SupportSweep
+Sweep = LinearHead | LogitsSweep | SupportSweep | WholeEntropy
 
 
 def linear_loss(
@@ -182,6 +80,7 @@ def linear_loss(
     else:
         route = head_route(options.backend, weight, is_shard=options.shard is not None)
         sweep["tolerance"] = options.grad_filter
+        sweep["whole_entropy"] = batch.config.whole_entropy
         result = _swept(linear_sweep(*tensors, batch.rows, route, **sweep), batch, options, wanted)
     return in_units(result, batch.tokens.unit, hidden.dtype) if has_units else result
 
@@ -204,6 +103,7 @@ def _with_divergence(
         head = DivergenceHead(*tensors, rows, route, **own | sweep, has_policy=True)
         result, found = _swept(head, batch, options, wanted), head.values
     else:
+        sweep["whole_entropy"] = batch.config.whole_entropy
         result = _swept(linear_sweep(*tensors, rows, route, **sweep), batch, options, wanted)
         found, more = supported_divergence(
             *tensors, rows, route, **own, wanted=wanted, is_wide=True
@@ -238,7 +138,8 @@ def logits_loss(
     has_units = wanted.hidden and needs_range(logits.dtype)
     batch = batch.in_range() if has_units else batch
     out = logits if options.inplace else None
-    sweep = LogitsSweep.of(logits, out, batch.rows, rows_route(options.backend, logits))
+    route, whole = rows_route(options.backend, logits), batch.config.whole_entropy
+    sweep = LogitsSweep.of(logits, out, batch.rows, route, whole)
     result, unit = _swept(sweep, batch, options, wanted), batch.tokens.unit
     return result._replace(loss=result.loss / unit, units=1 / unit[None]) if has_units else result
 

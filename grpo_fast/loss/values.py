@@ -110,6 +110,13 @@ def total(name: str, value: Total | None, validate: str) -> Total | None:
     return value.double()
 
 
+def prompt_items(x: Tensor, validate: str) -> Tensor:
+    """(B,) numbers >= 0 in fp64."""
+    bad = ~((x >= 0) & torch.isfinite(x))
+    check_values([(bad.any(), "num_items_in_batch: expected numbers >= 0")], validate)
+    return x.double()
+
+
 def mask(x: Tensor, kept: Tensor, validate: str) -> None:
     """0 or 1 everywhere; kept: x != 0."""
     if x.dtype != torch.bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.config import choice, number
+from grpo_fast.objective.refusals import choice, kind_of, number
 
 # Every function takes (N, G) fp64 rewards in which NaN marks a completion without a verdict, and
 # leaves it out: of the mean, the deviation, the count. What it returns at a NaN does not matter.
@@ -21,6 +22,12 @@ def count(r: Tensor) -> Tensor:
 def highest(r: Tensor) -> Tensor:
     """(N, 1) the group's maximum."""
     return r.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
+
+
+def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
+    """`a` with mean 0 and deviation 1 over its `known` entries (a mask of the same shape)."""
+    counted = a[known]
+    return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
 
 def rewards_as_they_are(r: Tensor) -> Tensor:
@@ -68,6 +75,51 @@ def rloo(r: Tensor) -> Tensor:
     return centered(r) * (count(r) / (count(r) - 1).clamp(min=1))
 
 
+def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """A = (r - mean of the others) / (deviation of the others + eps), undivided where that is 0
+    (NeMo-RL).
+    """
+    own = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
+    others = torch.where(own, torch.nan, r[:, None, :])  # (N, G, G)
+    a = r - others.nanmean(-1)
+    left = others - others.nanmean(-1, keepdim=True)
+    known = (~others.isnan()).sum(-1)
+    std = (left.square().nansum(-1) / (known - 1).clamp(min=1)).sqrt()
+    is_one = others.nan_to_num(torch.inf).amin(-1) == others.nan_to_num(-torch.inf).amax(-1)
+    return a / torch.where(is_one | (known < 2), 1.0, std + eps)
+
+
+def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """A = (r - mean) / (mean + eps), of rewards >= 0 (MaxRL)."""
+    if (r < 0).any():
+        got = f"{r[r < 0].min().item():g}"
+        raise ValueError(f"rewards: mode 'maxrl' divides by their mean, expected >= 0, got {got}")
+    return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
+
+
+def gdpo(
+    r: Tensor,  # (K, N, G)
+    *,
+    weights: Sequence[float] = (),
+    each: str = "normalized",
+    eps: float = 1e-4,
+) -> Tensor:  # (N, G)
+    """A = Σ_k w_k·A_k over K rewards, to mean 0 and deviation 1 over the batch; A_k by mode `each`
+    (GDPO, 2601.05242).
+    """
+    share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
+    a = (share * torch.stack([_moved(MODES[each](x), x) for x in r])).sum(0)
+    known = a[~r.isnan().any(0)]
+    std = known.std(correction=int(known.numel() > 1))
+    return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
+
+
+def _moved(a: Tensor, r: Tensor) -> Tensor:
+    """The advantages of (N, G) rewards, exactly 0 in groups whose rewards are all equal."""
+    lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
+    return torch.where(lowest == highest(r), 0.0, a)
+
+
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
     """A = whiten(r - group mean) over the whole batch (2501.03262)."""
     a = centered(r)
@@ -100,6 +152,9 @@ MODES: dict[str, Callable[..., Tensor]] = {
     "max_code": maximum_reward,
     "batch": batch,
     "rloo": rloo,
+    "rloo_normalized": rloo_normalized,
+    "maxrl": maxrl,
+    "gdpo": gdpo,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "opo": opo,
     "passk": passk,
@@ -109,14 +164,18 @@ MODES: dict[str, Callable[..., Tensor]] = {
 # Modes in which a group is not its own baseline: it may be of one, and of equal rewards.
 WITHOUT_GROUPS = ("rewards", "baseline")
 # Modes whose advantages sum to 0 over a step; those of opo, weighed by the completions' lengths.
-CENTERED = ("centered", "normalized", "batch", "rloo", "reinforce_pp_baseline", "opo")
+CENTERED = (
+    "centered", "normalized", "batch", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "gdpo",
+)  # fmt: skip
 
 
 def group_advantages(
-    rewards: Tensor,  # (N*G,)
+    rewards: Tensor,  # (N*G,); (K, N*G) of mode "gdpo"
     mode: str = "normalized",
     *,
     group_size: int,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     **options: object,
 ) -> Tensor:  # (N*G,)
     """Advantages of N groups of G completions each, laid out group by group.
@@ -127,12 +186,15 @@ def group_advantages(
     advantage 0.
 
     Args:
-        rewards: (N*G,) float.
+        rewards: (N*G,) float; for mode "gdpo" K of them, (K, N*G).
         mode: a name of `MODES`: "rewards", "baseline", "centered", "normalized", "max", "max_code",
-            "batch", "rloo", "reinforce_pp_baseline", "opo", "passk".
+            "batch", "rloo", "rloo_normalized", "maxrl", "gdpo", "reinforce_pp_baseline", "opo",
+            "passk".
         group_size: G; must divide the number of rewards. 1 is for modes "rewards" and "baseline":
             the others find a group of equal rewards in it.
-        options: keywords of that mode's function (`value`, `eps`, `unbiased`, `lengths`).
+        clip_low, clip_high: bounds of the advantages, <= 0 and >= 0; None: none.
+        options: keywords of that mode's function (`value`, `eps`, `unbiased`, `lengths`; of "gdpo"
+            `weights` of its rewards and `each`, the mode of one).
 
     Returns:
         (N*G,) fp32 advantages.
@@ -142,37 +204,42 @@ def group_advantages(
             rewards.
     """
     choice("mode", mode, MODES)
-    if not isinstance(rewards, Tensor) or rewards.dim() != 1:
-        raise ValueError(f"rewards: expected a tensor of shape (N*G,), got {_kind(rewards)}")
+    dim, shape = (2, "(K, N*G), K rewards,") if mode == "gdpo" else (1, "(N*G,)")
+    if not isinstance(rewards, Tensor) or rewards.dim() != dim or 0 in rewards.shape[:-1]:
+        raise ValueError(f"rewards: expected a tensor of shape {shape} got {kind_of(rewards)}")
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"group_size: expected an integer >= 1, got {group_size!r}")
-    if rewards.numel() % group_size:
-        raise ValueError(
-            f"group_size: expected a divisor of {rewards.numel()} rewards, got {group_size}"
-        )
+    count = rewards.shape[-1]
+    if count % group_size:
+        raise ValueError(f"group_size: expected a divisor of {count} rewards, got {group_size}")
     if rewards.is_complex() or torch.isinf(rewards).any():
         raise ValueError(
             "rewards: expected finite values (or NaN for a completion without a verdict), got "
             f"{rewards.dtype if rewards.is_complex() else 'inf'}"
         )
     check_group_size(mode, group_size)
-    check_options(mode, options)
+    check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
+    weights = cast(Sequence[float], options.get("weights") or ())
+    if mode == "gdpo" and len(weights) not in (0, len(rewards)):
+        raise ValueError(f"weights: expected {len(rewards)}, one for each reward, got {weights}")
     if mode == "opo":
         lengths = options.get("lengths")
         if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
             expected = f"a tensor (N*G,) = {tuple(rewards.shape)} of completion lengths"
-            raise ValueError(f"lengths: mode 'opo' expects {expected}, got {_kind(lengths)}")
+            raise ValueError(f"lengths: mode 'opo' expects {expected}, got {kind_of(lengths)}")
         if not ((lengths >= 0) & torch.isfinite(lengths)).all():
             raise ValueError("lengths: mode 'opo' expects finite numbers >= 0, got others")
     function = MODES[mode]
-    grouped = rewards.double().reshape(-1, group_size)
-    if grouped.isnan().all():  # also of none: torch warns of a deviation over nothing
-        return torch.zeros_like(rewards, dtype=torch.float32)
+    grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
+    missing = grouped.isnan().any(0) if mode == "gdpo" else grouped.isnan()
+    if missing.all():  # also of none: torch warns of a deviation over nothing
+        return torch.zeros(count, device=rewards.device)
     advantages = function(grouped, **options)
-    if mode not in WITHOUT_GROUPS:
-        lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
-        advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
-    advantages = torch.where(grouped.isnan(), 0.0, advantages).reshape(-1).float()
+    if mode not in (*WITHOUT_GROUPS, "gdpo"):
+        advantages = _moved(advantages, grouped)
+    advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
+    if clip_low is not None or clip_high is not None:
+        advantages = advantages.clamp(clip_low, clip_high)
     if not torch.isfinite(advantages).all():
         largest = f"{grouped.nan_to_num().abs().max().item():g}"
         raise ValueError(f"rewards: expected advantages within fp32, got rewards up to {largest}")
@@ -188,108 +255,25 @@ def check_group_size(mode: str, group_size: int) -> None:
 
 def check_options(mode: str, options: Mapping[str, object]) -> None:
     """A ValueError for an option that `mode` does not know, or a value that it cannot take."""
-    known = set(MODES[mode].__kwdefaults__ or {}) | ({"lengths"} if mode == "opo" else set())
+    known = {*(MODES[mode].__kwdefaults__ or {}), "clip_low", "clip_high"}
+    known |= {"lengths"} if mode == "opo" else set()
     for name, value in options.items():
         if name not in known:
             raise ValueError(f"{name}: mode {mode!r} expects one of {sorted(known)}, got {name!r}")
         if name == "eps":
             number("eps", value, "a finite number >= 0", lambda x: x >= 0)
+        if name == "clip_low" and value is not None:
+            number("clip_low", value, "None or a number <= 0", lambda x: x <= 0)
+        if name == "clip_high" and value is not None:
+            number("clip_high", value, "None or a number >= 0", lambda x: x >= 0)
+        if name == "each":
+            choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
+        if name == "weights":
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"weights: expected a list of numbers, got {value!r}")
+            for x in value:
+                number("weights", x, "finite numbers", lambda x: True)
         if name == "value":
             number("value", value, "a finite number", lambda x: True)
         if name == "unbiased" and not isinstance(value, bool):
             raise ValueError(f"unbiased: expected True or False, got {value!r}")
-
-
-def _kind(x: object) -> str:
-    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-
-
-def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
-    """`a` with mean 0 and deviation 1 over its `known` entries (a mask of the same shape)."""
-    counted = a[known]
-    return (a - counted.mean()) / (counted.std(correction=0) + eps)
-
-
-def gae(
-    rewards: Tensor,  # (B, L)
-    values: Tensor,  # (B, L)
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    *,
-    mask: Tensor | None = None,  # (B, L)
-    following: Tensor | None = None,  # (B,)
-) -> Tensor:  # (B, L)
-    """Generalised advantage estimation for per-token advantages (1506.02438).
-
-    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = `following` after the completion's
-    last token. The sum over k takes log2(L) doublings over whole tensors, in fp64.
-
-    Args:
-        rewards, values: (B, L) per token.
-        gamma, lam: discount and trace decay, in [0, 1].
-        mask: (B, L), 1 where a token counts; padding must be at the end.
-        following: (B,), the value of the state after each completion's last token; None: 0, as
-            after a completion that has ended.
-
-    Raises:
-        ValueError: shapes that differ; gamma or lam outside [0, 1].
-    """
-    if not isinstance(rewards, Tensor) or rewards.dim() != 2:
-        raise ValueError(f"rewards: expected a tensor of shape (B, L), got {_kind(rewards)}")
-    for name, x in (("values", values), ("mask", rewards if mask is None else mask)):
-        if not isinstance(x, Tensor) or x.shape != rewards.shape:
-            raise ValueError(
-                f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got "
-                f"{_kind(x)}"
-            )
-    count, length = rewards.shape
-    if following is not None and not (
-        isinstance(following, Tensor) and following.shape == (count,)
-    ):
-        raise ValueError(f"following: expected shape (B,) = ({count},), got {_kind(following)}")
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        number(name, value, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-    active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
-    r, v = (torch.where(active, x.double(), 0.0) for x in (rewards, values))
-    after = torch.cat([v[:, 1:], v.new_zeros(count, 1)], dim=1)
-    if following is not None and length:
-        last = active & ~torch.cat([active[:, 1:], active.new_zeros(count, 1)], dim=1)
-        after = torch.where(last, following.double()[:, None], after)
-    advantages = r + gamma * after - v
-    reach, decay = 1, gamma * lam  # A_t so far holds the terms k < reach; decay = (γλ)^reach
-    while reach < length:
-        later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
-        advantages, reach, decay = advantages + decay * later, 2 * reach, decay * decay
-    return advantages.float()
-
-
-def process_advantages(
-    rewards: Tensor,  # (N*G, L)
-    *,
-    group_size: int,
-    eps: float = 1e-4,
-) -> Tensor:  # (N*G, L)
-    """Advantages per token of groups whose rewards are per token, without a critic.
-
-    Process supervision of DeepSeekMath (2402.03300, 4.1.3): every reward of a group, wherever it
-    stands, is normalised by the mean and the deviation of all of them, and the advantage of a token
-    is the sum of those that stand at it and behind it.
-
-    Args:
-        rewards: (N*G, L) group by group; NaN where a token has no reward of its own, as at the
-            padding. A completion of NaNs gets advantage 0.
-        group_size: G; must divide the number of completions.
-
-    Raises:
-        ValueError: another shape, infinite rewards, a group_size that is no divisor.
-    """
-    if not isinstance(rewards, Tensor) or rewards.dim() != 2 or rewards.isinf().any():
-        raise ValueError(f"rewards: expected finite ones of shape (N*G, L), got {_kind(rewards)}")
-    if not group_size >= 1 or len(rewards) % group_size:
-        raise ValueError(
-            f"group_size: expected a divisor of {len(rewards)} completions, got {group_size}"
-        )
-    # One row for all rewards of a group: the mean of the group's, not the mean of means.
-    grouped = rewards.double().reshape(len(rewards) // group_size, -1)
-    steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()
-    return steps.flip(-1).cumsum(-1).flip(-1).float()

@@ -23,10 +23,13 @@ class Counts(NamedTuple):
     tokens: Total | None  # num_items_in_batch; None: this call's own number of active tokens
     completions: Total  # num_completions_in_batch, else this call's B
     max_length: int | None  # max_completion_length
+    group_size: int | None = None
 
 
 class Aggregation(NamedTuple):
-    """w_t = 1 / (total · |o_b|) when `by_length`, else 1 / total."""
+    """w_t = 1 / (total · |o_b|) when `by_length`, else 1 / total. |o_b| of "prompt_mean" are the
+    tokens of the completion's prompt.
+    """
 
     total: Callable[[Counts], Total | None]
     by_length: bool = False
@@ -41,6 +44,10 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "fixed_length": Aggregation(lambda counts: counts.completions * (counts.max_length or 1)),
     # 1 / Σm of the whole step: every token weighs the same (DAPO)
     "token_mean_global": Aggregation(lambda counts: counts.tokens),
+    # 1 / (prompts·tokens of the prompt's completions): the mean over prompts (SkyRL)
+    "prompt_mean": Aggregation(
+        lambda counts: counts.completions / (counts.group_size or 1), by_length=True
+    ),
     # 1 / B: the mean over completions of the sum over tokens (LUSPO)
     "sequence_sum": Aggregation(lambda counts: counts.completions),
 }
@@ -53,6 +60,7 @@ def denominator(
     max_completion_length: int | None = None,
     num_items_in_batch: Total | None = None,
     num_completions_in_batch: Total | None = None,
+    group_size: int | None = None,
 ) -> Total | None:
     """The total that an aggregation divides by; None for this call's own number of active tokens.
 
@@ -62,12 +70,13 @@ def denominator(
         max_completion_length: tokens, for `fixed_length`.
         num_items_in_batch: active tokens of the whole optimizer step.
         num_completions_in_batch: completions of the whole optimizer step.
+        group_size: G completions of a prompt, for `prompt_mean`.
     """
     completions = (
         max(num_completions, 1) if num_completions_in_batch is None else num_completions_in_batch
     )
     return AGGREGATIONS[aggregation].total(
-        Counts(num_items_in_batch, completions, max_completion_length)
+        Counts(num_items_in_batch, completions, max_completion_length, group_size)
     )
 
 
@@ -79,17 +88,26 @@ def step_weights(
     max_completion_length: int | None = None,
     num_items_in_batch: Total | None = None,
     num_completions_in_batch: Total | None = None,
+    group_size: int | None = None,
 ) -> Tensor:  # (B,)
     """The weight of every token of each completion, fp32.
 
     Args:
         lengths: active tokens of this call's completions; `active`, their sum, is known on the
             host.
+        num_items_in_batch: for `prompt_mean` (B,), the active tokens of each completion's prompt in
+            the whole step; None: the prompts' completions lie side by side in this call.
         the rest: see `denominator`.
     """
+    if aggregation == "prompt_mean":
+        if not isinstance(num_items_in_batch, Tensor):
+            of_prompts = lengths.view(-1, group_size or 1).sum(1)
+            num_items_in_batch = of_prompts.repeat_interleave(group_size or 1)
+        lengths = num_items_in_batch
     total = denominator(
         aggregation, lengths.shape[0], max_completion_length=max_completion_length,
         num_items_in_batch=num_items_in_batch, num_completions_in_batch=num_completions_in_batch,
+        group_size=group_size,
     )  # fmt: skip
     total = max(active, 1) if total is None else total
     return completion_weights(lengths, total, AGGREGATIONS[aggregation].by_length)

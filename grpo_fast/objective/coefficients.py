@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
-from grpo_fast.objective.ratios import Ratio, importance_ratio, sampling_ratio
+from grpo_fast.objective.ratios import Corrected, Ratio, corrected, importance_ratio
 from grpo_fast.objective.tokens import Tokens
 
 
@@ -57,8 +57,8 @@ def token_loss(
     """Loss and coefficients of T active tokens; no autograd, value and slope by hand."""
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
-    sampling = sampling_ratio(old_logps, tokens, config)
-    ratio = importance_ratio(logps, old_logps, sampling, tokens, config)
+    correction = corrected(logps, old_logps, tokens, config)
+    ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
 
     loss, slope = objective.leaf(logps, ratio.log, tokens.advantages, *config.params)
     if objective.window == "geometric":
@@ -69,7 +69,7 @@ def token_loss(
         slope = torch.where(ratio.log < 10.0, slope, 0.0)
 
     keep_entropy = high_entropy_mask(entropy, config)
-    weights = policy_weights(logps, old_logps, sampling, keep_entropy, tokens, config)
+    weights = policy_weights(correction, keep_entropy, tokens, config)
     if objective.window == "geometric":
         grad = tokens.to_tokens(tokens.completion_mean(weights * loss)) * clip_slope
     elif objective.slope_of == "log_ratio":
@@ -97,20 +97,18 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     """The weights of a loss whose coefficients follow row by row from the logps; None for the
     others.
     """
-    sampling = None
-    if tokens.sampling_logps is not None and config.sampling_correction is not None:
-        if tokens.old_logps is None:
-            return None
-        sampling = sampling_ratio(tokens.old_logps, tokens, config)
-    if not config.is_token_local:
+    read = [x for x in config.corrections if x.is_read(tokens)]
+    if not config.is_token_local or (read and tokens.old_logps is None):
         return None
-    has_kl = config.uses_reference
+    has_kl, weights = config.uses_reference, tokens.token_weights
+    if read and tokens.old_logps is not None:
+        weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = (
         -config.entropy_coef * entropy_share(None, tokens) if config.entropy_coef else None
     )
     return RowTerms(
         tokens.advantages,
-        tokens.token_weights if sampling is None else tokens.token_weights * sampling,
+        weights,
         tokens.token_weights * config.beta if has_kl else None,
         tokens.old_logps,
         tokens.ref_logps if has_kl else None,
@@ -136,7 +134,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
         torch.where(weights == 0, 0.0, weights * slope),
     )
     if kl_weights is not None and ref_logps is not None:
-        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps)
+        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
         if config.kl_times_ratio:
             ratio = torch.exp(log_ratio)
             kl, kl_slope = kl * ratio, (kl_slope + kl) * ratio
@@ -165,25 +163,13 @@ def quantile(x: Tensor, q: float) -> Tensor:
 
 
 def policy_weights(
-    logps: Tensor,
-    old_logps: Tensor,
-    sampling: Tensor | None,
-    keep_entropy: Tensor | None,
-    tokens: Tokens,
-    config: LossConfig,
+    correction: Corrected, keep_entropy: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Tensor:
-    """(T,) weight of the policy term: w_t × off-policy mask × entropy mask × sampling ratio."""
+    """(T,) weight of the policy term: w_t × entropy mask × corrections."""
     weights = tokens.token_weights
-    if config.off_policy_threshold is not None:
-        behaviour = old_logps if tokens.sampling_logps is None else tokens.sampling_logps
-        drift = tokens.completion_mean(torch.nan_to_num(behaviour - logps, nan=0.0))
-        near = tokens.to_tokens(drift <= config.off_policy_threshold) != 0
-        weights = torch.where((tokens.advantages >= 0) | near, weights, 0.0)
     if keep_entropy is not None:
         weights = torch.where(keep_entropy, weights, 0.0)
-    if sampling is not None and OBJECTIVES[config.loss_type].window != "sum":
-        weights = weights * sampling
-    return weights
+    return correction.apply(weights, weigh=OBJECTIVES[config.loss_type].window != "sum")
 
 
 def weighted_kl(
@@ -191,7 +177,7 @@ def weighted_kl(
 ) -> tuple[Tensor, Tensor]:
     """(T,) KL as it enters the loss, before its weight; (T,) its gradient with its weight."""
     assert tokens.ref_logps is not None
-    kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps)
+    kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
     r = torch.exp(

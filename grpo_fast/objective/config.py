@@ -5,46 +5,45 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import reprlib
 from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
 
 from grpo_fast.objective.aggregation import AGGREGATIONS
+from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objective
+from grpo_fast.objective.refusals import choice, number
 
-SAMPLING_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, *EXACT),
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
-    "aggregation": AGGREGATIONS, "sampling_correction": SAMPLING_CORRECTIONS,
+    "aggregation": AGGREGATIONS, "entropy_over": ("support", "vocabulary"),
 }  # fmt: skip
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
      lambda x: x >= 0),
-    (("sapo_temperature_pos", "sapo_temperature_neg", "sampling_ratio_cap", "delta", "softcap"),
-     "a finite number > 0", lambda x: x > 0),
-    (("entropy_coef", "off_policy_threshold"), "a finite number", lambda x: True),
+    (("sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap", "kl_clamp",
+      "kl_input_clamp"), "a finite number > 0", lambda x: x > 0),
+    (("entropy_coef",), "a finite number", lambda x: True),
     (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
     (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),
     (("top_entropy_quantile",), "a number in (0, 1]", lambda x: 0 < x <= 1),
-    (("max_completion_length",), "a whole number of tokens > 0", lambda x: x > 0 and x == int(x)),
+    (("max_completion_length", "group_size"), "a whole number > 0",
+     lambda x: x > 0 and x == int(x)),
 )  # fmt: skip
 NULLABLE = (
-    "aggregation", "sampling_correction", "delta", "softcap", "off_policy_threshold",
-    "max_completion_length",
+    "aggregation", "delta", "softcap", "max_completion_length", "kl_clamp", "kl_input_clamp",
+    "group_size",
 )  # fmt: skip
-
-FP32_MAX = 3.4028234663852886e38
 
 # Options that only some losses read: given to another one they would be ignored, so they are
 # refused (`reads`). Not the clip range: one range is kept while losses are tried in turn, and
 # `replace` keeps one that was filled in.
 OWN_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
-    *VESPO_PARAMS, "kl_estimator", "kl_times_ratio",
+    *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
 )  # fmt: skip
 
 
@@ -75,11 +74,15 @@ class LossConfig:
         aggregation: how tokens are averaged; None takes the loss type's own
             (`objectives.OBJECTIVES`).
         max_completion_length: tokens; required by `aggregation="fixed_length"`.
+        group_size: completions of a prompt, side by side; required by `aggregation="prompt_mean"`.
     KL to the reference
         beta, kl_estimator: weight and estimator (`grpo_fast.objective.kl.KL_ESTIMATORS`);
             `ref_logps` is required when beta != 0. The losses refuse "exact" and
             "exact_reference_first": a trainer adds `linear_divergence` to them.
         kl_times_ratio: multiply the KL by the importance ratio, with gradient through both.
+        kl_clamp, kl_input_clamp: the KL's value, and the d = ref_logp - logp it is taken of, stay
+            in ± this; beyond it a token has no gradient (with k3+ and k1+ that of k2). None: no
+            clamp.
         For `kimi` beta weighs the squared log-ratio to `old_logps` instead, and there is no
         reference.
     Logits
@@ -87,17 +90,16 @@ class LossConfig:
             temperature`; temperature may be a float tensor with one value per token (the layout of
             `target_ids`).
     Filters and corrections
-        off_policy_threshold: drop completions with A < 0 whose mean(sampling_logp - logp) exceeds
-            it (DeepSeek-V3.2).
         top_entropy_quantile: keep this fraction of the tokens, those of highest entropy (1.0 keeps
             all).
-        sampling_correction: how `sampling_logps`, when given, reweights the policy loss by
-            exp(old_logp - sampling_logp): "token_truncate", "token_mask", "sequence_truncate",
-            "sequence_mask", or None.
-        sampling_ratio_cap: the bound of that ratio.
+        corrections: how `sampling_logps`, when given, weigh and mask the policy loss: one
+            `Correction` or several, as objects or as their fields; () for none.
     Entropy
         entropy_coef: weight of the entropy bonus (differentiable); compute_entropy: return entropy
             without a bonus.
+        entropy_over: beside a support every entropy is over the ids that the sampler kept
+            ("support"), so that a bonus spreads mass among those alone; or over the "vocabulary",
+            whose bonus also pulls at ids that could not be drawn, at the price of the dense head.
 
     Raises:
         ValueError: an option out of range, two that exclude each other, or one changed from its
@@ -119,7 +121,6 @@ class LossConfig:
     max_completion_length: int | None = None
     entropy_coef: float = 0.0
     top_entropy_quantile: float = 1.0
-    off_policy_threshold: float | None = None
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     vespo_k_pos: float = 2.0
@@ -129,8 +130,11 @@ class LossConfig:
     compute_entropy: bool = False
     dual_clip_c: float = 3.0
     cispo_bound: str = "raw"
-    sampling_correction: str | None = "token_truncate"
-    sampling_ratio_cap: float = 3.0
+    corrections: tuple[Correction, ...] = DEFAULT
+    kl_clamp: float | None = None
+    kl_input_clamp: float | None = None
+    group_size: int | None = None
+    entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
         """By value; a temperature tensor is equal to itself, as its hash says."""
@@ -146,12 +150,14 @@ class LossConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) is not None or name not in NULLABLE:
                 choice(name, getattr(self, name), choices)
+        object.__setattr__(self, "corrections", corrections_of(self.corrections))
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
+        plain["corrections"] = [dataclasses.asdict(x) for x in self.corrections]
         object.__setattr__(self, "_key", json.dumps(plain))
 
     @property
@@ -206,13 +212,15 @@ class LossConfig:
                 f"{list(objective.levels)}, "
                 f"got {self.importance_sampling_level!r}"
             )
-        if self.aggregation == "fixed_length" and self.max_completion_length is None:
-            raise ValueError(
-                "max_completion_length: aggregation 'fixed_length' expects a number, got None"
-            )
-        if self.kl_times_ratio and self.kl_estimator in EXACT:
-            beside = f"beside kl_estimator {self.kl_estimator!r}"
-            raise ValueError(f"kl_times_ratio: expected False {beside}, got True")
+        for name, aggregation in (("max_completion_length", "fixed_length"),
+                                  ("group_size", "prompt_mean")):  # fmt: skip
+            if self.aggregation == aggregation and getattr(self, name) is None:
+                raise ValueError(f"{name}: aggregation {aggregation!r} expects a number, got None")
+        for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
+            value, default = getattr(self, name), getattr(LossConfig, name)
+            if value != default and self.kl_estimator in EXACT:
+                expected = f"{default} beside kl_estimator {self.kl_estimator!r}"
+                raise ValueError(f"{name}: expected {expected}, got {value}")
         for name in OWN_OPTIONS:
             value, default = getattr(self, name), getattr(LossConfig, name)
             if value != default and not reads(objective, name):
@@ -223,15 +231,12 @@ class LossConfig:
                     f"{name}: only loss_type {readers} reads it; with {self.loss_type!r} expected "
                     f"the default {default!r}, got {value!r}"
                 )
-        if (
-            self.sampling_correction is None
-            and self.sampling_ratio_cap != LossConfig.sampling_ratio_cap
-        ):
-            raise ValueError(
-                f"sampling_correction: sampling_ratio_cap = {self.sampling_ratio_cap!r} expects "
-                "one of "
-                f"{list(SAMPLING_CORRECTIONS)}, got None"
+        of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
+        if of_current and objective.window == "sum":
+            expected = (
+                f"'old/sampling' beside loss_type {self.loss_type!r}, whose weight has the rest"
             )
+            raise ValueError(f"corrections.ratio: expected {expected}, got {of_current[0].ratio!r}")
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -249,6 +254,12 @@ class LossConfig:
         return tuple(float(derived.get(name, getattr(self, name, None))) for name in names)
 
     @property
+    def kl_limits(self) -> tuple[float, float]:
+        """The estimator's clamps, in its order."""
+        clamps = (self.kl_clamp, self.kl_input_clamp)
+        return tuple(float("inf") if x is None else float(x) for x in clamps)  # type: ignore[return-value]
+
+    @property
     def uses_reference(self) -> bool:
         """True when there is a KL to a reference: the losses read `ref_logps`."""
         return self.beta != 0 and OBJECTIVES[self.loss_type].reference
@@ -259,6 +270,11 @@ class LossConfig:
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     @property
+    def whole_entropy(self) -> bool:
+        """True when entropies are over the whole vocabulary, also beside a support."""
+        return self.needs_entropy and self.entropy_over == "vocabulary"
+
+    @property
     def is_token_local(self) -> bool:
         """True when dL/dlogp of a row follows from that row alone, so that one pass over the logits
         is enough.
@@ -266,8 +282,8 @@ class LossConfig:
         return (
             OBJECTIVES[self.loss_type].window == "ratio"
             and self.importance_sampling_level == "token"
-            and self.off_policy_threshold is None
             and self.top_entropy_quantile == 1
+            and all(x.ratio == "old/sampling" for x in self.corrections)
         )
 
     def replace(self, **changes: Any) -> LossConfig:
@@ -275,17 +291,3 @@ class LossConfig:
         they are).
         """
         return dataclasses.replace(self, **changes)
-
-
-def choice(name: str, value: Any, choices: Any) -> None:
-    """Raise a ValueError that lists the choices unless `value` is one of them."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
-
-
-def number(name: str, value: Any, expected: str, holds: Any) -> None:
-    """Raise a ValueError unless `value` is a finite number for which `holds(value)`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # The kernels compute in fp32. The bound refuses NaN, too, and integers that no float can hold.
-    if not is_number or not abs(value) <= FP32_MAX or not holds(value):
-        raise ValueError(f"{name}: expected {expected}, got {reprlib.repr(value)}")

@@ -15,6 +15,7 @@ import torch as tl
 # Beyond this difference k3 = e^d - d - 1 goes on as its tangent: finite, and the gradient still
 # pulls back.
 K3_GUARD = 20.0
+INF = float("inf")
 
 
 def expm1(x):
@@ -28,31 +29,49 @@ def expm1_minus(x):
     return (tl.expm1(wide) - wide).to(x.dtype)
 
 
-def k1(d):
-    return -d, d * 0.0 + 1.0
+# An estimator's further arguments are the clamps of a config (`kl_limits`): of its value, and of d.
+def clamped(value, slope, d, most, reach):
+    """The value in [-most, most], and a slope of 0 where that or |d| > reach cut it off."""
+    inside = (tl.abs(value) <= most) & (tl.abs(d) <= reach)
+    return tl.clamp(value, -most, most), tl.where(inside, slope, 0.0)
 
 
-def absolute(d):
-    return tl.abs(d), tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
+def k1(d, most=INF, reach=INF):
+    near = tl.clamp(d, -reach, reach)
+    value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
+    return value, slope
 
 
-def k2(d):
-    return 0.5 * d * d, -d
+def absolute(d, most=INF, reach=INF):
+    near = tl.clamp(d, -reach, reach)
+    side = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
+    value, slope = clamped(tl.abs(near), side, d, most, reach)
+    return value, slope
 
 
-def k3(d):
-    near = tl.clamp(d, -1e30, 20.0)
-    slope = -expm1(near)
-    return expm1_minus(near) - slope * (d - near), slope
+def k2(d, most=INF, reach=INF):
+    near = tl.clamp(d, -reach, reach)
+    value, slope = clamped(0.5 * near * near, -near, d, most, reach)
+    return value, slope
 
 
-def k3_straight_through(d):
-    value, unused = k3(d)
+def k3(d, most=INF, reach=INF):
+    taken = tl.clamp(d, -reach, reach)
+    near = tl.clamp(taken, -1e30, 20.0)
+    bent = -expm1(near)
+    value, slope = clamped(expm1_minus(near) - bent * (taken - near), bent, d, most, reach)
+    return value, slope
+
+
+# Straight through: the clamps are the value's, the gradient is that of k2 everywhere (as verl's).
+def k3_straight_through(d, most=INF, reach=INF):
+    value, unused = k3(d, most, reach)
     return value, -d
 
 
-def k1_straight_through(d):
-    return -d, -d
+def k1_straight_through(d, most=INF, reach=INF):
+    value, unused = k1(d, most, reach)
+    return value, -d
 
 
 # No estimators: over the whole vocabulary, from both models' rows (objective/divergences.py); with

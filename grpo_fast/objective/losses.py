@@ -19,6 +19,8 @@ import torch as tl
 # still restores.
 LOG_RATIO_MAX = 20.0
 
+FP32_MAX = 3.4028234663852886e38  # the kernels compute in fp32
+
 LEVELS = ("token", "sequence", "sequence_sum")
 
 

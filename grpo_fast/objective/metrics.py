@@ -11,7 +11,7 @@ from grpo_fast.objective.coefficients import token_loss, weighted_kl
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import K3_GUARD
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
-from grpo_fast.objective.ratios import importance_ratio, sampling_ratio
+from grpo_fast.objective.ratios import Corrected, corrected, importance_ratio
 from grpo_fast.objective.tokens import Tokens
 
 
@@ -31,8 +31,8 @@ def token_metrics(
     objective = OBJECTIVES[config.loss_type]
     count = logps.numel()
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
-    sampling = sampling_ratio(old_logps, tokens, config)
-    ratio = importance_ratio(logps, old_logps, sampling, tokens, config)
+    correction = corrected(logps, old_logps, tokens, config)
+    ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
     result = token_loss(logps, entropy, tokens, config)
     active = result.grad_logps != 0
     if result.grad_entropy is not None:
@@ -69,7 +69,9 @@ def token_metrics(
         )
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
-        metrics |= sampling_metrics(old_logps, sampling, tokens)
+        metrics |= sampling_metrics(old_logps, correction.weights, tokens)
+    if any(x.is_read(tokens) for x in config.corrections):
+        metrics |= correction_metrics(correction, logps)
     return metrics
 
 
@@ -107,9 +109,26 @@ def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> l
     )
     if has_sampling:
         names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
-        if config.sampling_correction is not None:
+        if any(x.weighs for x in config.corrections):
             names += [f"sampling/importance_sampling_ratio/{how}" for how in ("min", "mean", "max")]
+    if any(has_sampling or x.ratio == "current/behaviour" for x in config.corrections):
+        names += CORRECTION_METRICS
     return names
+
+
+CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective_sample_size")
+
+
+def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
+    """Shares of the tokens that the corrections drop and whose ratio they move; and (Σw)²/(n·Σw²)
+    of the tokens' weights w, 1 when all are equal.
+    """
+    weights = correction.apply(torch.ones_like(logps))
+    clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
+    spread = mean(weights * weights)
+    size = torch.where(spread > 0, mean(weights).square() / spread, 0.0)
+    found = mean((weights == 0).float()), mean(clipped), size
+    return dict(zip(CORRECTION_METRICS, found, strict=True))
 
 
 def mean(x: Tensor) -> Tensor:

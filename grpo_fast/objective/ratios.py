@@ -52,7 +52,7 @@ def importance_ratio(
         log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:
             log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
-            per_token = str(config.sampling_correction).startswith("token")
+            per_token = any(x.weighs and x.level == "token" for x in config.corrections)
             log_weight = log_weight + (
                 tokens.completion_sum if per_token else tokens.completion_mean
             )(log_sampling)
@@ -65,18 +65,34 @@ def importance_ratio(
     return Ratio(raw, raw.clamp(max=LOG_RATIO_MAX))
 
 
-def sampling_ratio(old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Tensor | None:
-    """(T,) exp(old_logp - sampling_logp), bounded; None without sampler logps or a correction.
+class Corrected(NamedTuple):
+    """What the config's corrections make of the tokens' policy term."""
 
-    A NaN sampling_logp marks a token the sampler did not score: it counts as agreeing.
-    """
-    if tokens.sampling_logps is None or config.sampling_correction is None:
-        return None
-    level, bound = config.sampling_correction.split("_")
-    log_ratio = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0)
-    if level == "sequence":
-        log_ratio = tokens.to_tokens(tokens.completion_sum(log_ratio))
-    ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
-    if bound == "truncate":
-        return ratio.clamp(max=config.sampling_ratio_cap)
-    return torch.where(ratio <= config.sampling_ratio_cap, ratio, 0.0)
+    weights: Tensor | None = None  # (T,) None: 1
+    kept: Tensor | None = None  # (T,) bool, None: all
+    clipped: Tensor | None = None  # (T,) bool: whose ratio a bound of "truncate" moved
+
+    def apply(self, weights: Tensor, *, weigh: bool = True) -> Tensor:
+        """(T,) weights of the tokens, corrected."""
+        if self.kept is not None:
+            weights = torch.where(self.kept, weights, 0.0)
+        return weights * self.weights if weigh and self.weights is not None else weights
+
+
+def corrected(logps: Tensor, old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Corrected:
+    """What the config's corrections say of these tokens; no gradient flows through it."""
+    found = Corrected()
+    for correction in config.corrections:
+        if not correction.is_read(tokens):
+            continue
+        log_ratio = correction.log_ratio(logps, old_logps, tokens)
+        if correction.weighs:
+            weights = correction.weights(log_ratio, tokens)
+            inside = correction.inside(log_ratio, tokens)
+            found = found._replace(
+                weights=weights, clipped=~inside if correction.kind == "truncate" else None
+            )
+        else:
+            kept = correction.inside(log_ratio, tokens)
+            found = found._replace(kept=kept if found.kept is None else kept & found.kept)
+    return found

@@ -117,8 +117,7 @@ def _run_file(path: str) -> ModuleType:
 
 
 def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
-    """Call the function for `count` completions: a number or a number per token for each, a text
-    where it gave neither.
+    """Call the function for `count` completions: a number, or one per token, else a text, for each.
 
     Awaits an awaitable. Raises whatever the function raises, and a RewardFailure for anything that
     is not one value per completion in their order.

@@ -83,7 +83,8 @@ def build_collector(
 ) -> Collector:
     """The collector of a run."""
     group_size = config.rollout.group_size
-    advantages = Advantages(config.advantages, config.advantage_options, group_size)
+    weights = {reward.name: reward.weight for reward in rewards.rewards}
+    advantages = Advantages(config.advantages, config.advantage_options, group_size, weights)
     return Collector(
         config.rollout, policy, engine, rewards, queue, advantages,
         seed=config.seed, steps=config.steps,

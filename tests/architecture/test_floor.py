@@ -46,7 +46,7 @@ def test_what_ci_runs_on_older_versions_is_the_floor():
 
 # Modules that import transformers, and why their tests are left to `make test-floor`.
 LEFT_TO_TEST_FLOOR = {
-    "grpo_fast.integrations.packed": "its tests want TRL",
+    "grpo_fast.integrations.trl.packed": "its tests want TRL",
     "grpo_fast.integrations.examples.hf_trainer": "two processes",
     "grpo_fast.train.ranks.sharding": "two processes",
 }

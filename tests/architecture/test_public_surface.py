@@ -80,14 +80,14 @@ ADDED = {
     "logits_grpo_loss": dict(support=None),
 }
 NAMES = {
-    *SIGNATURES, "LossConfig", "LossOutput", "Support", "group_advantages", "linear_divergence",
-    "TeacherHead", "TeacherTopK", "DivergenceTerm",
+    *SIGNATURES, "Correction", "DivergenceTerm", "LossConfig", "LossOutput", "Support",
+    "TeacherHead", "TeacherTopK", "group_advantages", "linear_divergence",
 }  # fmt: skip
 CONFIG = dict(
     loss_type="dapo", epsilon_low=0.2, delta=None, beta=0.0, kl_estimator="k3",
     kl_times_ratio=False, temperature=1.0, softcap=None, logit_scale=1.0,
     importance_sampling_level="token", max_completion_length=None, entropy_coef=0.0,
-    top_entropy_quantile=1.0, off_policy_threshold=None, sapo_temperature_pos=1.0,
+    top_entropy_quantile=1.0, sapo_temperature_pos=1.0,
     sapo_temperature_neg=1.05, compute_entropy=False,
 )  # fmt: skip
 

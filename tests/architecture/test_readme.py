@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from grpo_fast import __version__
 from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.kl import KL_ESTIMATORS
@@ -44,9 +46,18 @@ def rows_of(text: str, heading: str) -> list[list[str]]:
 def test_the_readme_opens_the_door():
     text = README.read_text()
     assert len(text.splitlines()) <= 95
-    assert "Not measured on a GPU yet" in "\n".join(text.splitlines()[:12])
+    assert "Not measured on a GPU yet" in "\n".join(text.splitlines()[:20])
     for part in ("make demo", "make test", "make bench", "grpo-fast train", "gpu_session.sh"):
         assert part in text, part
+
+
+def test_badges_and_citation_say_what_the_project_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges, citation = ((ROOT / name).read_text() for name in ("docs/badges.svg", "CITATION.cff"))
+    oldest = project["requires-python"].removeprefix(">=")
+    assert f">{project['license']}<" in badges and f">{oldest} or newer<" in badges
+    assert f"license: {project['license']}\n" in citation
+    assert f"version: {__version__}\n" in citation
 
 
 def test_the_example_runs_as_it_stands(capsys):

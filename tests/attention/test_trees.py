@@ -202,8 +202,15 @@ def test_rows_by_hand():
     assert pack.predicting.tolist() == [2, 3, 1, 4, 5, 3, 0]
     assert pack.target_ids.tolist() == [8, 9, 1, 2, 4, 2, 6] and pack.lengths == (2, 2, 1, 1, 1)
     # Others see other inputs: their rows are their own.
-    pack = pack_tree(samples, apart=["a", "a", "a", "b", "a"], merge_cost=0)
+    pack = pack_tree(samples, apart=[1, 1, 1, 2, 1], merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3, 5, 6, 7, 8]]
+    # Or from one token on.
+    later = [
+        torch.tensor([0, 0, *[int(n == 3)] * (len(ids) - 2)]) for n, (ids, _) in enumerate(samples)
+    ]
+    pack = pack_tree(samples, apart=later, merge_cost=0)
+    assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 7, 8, 3]]
+    assert pack.predicting.tolist() == [2, 3, 1, 4, 7, 6, 0]
     # Two tokens that save two rows of a hundred are a segment; of three hundred, a copy.
     for tokens, segments in ((50, 3), (200, 2)):
         two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
@@ -348,6 +355,6 @@ def test_bad_samples_are_refused(samples, message):
             plan_trees(samples, 10)
 
 
-def test_apart_has_a_value_for_each_sample():
-    with pytest.raises(ValueError, match="apart: expected a value for each of 1 samples, came 2"):
+def test_apart_has_a_number_for_each_sample():
+    with pytest.raises(ValueError, match="apart: expected a number for each of 1 samples, came 2"):
         pack_tree([([1, 2], [0, 1])], apart=[1, 2])

@@ -72,6 +72,9 @@ def make_rows(rows: int = 64, columns: int = 131, seed: int = 0) -> dict[str, to
     }
 
 
+CLAMPS = ({}, {"kl_clamp": 0.2}, {"kl_input_clamp": 0.8}, {"kl_clamp": 0.3, "kl_input_clamp": 0.8})
+
+
 def terms_of(x: dict) -> RowTerms:
     return RowTerms(**{name: x[name] for name in RowTerms._fields})
 
@@ -92,19 +95,20 @@ def test_every_loss_and_kl_against_the_oracle(loss_type: str) -> None:
     """Losses, coefficients and d-logits, by autograd through the oracle's own formulas in fp64."""
     x = make_rows()
     settings = {"loss_type": loss_type, "beta": 0.3, **OPTIONS.get(loss_type, {})}
-    plain = [(LossConfig.kl_estimator, False)]
-    for estimator, times_ratio in (
-        itertools.product(KL_ESTIMATORS, (False, True)) if loss_type == "grpo" else plain
+    plain, every = [(LossConfig.kl_estimator, False, {})], (KL_ESTIMATORS, (False, True), CLAMPS)
+    for estimator, times_ratio, clamps in (
+        itertools.product(*every) if loss_type == "grpo" else plain
     ):
-        config = LossConfig(**settings, kl_estimator=estimator, kl_times_ratio=times_ratio)
+        of_kl = {"kl_estimator": estimator, "kl_times_ratio": times_ratio, **clamps}
+        config = LossConfig(**settings, **of_kl)
         z = x["logits"].double().requires_grad_()
         logps, entropy = oracle_inputs.logps_and_entropy(z, x["target_ids"])
-        o = oracles.resolve(settings)
+        o = oracles.resolve({**settings, **of_kl})
         old, ref, advantage = (
             x[name].double() for name in ("old_logps", "ref_logps", "advantages")
         )
         c = oracles.Completion(logps, old, ref, None, advantage, entropy)
-        kl = oracles.KL_ORACLES[estimator](ref - logps)
+        kl = oracles.kl_of(ref - logps, o)
         if times_ratio:
             kl = kl * oracles.ratio(c, o)
         losses = (
@@ -399,11 +403,8 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
     for is_kl, table in ((0, leaves), (1, leaves_cpp.kl_leaves())):
         for index, leaf in enumerate(table):
             extra = params[: leaf.__code__.co_argcount - (1 if is_kl else 3)]
-            expected = (
-                leaf(b)
-                if is_kl
-                else leaf(a, b, c, *(torch.tensor(p, dtype=torch.float64) for p in extra))
-            )
+            given = [torch.tensor(p, dtype=torch.float64) for p in extra]
+            expected = leaf(b, *given) if is_kl else leaf(a, b, c, *given)
             for i, (x, y, z) in enumerate(points):
                 to = (ctypes.c_double * 2)()
                 run(is_kl, index, y if is_kl else x, y, z, (ctypes.c_double * 4)(*params), to)
@@ -433,4 +434,4 @@ def test_the_leaves_are_numbered_and_take_what_the_kernel_hands_over() -> None:
     for name in LOCAL:
         config = LossConfig(loss_type=name, max_completion_length=8)
         assert rows_cpu.leaf_arguments(config.key)[3 : 3 + len(config.params)] == config.params
-        assert len(rows_cpu.leaf_arguments(config.key)) == 7
+        assert len(rows_cpu.leaf_arguments(config.key)) == 9

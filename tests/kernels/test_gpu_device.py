@@ -130,3 +130,32 @@ def test_the_bar_of_log_probabilities_lets_tensor_cores_cut_off(hidden, vocab):
     error = (z.log_softmax(1) - (h @ w.T).log_softmax(1)).abs().max().item()
     assert error < 0.8 * logps_bar(hidden, "cuda")
     assert error > logps_bar(hidden, "cpu") or hidden < 2048
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("stored", [None, "logits", "exponentials"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
+    """Twice the columns for every epilogue but those that the compiler spills (test_triton_compile
+    holds all of them to none).
+    """
+    from grpo_fast.kernels.gpu import linear
+    from grpo_fast.kernels.types import LogitRule
+
+    started: list[int] = []
+    for name, value in (
+        ("launch", lambda *args, **options: started.append(options["BLOCK_V"])),
+        ("architecture", lambda device: "sm_90"),
+        ("tiles", lambda matrix, *shape: matrix),
+    ):
+        monkeypatch.setattr(linear, name, value)
+    hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
+    given = weight[:, 0] if bias else None
+    p = linear.problem(hidden, weight, given, torch.zeros(4).long(), LogitRule(1.0, softcap, 1.0))
+    out = None if stored is None else torch.zeros(4, 16).to(torch.bfloat16)
+    target = torch.zeros(4) if stored == "exponentials" else None
+    linear.sweep(p, torch.zeros(4 if entropy else 3, 1, 4), out, target)
+    spills = stored == "exponentials" and (softcap is not None or (bias and entropy))
+    assert started == [128 if spills else 256]

@@ -68,10 +68,7 @@ IN_CONFIG = {
     "compute_entropy": True, "top_entropy_quantile": 0.5,
 }  # fmt: skip
 NEUTRAL = ("group", "backend", "validate", "inplace")  # they change no number
-NEEDS = {
-    "num_items_in_batch": {"aggregation": "token_mean_global"},
-    "sampling_logps": {"sampling_correction": "token_truncate", "sampling_ratio_cap": 1.1},
-}
+NEEDS = {"num_items_in_batch": {"aggregation": "token_mean_global"}}
 
 
 def keywords_of(function: str) -> list[str]:

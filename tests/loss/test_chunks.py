@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_fast.kernels.head import loop
-from grpo_fast.loss import passes
+from grpo_fast.loss import logits as logits_sweep
 from tests.loss_cases import BACKENDS, LAYOUTS, LEVELS, assert_same, make_case, options_for, run
 
 EXACT = {"loss_tol": 2e-6, "grad_tol": 1e-5}
@@ -50,6 +50,6 @@ def test_blocks_of_given_logits(backend, level, monkeypatch):
     """Sixteen rows at a time: every block has its own coefficients, and its own entropy
     gradient.
     """
-    monkeypatch.setattr(passes, "CPU_BLOCK_BYTES", 1)
+    monkeypatch.setattr(logits_sweep, "CPU_BLOCK_BYTES", 1)
     case = many_rows("grpo", level, entropy_coef=0.3)
     assert_same("logits", case, run("logits", case, backend=backend), **EXACT)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import grpo_fast
+from tests import oracles
 from tests.loss_cases import (
     BACKENDS,
     LAYOUTS,
@@ -80,7 +81,7 @@ def test_masked_poison_is_inert_for_logps(loss_type, level, per_token, layout):
         level,
         beta=0.2,
         entropy_coef=0.1,
-        off_policy_threshold=0.2,
+        corrections=[oracles.off_policy(0.2)],
         top_entropy_quantile=0.7,
     )
     case = make_case(81, sampling=True, per_token_advantages=per_token, **options)

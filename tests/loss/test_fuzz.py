@@ -7,6 +7,7 @@ GRPO_FAST_FUZZ_CASES sets the number of cases.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 
@@ -39,6 +40,16 @@ RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
 # and one more where the upstream gradient is not 1 (these batches are so small that a relative L2
 # can be the error of a single number).
 ARITHMETIC = 3e-5
+CORRECTIONS = [
+    *oracles.WORDS.values(),
+    [oracles.off_policy(0.07)],
+    [{"kind": "mask", "low": 0.7, "high": 1.4}],  # IcePop
+    [{"low": 0.7}, {"kind": "reject", "low": 0.9, "high": 1.3, "level": "geometric"}],
+    [{"kind": "reject", "low": 0.7, "high": 3.0, "level": "worst_token"}],
+    [{"high": 1.5, "ratio": "current/sampling"},
+     {"kind": "reject", "high": 2.0, "level": "product", "ratio": "current/sampling"}],
+]  # fmt: skip
+OFF_POLICY = len(oracles.WORDS)
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -57,14 +68,15 @@ def calls(draw):
         ("softcap", (None, 4.0)),
         ("logit_scale", (1.0, 1.6)),
         ("entropy_coef", (0.0, 0.1)),
-        ("off_policy_threshold", (None, 0.07)),
         ("top_entropy_quantile", (1.0, 0.55)),
-        (
-            "sampling_correction",
-            ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None),
-        ),
+        ("corrections", CORRECTIONS),
     ):
         options[name] = draw(st.sampled_from(values))
+    has_sampling = draw(st.booleans())
+    of_current = loss_type == "vespo" and options["corrections"] is CORRECTIONS[-1]
+    of_sampler = not has_sampling and options["corrections"] is not CORRECTIONS[OFF_POLICY]
+    if of_current or of_sampler:
+        del options["corrections"]
     B, L = draw(st.integers(0, 5)), draw(st.integers(0, 6))
     bits = draw(st.lists(st.integers(0, 3), min_size=B * L, max_size=B * L))
     return {
@@ -76,7 +88,7 @@ def calls(draw):
             st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))
         ),
         "bias": draw(st.booleans()),
-        "sampling": draw(st.booleans()),
+        "sampling": has_sampling,
         "support": draw(st.booleans()),
         "gathered_cost": draw(st.sampled_from((0, 10**9))),  # which of the two forms is taken
         "per_token_advantages": draw(st.booleans()),
@@ -125,15 +137,11 @@ def decisions_are_clear(case, expected) -> bool:
                 for e in (o.epsilon_low, o.epsilon_high)
             ):
                 return False
-        if c.sampling is not None:
-            gap = c.old - c.sampling
-            for x in (gap, gap.sum()):
-                if torch.any((x - torch.tensor(o.sampling_ratio_cap).log()).abs() < 1e-3):
+        for x in o.corrections:
+            r = oracles.correction_ratio(c, x)
+            for bound in (x.get("low"), x.get("high")):
+                if r is not None and bound and torch.any((r.log() - math.log(bound)).abs() < 1e-3):
                     return False
-        if o.off_policy_threshold is not None:
-            behaviour = c.old if c.sampling is None else c.sampling
-            if abs((behaviour - c.logp).mean() - o.off_policy_threshold) < 1e-3:
-                return False
     if expected.entropy_floor is not None:
         gaps = (
             torch.cat([c.entropy for c in expected.rows if len(c.entropy)]) - expected.entropy_floor

@@ -30,7 +30,23 @@ from tests.loss_cases import (
 )  # fmt: skip
 
 EXACT = dict(loss_tol=3e-6, grad_tol=1e-5)
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CORRECTIONS = {
+    **oracles.WORDS,
+    "IcePop": [{"kind": "mask", "low": 0.7, "high": 1.4}],
+    "truncated below": [{"low": 0.8, "high": 1.4}],
+    "unbounded": [{}],
+    "geometric": [{"high": 1.3, "level": "geometric"}],
+    "token rejection": [{"kind": "reject", "low": 0.7, "high": 1.4}],
+    "product rejection": [{"kind": "reject", "low": 0.5, "high": 2.0, "level": "product"}],
+    "worst token": [{"kind": "reject", "low": 0.7, "high": 3.0, "level": "worst_token"}],
+    "seq-mask-tis": [{}, {"kind": "reject", "low": 0.9, "high": 1.3, "level": "geometric"}],
+    "current": [{"high": 1.5, "ratio": "current/sampling"}],
+    "current rejected": [
+        {"high": 1.5},
+        {"kind": "reject", "low": 0.5, "level": "product", "ratio": "current/sampling"},
+        {"kind": "reject", "high": 2.0, "advantages": "negative"},
+    ],
+}
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -38,23 +54,61 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # --------------------------------------------------------------------------------------------------
 # corrections
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("correction", [*CORRECTIONS, None])
+@pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "vespo", "gmpo", "reinforce"])
 def test_sampling_correction(loss_type, correction, function):
-    case = make_case(
-        31, sampling=True, **options_for(loss_type, beta=0.2), sampling_correction=correction
-    )
-    assert_same(function, case, run(function, case), **EXACT)
+    options = options_for(loss_type, beta=0.2, corrections=CORRECTIONS[correction])
+    if (loss_type, correction) == ("vespo", "current"):
+        with pytest.raises(ValueError, match=r"corrections\.ratio: expected 'old/sampling'"):
+            grpo_fast.LossConfig(**options)
+        return
+    layout = LAYOUTS[len(correction or "") % 2]
+    for seed in (31, 32):
+        case = make_case(seed, sampling=True, **options)
+        assert_same(function, case, run(function, case, layout=layout), **EXACT)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_correction_is_refused_without_the_logps_that_it_reads():
+    for correction in ({"kind": "mask", "high": 2.0}, {"kind": "reject", "high": 2.0}, {}):
+        case = make_case(31, **options_for("grpo", corrections=[correction]))
+        for function in FUNCTIONS:
+            with pytest.raises(ValueError, match="sampling_logps: expected the sampler's logps"):
+                run(function, case)
+    run("logps", make_case(31, **options_for("grpo", corrections=[oracles.off_policy(0.1)])))
+
+
+def test_what_the_corrections_report():
+    """Ratios 0.4, 0.8, 6 and 1.5: shares of those masked and moved, and (Σw)²/(n·Σw²)."""
+    sampling = -torch.tensor([[0.4, 0.8, 6.0, 1.5]]).log()
+    zeros, advantages = torch.zeros(1, 4), torch.ones(1)
+    for corrections, masked, clipped, weights in (
+        ({"kind": "mask", "low": 0.5, "high": 5.0}, 0.5, 0.0, [0, 0.8, 0, 1.5]),
+        ({"low": 0.5, "high": 5.0}, 0.0, 0.5, [0.5, 0.8, 5, 1.5]),
+        ([{}, {"kind": "reject", "high": 5.0}], 0.25, 0.0, [0.4, 0.8, 0, 1.5]),
+        ({"kind": "reject", "high": 5.0, "level": "worst_token"}, 1.0, 0.0, [0, 0, 0, 0]),
+    ):
+        config = grpo_fast.LossConfig("reinforce", corrections=corrections)
+        logps = zeros.clone().requires_grad_()
+        output = grpo_fast.grpo_loss(
+            logps, advantages, config, old_logps=zeros, sampling_logps=sampling
+        )
+        output.loss.backward()
+        w = torch.tensor(weights, dtype=torch.float32)
+        torch.testing.assert_close(logps.grad[0], -w / 4)
+        found = [float(output.metrics[f"sampling/{name}"]) for name in
+                 ("masked", "clipped", "effective_sample_size")]  # fmt: skip
+        size = float(w.sum() ** 2 / (4 * w.square().sum())) if w.any() else 0.0
+        assert found == pytest.approx([masked, clipped, size])
+
+
+@pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
 def test_sampling_correction_without_old_logps_is_a_constant(correction):
     """Then the ratio is exp(sg(lp) − sampling_logps): it scales the loss and has no gradient of its
     own.
     """
-    case = make_case(32, sampling=True, **options_for("grpo"), sampling_correction=correction).but(
-        old=None
-    )
+    case = make_case(
+        32, sampling=True, **options_for("grpo"), corrections=CORRECTIONS[correction]
+    ).but(old=None)
     logps, _ = reference_logps(case)
     case = case.but(
         sampling=logps - torch.where(case.mask, 0.3, 0.0) * case.advantages.sign().unsqueeze(1)
@@ -65,7 +119,7 @@ def test_sampling_correction_without_old_logps_is_a_constant(correction):
 
 def test_sampling_correction_never_scales_the_kl():
     case = make_case(
-        33, sampling=True, **options_for("grpo", beta=0.5), sampling_correction="token_mask"
+        33, sampling=True, **options_for("grpo", beta=0.5), corrections=oracles.WORDS["token_mask"]
     )
     case = case.but(sampling=case.old - 5.0)  # every ratio is e^5 > cap: masked
     result = run("logps", case)
@@ -75,16 +129,16 @@ def test_sampling_correction_never_scales_the_kl():
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("with_sampling", [True, False])
-@pytest.mark.parametrize("threshold", [-10.0, 0.05, 0.3, 10.0])
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 10.0])
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
 def test_off_policy_mask(loss_type, threshold, with_sampling, function):
-    options = options_for(loss_type, beta=0.2, off_policy_threshold=threshold)
+    options = options_for(loss_type, beta=0.2, corrections=[oracles.off_policy(threshold)])
     case = make_case(34, sampling=with_sampling, **options)
     assert_same(function, case, run(function, case), **EXACT)
 
 
 def test_off_policy_mask_keeps_every_completion_with_a_nonnegative_advantage():
-    case = make_case(35, **options_for("grpo", off_policy_threshold=0.1))
+    case = make_case(35, **options_for("grpo", corrections=[oracles.off_policy(0.1)]))
     case = case.but(old=case.old + 3.0)  # every completion drifted by far
     grad = run("logps", case).grads["logps"]
     assert (grad[case.advantages < 0] == 0).all()
@@ -94,12 +148,14 @@ def test_off_policy_mask_keeps_every_completion_with_a_nonnegative_advantage():
 
 def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
     """TRL 1.16 get_off_policy_mask: NaN sampling logps carry no evidence."""
-    case = make_case(36, sampling=True, **options_for("grpo", off_policy_threshold=0.1))
+    case = make_case(
+        36, sampling=True, **options_for("grpo", corrections=[oracles.off_policy(0.1)])
+    )
     holed = case.sampling.clone()
     holed[0, 2] = float("nan")
     agreeing = case.sampling.clone()
     agreeing[0, 2] = case.old[0, 2]
-    case = case.with_options(sampling_correction="token_truncate", off_policy_threshold=None)
+    case = case.with_options(corrections=oracles.WORDS["token_truncate"])
     a, b = run("logps", case.but(sampling=holed)), run("logps", case.but(sampling=agreeing))
     assert a.loss == b.loss and torch.equal(a.grads["logps"], b.grads["logps"])
 
@@ -116,10 +172,43 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
     assert_same(function, case, run(function, case, layout=layout), **EXACT)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_the_mean_over_prompts(loss_type, layout, function):
+    """Of three prompts with two completions, one of them empty; and split where groups are not."""
+    mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
+    options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
+    case = make_case(39, mask=mask, **options, entropy_coef=0.1, top_entropy_quantile=0.7)
+    whole = run(function, case, layout=layout)
+    assert_same(function, case, whole, **EXACT)
+    tokens = mask.sum(1).double()
+    of_prompts = tokens.view(3, 2).sum(1).repeat_interleave(2)
+    case = case.with_options(top_entropy_quantile=1.0)
+    whole, parts = run(function, case, layout=layout), 0.0
+    for some in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        fields = {name: getattr(case, name)[some] for name in
+                  ("hidden", "ids", "mask", "advantages", "old", "ref")}  # fmt: skip
+        part = case.but(**fields, num_items=of_prompts[some], num_completions=6)
+        parts += run(function, part, layout=layout).loss
+    torch.testing.assert_close(parts, whole.loss)
+
+
+def test_the_mean_over_prompts_refuses():
+    case = make_case(39, **options_for("dapo", aggregation="prompt_mean", group_size=2))
+    for items in (None, 3.0, torch.ones(4), torch.full((5,), -1.0), torch.full((5,), math.nan)):
+        with pytest.raises(ValueError, match="num_items_in_batch: expected"):
+            run("logps", case.but(num_items=items))
+    for size in (None, 0, 1.5):
+        with pytest.raises(ValueError, match="group_size: "):
+            grpo_fast.LossConfig(aggregation="prompt_mean", group_size=size)
+
+
 def test_all_extras_at_once():
     options = options_for(
-        "grpo", beta=0.3, kl_times_ratio=True, off_policy_threshold=0.3, top_entropy_quantile=0.6,
-        entropy_coef=0.2, sampling_correction="token_truncate", delta=2.5, temperature=0.8,
+        "grpo", beta=0.3, kl_times_ratio=True, top_entropy_quantile=0.6,
+        corrections=[*oracles.WORDS["token_truncate"], oracles.off_policy(0.3)],
+        entropy_coef=0.2, delta=2.5, temperature=0.8,
         softcap=5.0, logit_scale=1.3,
     )  # fmt: skip
     for level in ("token", "sequence"):

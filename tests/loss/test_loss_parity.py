@@ -71,8 +71,9 @@ def test_kl_estimators(function, level, kl_estimator, times_ratio):
     options = options_for(
         "grpo", level, beta=0.4, kl_estimator=kl_estimator, kl_times_ratio=times_ratio
     )
-    case = make_case(4, **options)
-    assert_same(function, case, run(function, case), loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
+    for clamps in ({}, {"kl_clamp": 0.12}, {"kl_input_clamp": 0.45, "kl_clamp": 0.12}):
+        case = make_case(4, **options, **clamps)
+        assert_same(function, case, run(function, case), loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
 
 
 @pytest.mark.parametrize("times_ratio", [False, True])

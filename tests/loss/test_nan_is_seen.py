@@ -14,11 +14,11 @@ import torch
 
 import grpo_fast
 from grpo_fast.objective.kl import KL_ESTIMATORS
+from tests import oracles
 from tests.loss_cases import BACKENDS, LAYOUTS, LOSS_LEVELS, Case, make_case, options_for, run
 
 WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def spoiled(case: Case, where: str, value: float) -> Case:
@@ -78,11 +78,16 @@ def test_where_a_filter_drops_the_row(loss_type, backend):
     entropy mask.
     """
     cases = [
-        make_case(33, sampling=True, **options_for(loss_type, sampling_correction=x))
-        for x in CORRECTIONS
+        make_case(33, sampling=True, **options_for(loss_type, corrections=x))
+        for x in oracles.WORDS.values()
     ]
     cases += [
-        make_case(33, **options_for(loss_type, off_policy_threshold=0.0, top_entropy_quantile=0.3))
+        make_case(
+            33,
+            **options_for(
+                loss_type, corrections=[oracles.off_policy(0.0)], top_entropy_quantile=0.3
+            ),
+        )
     ]
     cases += [
         make_case(33, **options_for(loss_type, entropy_coef=0.1, softcap=4.0, temperature=0.7))

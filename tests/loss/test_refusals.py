@@ -46,6 +46,8 @@ CONFIG = [
     *[("epsilon_high", dict(epsilon_high=x)) for x in (-0.1, NAN, INF, "0.2")],
     *[("beta", dict(beta=x)) for x in (-0.1, NAN, INF)],
     *[("delta", dict(delta=x)) for x in (0.0, -1.0, NAN)],
+    *[(k, {k: x}) for k in ("kl_clamp", "kl_input_clamp") for x in (0.0, -1.0, NAN, INF, "1")],
+    *[(k, {k: 1.0, "kl_estimator": "exact"}) for k in ("kl_clamp", "kl_input_clamp")],
     *[("softcap", dict(softcap=x)) for x in (0.0, -5.0, NAN)],
     *[("logit_scale", dict(logit_scale=x)) for x in (0.0, NAN, INF, 1e39)],
     *[("entropy_coef", dict(entropy_coef=x)) for x in (NAN, INF)],
@@ -53,18 +55,43 @@ CONFIG = [
     *[("sapo_temperature_pos", dict(sapo_temperature_pos=x)) for x in (0.0, -1.0, NAN)],
     *[("sapo_temperature_neg", dict(sapo_temperature_neg=x)) for x in (0.0, NAN)],
     *[("dual_clip_c", dict(dual_clip_c=x)) for x in (1.0, 0.5, NAN)],
-    *[("sampling_ratio_cap", dict(sampling_ratio_cap=x)) for x in (0.0, -1.0, NAN)],
     *[("max_completion_length", dict(max_completion_length=x)) for x in (0, -5, 1.5, 10**400)],
     *[(name, {name: x}) for name in ("kl_times_ratio", "compute_entropy") for x in ("no", None, 2)],
     *[(f"vespo_{k}", {f"vespo_{k}": -1.0}) for k in ("k_pos", "k_neg", "lambda_pos", "lambda_neg")],
-    ("off_policy_threshold", dict(off_policy_threshold=NAN)),
     ("loss_type", dict(loss_type="ppo")),
     ("loss_type", dict(loss_type=None)),
     ("kl_estimator", dict(kl_estimator="k4")),
     ("aggregation", dict(aggregation="mean")),
     ("importance_sampling_level", dict(importance_sampling_level="turn")),
     ("cispo_bound", dict(cispo_bound="upper")),
-    ("sampling_correction", dict(sampling_correction="clip")),
+    *[
+        (f"corrections.{name}", dict(corrections={"kind": "mask", "high": 2.0, name: x}))
+        for name, x in (
+            ("kind", "clip"),
+            ("level", "sequence"),
+            ("ratio", "new/old"),
+            ("high", 0.9),
+            ("high", 0.0),
+            ("high", NAN),
+            ("high", INF),
+            ("high", "2"),
+            ("high", True),
+            ("low", 1.1),
+            ("low", -0.1),
+            ("low", NAN),
+            ("advantages", "positive"),
+            ("level", "worst_token"),
+            ("advantages", "negative"),
+            ("level", []),
+        )
+    ],
+    ("corrections.low", dict(corrections={"kind": "reject"})),
+    ("corrections.low", dict(corrections={"low": 3.0, "high": 2.0})),
+    ("corrections.ratio", dict(loss_type="vespo", corrections={"ratio": "current/sampling"})),
+    *[
+        ("corrections", dict(corrections=x))
+        for x in ("token_mask", 3, ["mask"], [{"cap": 2.0}], [{}, {"level": "product"}])
+    ],
     ("max_completion_length", dict(loss_type="dr_grpo")),
     ("max_completion_length", dict(aggregation="fixed_length")),
     *[
@@ -91,6 +118,8 @@ READ_BY = {
     "vespo_lambda_neg": ({"vespo"}, 1.0),
     "kl_estimator": (set(LOSSES) - {"kimi", "dro"}, "k2"),
     "kl_times_ratio": (set(LOSSES) - {"kimi", "dro"}, True),
+    "kl_clamp": (set(LOSSES) - {"kimi", "dro"}, 10.0),
+    "kl_input_clamp": (set(LOSSES) - {"kimi", "dro"}, 20.0),
 }
 
 
@@ -112,14 +141,6 @@ def test_an_option_that_the_loss_does_not_read(loss_type, name):
         assert_refused(lambda: default.replace(**{name: value}), name)
     assert grpo_fast.LossConfig(**options, **{name: getattr(default, name)}) == default
     assert grpo_fast.LossConfig.from_key(default.key) == default
-
-
-def test_a_cap_of_a_correction_that_is_off():
-    options = dict(sampling_ratio_cap=2.0)
-    assert_refused(
-        lambda: grpo_fast.LossConfig(**options, sampling_correction=None), "sampling_ratio_cap"
-    )
-    assert grpo_fast.LossConfig(**options).sampling_ratio_cap == 2.0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import oracles
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
@@ -80,7 +81,11 @@ def test_splits_of_every_normaliser(level, aggregation, pieces):
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 def test_splits_with_extras(pieces):
     options = options_for(
-        "dapo", beta=0.2, kl_times_ratio=True, off_policy_threshold=0.3, entropy_coef=0.1
+        "dapo",
+        beta=0.2,
+        kl_times_ratio=True,
+        corrections=[oracles.off_policy(0.3)],
+        entropy_coef=0.1,
     )
     mask = torch.arange(9)[None, :] < torch.tensor(LENGTHS)[:, None]
     case = make_case(92, mask=mask, sampling=True, **options).but(

@@ -12,7 +12,7 @@ import torch
 from grpo_fast import Support, linear_grpo_loss, linear_logps, logits_grpo_loss, logits_logps
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
-from tests import oracle_inputs
+from tests import oracle_inputs, oracles
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
@@ -68,13 +68,34 @@ def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
     check(take(form, monkeypatch), case, layout=layout, backend="auto")
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("loss_type", "more"), [
+    ("dapo", {}), ("gspo", {"top_entropy_quantile": 0.6}), ("grpo", {"softcap": 3.0, "beta": 0.2}),
+    ("reinforce", {"entropy_coef": 0.0, "compute_entropy": True}),
+])  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
+    """The bonus then pulls at every id; the policy term still at those that were kept."""
+    options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
+    case, function = make_case(38, support=True, **options), take(form, monkeypatch)
+    result = run(function, case, backend=backend, layout=LAYOUTS[loss_type == "dapo"])
+    assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
+    inside = run(function, case.with_options(entropy_over="support"), backend=backend)
+    assert (result.metrics["entropy"] > inside.metrics["entropy"]).item()
+    if function == "logits":
+        outside = result.grads["logits"][case.mask][~case.kept[case.mask]]
+        assert bool(outside.any()) == (options["entropy_coef"] != 0)
+        over = run(function, case, backend=backend, inplace=True)
+        assert torch.equal(over.grads["logits"], result.grads["logits"])
+
+
 EXTRAS = {
     "softcap": dict(softcap=3.0),
     "scale": dict(logit_scale=-1.4, temperature=0.7),
     "entropy bonus": dict(entropy_coef=0.2),
     "entropy quantile": dict(top_entropy_quantile=0.55, compute_entropy=True),
-    "correction": dict(sampling_correction="token_truncate"),
-    "off policy": dict(off_policy_threshold=0.07, softcap=2.0, entropy_coef=-0.1),
+    "correction": dict(corrections=oracles.WORDS["token_truncate"]),
+    "off policy": dict(corrections=[oracles.off_policy(0.07)], softcap=2.0, entropy_coef=-0.1),
 }
 
 

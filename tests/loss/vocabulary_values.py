@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import grpo_fast
-from tests import loss_cases
+from tests import loss_cases, oracles
 from tests.loss.vocabulary_world import SIZES, Found, World, as_one, flat, off
 from tests.loss_cases import Case, make_case, options_for
 
@@ -31,7 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
     "everything": {"temperature": 0.8, "softcap": 3.0, "logit_scale": 1.2, "entropy_coef": 0.1},
     "metrics_entropy": {"compute_entropy": True},
     "top_entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
-    "off_policy": {"off_policy_threshold": 0.2},
+    "off_policy": {"corrections": [oracles.off_policy(0.2)]},
 }
 
 

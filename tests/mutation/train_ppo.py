@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-ADVANTAGES, VALUE = (f"grpo_fast/objective/{x}.py" for x in ("advantages", "value"))
+ADVANTAGES, VALUE = (f"grpo_fast/objective/{x}.py" for x in ("gae", "value"))
 CRITIC, FIXED, BATCH, TRAINER, UPDATES, ACCUMULATE, OPTIMIZER = (
     f"grpo_fast/{x}.py"
     for x in (
@@ -26,9 +26,15 @@ MUTANTS = [
            "2 * reach, decay * decay", "2 * reach, decay",
            "terms far ahead decay as if they were near", "ppo_math"),
     Mutant("ppo-gae-padding", ADVANTAGES,
-           "r, v = (torch.where(active, x.double(), 0.0) for", "r, v = (x.double() for",
+           "torch.where(active, x.double(), 0.0).gather(1, order)", "x.double().gather(1, order)",
            "what stands in the padding reaches the last tokens", "ppo_math"),
-    Mutant("ppo-white-over-all", ADVANTAGES,
+    Mutant("ppo-gae-gaps", ADVANTAGES,
+           "(~active).to(torch.uint8).argsort", "torch.zeros_like(rewards).argsort",
+           "the tokens of a tool count as steps", "ppo_math"),
+    Mutant("ppo-lambda-of-the-returns", FIXED,
+           "same = alpha is None and lam_returns == lam", "same = True",
+           "the returns have the advantages' lambda", "ppo_step"),
+    Mutant("ppo-white-over-all", "grpo_fast/objective/advantages.py",
            "    counted = a[known]\n", "    counted = a.nan_to_num(nan=0.0).reshape(-1)\n",
            "masked tokens move the mean and the deviation", "ppo_math"),
     Mutant("ppo-value-min", VALUE,
@@ -59,7 +65,7 @@ MUTANTS = [
            "    _load_head(loaded.head, Path(critic.path) / HEAD_FILE)\n", "",
            "a critic that was saved starts at zero again", "ppo_critic"),
     Mutant("ppo-returns-white", FIXED,
-           "returns = advantages + torch.where(counts, valued, 0.0)\n    if config.whiten and "
+           "returns = towards + torch.where(counts, valued, 0.0)\n    if config.whiten and "
            "counts.any():\n        advantages = torch.where(counts, "
            "whitened(advantages.double(), counts), 0.0).float()\n",
            "if config.whiten and counts.any():\n        advantages = torch.where(counts, "

@@ -138,11 +138,11 @@ MUTANTS = [
            "reward += torch.tensor(score", "rewards per token have no weight", "per_token"),
     Mutant("per-token-any-length", SET, "length is not None and length != len(value)",
            "length is not None and length < len(value)", "a row may be too short", "per_token"),
-    Mutant("process-means-of-means", "grpo_fast/objective/advantages.py",
+    Mutant("process-means-of-means", "grpo_fast/objective/gae.py",
            "steps = normalized(grouped, eps=eps).reshape(rewards.shape)",
            "steps = normalized(rewards.double(), eps=eps)",
            "each completion is its own group", "process"),
-    Mutant("process-behind", "grpo_fast/objective/advantages.py",
+    Mutant("process-behind", "grpo_fast/objective/gae.py",
            "steps.flip(-1).cumsum(-1).flip(-1)", "steps.cumsum(-1)",
            "a token is paid for what came before it", "process"),
 ]  # fmt: skip

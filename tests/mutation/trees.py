@@ -7,6 +7,7 @@ from tests.mutation.mutants import Mutant
 LAYOUT, TREE = "grpo_fast/attention/layout.py", "grpo_fast/attention/kernels/tree.py"
 KERNEL, FLEX = "grpo_fast/attention/kernels/kernel.py", "grpo_fast/attention/kernels/flex.py"
 TRIE, PACKING = "grpo_fast/attention/trie.py", "grpo_fast/attention/packing.py"
+TRACES, TRL = "grpo_fast/data/traces.py", "grpo_fast/integrations/trl/trees.py"
 
 MUTANTS = [
     Mutant("trees-lse-of-a-part", TREE,
@@ -44,7 +45,7 @@ MUTANTS = [
            "home.get((self.children[node] or [node])[0], -1)", "-1",
            "a sample that ends in a copied node has no rows", "trees"),
     Mutant("trees-apart-is-together", TRIE,
-           "if kinds[a] == kinds[b] else 0", "if True else 0",
+           "ids[a], ids[b])", "ids[a].view(len(ids[a]), -1)[:, :1], ids[b].view(len(ids[b]), -1)[:, :1])",
            "samples with other images share rows", "trees"),
     Mutant("trees-row-at-a-border", PACKING,
            "bounds, right=True)", "bounds, right=False)",
@@ -58,4 +59,16 @@ MUTANTS = [
     Mutant("trees-trained-at-the-start", PACKING,
            "    if mask[0]:\n", "    if False:\n",
            "a token that nothing predicts is trained on the last row", "trees"),
+    Mutant("trees-turns-count-twice", TRACES,
+           "        seen |= set(path)\n", "",
+           "a sampled message is trained once for every branch behind it", "recorded"),
+    Mutant("trees-copies-may-differ", TRACES,
+           "need(same, name,", "need(True, name,",
+           "a trace that comes twice with other tokens is taken for one", "recorded"),
+    Mutant("trees-compactions-all-taken", TRACES,
+           "if leaf in inner or (is_attempt and leaf not in taken):", "if leaf in inner:",
+           "a compaction that nobody went on from is trained", "recorded"),
+    Mutant("trees-logps-of-every-token", TRL,
+           "logps.append(given[mask.bool()])", "logps.append(given[: int(mask.sum())])",
+           "the sampler's logps stand beside other tokens", "recorded"),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_fast import group_advantages
-from grpo_fast.objective.advantages import process_advantages
+from grpo_fast.objective.gae import gae, lam_by_length, process_advantages
 
 WITHOUT_GROUPS = ("rewards", "baseline")
 MODES = (
@@ -24,6 +24,7 @@ MODES = (
     "max_code",
     "batch",
     "rloo",
+    "rloo_normalized",
     "reinforce_pp_baseline",
     "opo",
     "passk",
@@ -57,6 +58,9 @@ def group_by_group(mode, groups):
                 a = r - 0.3
             elif mode == "centered":
                 a = r - mean
+            elif mode == "rloo_normalized":
+                spread = statistics.stdev(others)
+                a = (r - statistics.fmean(others)) / (spread + 1e-6 if spread else 1.0)
             elif mode == "normalized":
                 a = (r - mean) / (statistics.stdev(g) + 1e-4)
             elif mode == "max":
@@ -242,12 +246,48 @@ def test_refusals(keywords, name):
         group_advantages(keywords.pop("rewards"), **keywords)
 
 
+def test_maxrl_and_clipping():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, math.nan, 0.0, 0.0, 0.0, 0.0, 0.0])
+    found = group_advantages(rewards, "maxrl", group_size=4)
+    expected = torch.tensor([3.0, -1, -1, -1, 0.5, 0.5, 0, -1, 0, 0, 0, 0])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    bounds = {"clip_low": -0.7, "clip_high": 2.0}
+    clipped = group_advantages(rewards, "maxrl", group_size=4, **bounds)
+    assert torch.equal(clipped, found.clamp(-0.7, 2.0))
+    with pytest.raises(ValueError, match="rewards: mode 'maxrl' divides"):
+        group_advantages(torch.tensor([1.0, -0.5]), "maxrl", group_size=2)
+    for name, x in (("clip_low", 0.1), ("clip_high", -0.1), ("clip_high", math.nan)):
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            group_advantages(rewards, group_size=4, **{name: x})
+
+
+def test_gdpo():
+    """Each reward against its group, then the weighted sum over the batch; without a verdict of one
+    reward a completion has none.
+    """
+    each = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.5], [5.0, 5.0, 5.0, 0.0, 9.0, math.nan]])
+    found = group_advantages(each, "gdpo", group_size=3, weights=[2.0, -1.0], eps=0.0)
+    a = group_advantages(each[0], group_size=3).double()
+    b = group_advantages(each[1], group_size=3).double()
+    total = (2 * a - b)[:5]
+    torch.testing.assert_close(found[:5].double(), (total - total.mean()) / total.std())
+    assert found[5] == 0
+    same = group_advantages(torch.ones(2, 6), "gdpo", group_size=3)
+    assert torch.equal(same, torch.zeros(6))
+    lost = group_advantages(torch.full((2, 6), math.nan), "gdpo", group_size=3)
+    assert torch.equal(lost, torch.zeros(6))
+    for name, x in (("weights", [1.0]), ("weights", "ab"), ("weights", [math.nan, 1.0]),
+                    ("each", "opo"), ("each", None)):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            group_advantages(each, "gdpo", group_size=3, **{name: x})
+    with pytest.raises(ValueError, match=r"rewards: expected a tensor of shape \(K, N\*G\)"):
+        group_advantages(each[0], "gdpo", group_size=3)
+
+
 # ----------------------------------------------------------
 # gae
 def test_gae_against_its_definition():
     """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t, V = 0 after the last token."""
-    from grpo_fast.objective.advantages import gae
-
     g = torch.Generator().manual_seed(0)
     lengths, gamma, lam = [5, 3, 0, 1], 0.9, 0.8
     rewards, values = torch.randn(4, 5, generator=g), torch.randn(4, 5, generator=g)
@@ -269,9 +309,32 @@ def test_gae_against_its_definition():
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gae_without_a_mask_and_its_limits():
-    from grpo_fast.objective.advantages import gae
+def test_gae_skips_gaps():
+    """What a tool wrote between two turns is no step: the same as without those tokens."""
+    g = torch.Generator().manual_seed(1)
+    mask = torch.tensor([[1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 1], [0] * 8]).bool()
+    rewards, values = torch.randn(3, 8, generator=g), torch.randn(3, 8, generator=g)
+    lam, following = torch.tensor([0.3, 0.95, 1.0]), torch.tensor([0.7, -0.2, 5.0])
+    noise = torch.where(mask, 0.0, math.nan)
+    found = gae(rewards + noise, values + noise, 0.9, lam, mask=mask, following=following)
+    assert (found[~mask] == 0).all()
+    for b in range(2):
+        r, v = rewards[b][mask[b]][None], values[b][mask[b]][None]
+        alone = gae(r, v, 0.9, float(lam[b]), following=following[b : b + 1])
+        torch.testing.assert_close(found[b][mask[b]], alone[0])
+    for bad in (torch.tensor([0.5]), torch.tensor([0.5, 1.1, 0.5]), torch.full((3,), math.nan)):
+        with pytest.raises(ValueError, match="lam: expected"):
+            gae(rewards, values, lam=bad)
 
+
+def test_lambda_by_length():
+    torch.testing.assert_close(
+        lam_by_length(torch.tensor([0, 1, 10, 1000]), 0.05).float(),
+        torch.tensor([0.0, 0.0, 0.0, 0.98]),
+    )
+
+
+def test_gae_without_a_mask_and_its_limits():
     rewards, values = torch.randn(2, 6), torch.randn(2, 6)
     following = torch.cat([values[:, 1:], torch.zeros(2, 1)], 1)
     torch.testing.assert_close(gae(rewards, values, 0.9, 0.0), rewards + 0.9 * following - values)

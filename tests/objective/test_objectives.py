@@ -25,8 +25,8 @@ def test_both_tables_have_the_same_kl_estimators():
     assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
 
 
-def test_the_five_normalisers():
-    assert set(PACKAGE_AGGREGATIONS) == set(AGGREGATIONS)
+def test_the_normalisers():
+    assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}  # its own test: prompts
 
 
 @pytest.mark.parametrize("loss_type", oracles.ORACLES)
@@ -40,7 +40,7 @@ def test_default_aggregation(loss_type):
 
 def test_defaults_of_the_config():
     for name, value in oracles.DEFAULTS.items():
-        if name in ("epsilon_high", "aggregation"):
+        if name in ("epsilon_high", "aggregation", "corrections"):
             continue
         assert getattr(LossConfig(), name) == value, name
     assert LossConfig().epsilon_high == 0.2

@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 
-from grpo_fast.objective.advantages import gae, whitened
+from grpo_fast.objective.advantages import whitened
+from grpo_fast.objective.gae import gae
 from grpo_fast.objective.value import VALUE_LOSSES, explained_variance, value_losses
 
 EPSILON, DELTA = 0.2, 0.7

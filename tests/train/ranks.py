@@ -267,7 +267,7 @@ def load_large(megabytes: int) -> Any:
 def pass_unevenly() -> Any:
     """A backward pass of shards after a rollout in which each rank made passes of another kind."""
     fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
-              "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}  # fmt: skip
+              "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
     config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
     policy = load_policy(config, build_symbol_tokenizer(list("0123456789")))
     sharding.shard_all([policy], policy.device, None)

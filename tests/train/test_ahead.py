@@ -203,7 +203,7 @@ def test_the_loss_must_correct():
     with pytest.raises(ValueError, match=r"rollout\.ahead"):
         load_recipe("sort", ["rollout.ahead=2", "rollout.correct_sampling=true"])
     config = load_recipe("sort", ["rollout.ahead=1", "rollout.correct_sampling=true"])
-    assert config.loss_config().sampling_correction is not None
+    assert config.loss_config().corrections
 
 
 def test_a_failure_in_the_thread_ends_the_step(tmp_path, apart, monkeypatch):

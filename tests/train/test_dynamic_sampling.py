@@ -53,7 +53,10 @@ def asked(monkeypatch):
 
 
 def collected(queue, rewards, config, step=1):
-    return build_collector(config, None, None, rewards, queue).next(step, Clock())
+    collector = build_collector(config, None, None, rewards, queue)
+    found = collector.next(step, Clock())
+    assert [e.prompt for e in collector.examples_of(found)] == found.rollout.prompts
+    return found
 
 
 def by_table(table, watched=None):
@@ -86,7 +89,7 @@ def test_without_it_nothing_is_dropped(asked):
     queue = queue_of(9)
     found = collected(queue, by_table({}), configured())
     assert asked == [(["p0", "p1", "p2"], (0, 1))] and queue.consumed == 3
-    assert [row["use"] for row in found.prompts] == ["kept"] * 3
+    assert [row.use for row in found.prompts] == ["kept"] * 3
     assert not any(name.startswith(("dynamic", "prompts")) for name in found.metrics)
 
 
@@ -99,8 +102,8 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     assert prompts == (["p0", "p1", "p2"], ["p3", "p4"], ["p5"])
     assert seeds == ((0, 7), (0, 7, 3), (0, 7, 5)) and queue.consumed == 6
     assert found.rollout.texts == ["p1 0", "p1 1", "p4 0", "p4 1", "p5 0", "p5 1"]
-    assert [e.prompt for e in found.examples] == ["p1", "p1", "p4", "p4", "p5", "p5"]
-    assert found.scores.total.tolist() == [0, 1, 1, 0, 0, 3]
+    assert found.rollout.prompts == ["p1", "p1", "p4", "p4", "p5", "p5"]
+    assert found.total.tolist() == [0, 1, 1, 0, 0, 3]
     assert found.advantages.view(3, 2).sum(1).abs().max() < 1e-6 and found.advantages.all()
     assert found.rollout.lengths == [3, 4, 3, 4, 1, 2] and found.generated == 21 + 10 + 3
     counts = {k: v for k, v in found.metrics.items() if "dynamic" in k or "consumed" in k}
@@ -113,12 +116,10 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     }
     assert found.metrics["reward"] == pytest.approx(5 / 12)  # of all that was sampled
     assert found.metrics["frac_reward_zero_std"] == 1 / 2
-    rows = [(r["prompt"], r["reward"], r["reward_std"], r["use"]) for r in found.prompts]
+    rows = [(r.prompt, r.reward, r.reward_std, r.use) for r in found.prompts]
     assert rows[:2] == [(0, 0, 0, "dropped"), (1, 0.5, math.sqrt(1 / 2), "kept")]
-    assert rows[5] == (5, 1.5, math.sqrt(9 / 2), "kept") and {r["step"] for r in found.prompts} == {
-        7
-    }
-    spreads = [r["reward_std"] for r in found.prompts]
+    assert rows[5] == (5, 1.5, math.sqrt(9 / 2), "kept") and {r.step for r in found.prompts} == {7}
+    spreads = [r.reward_std for r in found.prompts]
     assert found.metrics["reward_std"] == pytest.approx(sum(spreads) / len(spreads))
 
 
@@ -128,7 +129,7 @@ def test_what_is_missing_after_the_last_round_is_filled(asked):
     found = collected(queue, by_table({"p2": (0, 1)}), config)
     prompts, _ = zip(*asked, strict=True)
     assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])  # round the training set
-    assert [r["use"] for r in found.prompts] == [
+    assert [r.use for r in found.prompts] == [
         "filled", "dropped", "kept", "dropped", "dropped", "dropped", "kept"
     ]  # fmt: skip
     assert found.rollout.prompts[::2] == ["p0", "p2", "p2"]
@@ -145,8 +146,8 @@ def test_the_judge_is_the_named_reward(asked):
         "rewards=[{name: exact_match}, {name: exact_match, label: watched, weight: 0}]",
     )  # fmt: skip
     found = collected(queue_of(9), by_table(spread_by_total, right), config)
-    assert [r["use"] for r in found.prompts] == ["filled", "kept", "dropped"]
-    assert found.prompts[0]["reward"] == 0 and found.prompts[1]["reward"] == 0.5
+    assert [r.use for r in found.prompts] == ["filled", "kept", "dropped"]
+    assert found.prompts[0].reward == 0 and found.prompts[1].reward == 0.5
 
 
 def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
@@ -154,8 +155,8 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
     queue, config = queue_of(9), configured("rollout.dynamic.rounds=1")
     found = collected(queue, by_table(table), config)
     assert found.metrics["rewards/total/failed/not_a_number"] == 4
-    assert found.prompts[0]["reward"] is None and found.prompts[1]["reward_std"] == 0
-    json.dumps(found.prompts, allow_nan=False)
+    assert found.prompts[0].reward is None and found.prompts[1].reward_std == 0
+    json.dumps([vars(row) for row in found.prompts], allow_nan=False)
 
 
 def test_groups_joined_and_selected_keep_all_that_belongs_to_them():

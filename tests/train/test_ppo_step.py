@@ -109,6 +109,26 @@ def test_advantages_and_returns(kind, budget, shared):
     assert not torch.allclose(flat(ended), flat(advantages), atol=1e-2)
 
 
+def test_lambdas_of_their_own():
+    """The returns by `lam_returns`, the advantages by a lambda of each length (VAPO)."""
+    policy = tiny_policy()
+    options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.6, "lam_alpha": 0.5}
+    critic = make_critic(policy, whiten=False, **options)
+    batch = fixed(make_batch(), policy, critic)
+    lengths = [len(c) for c in batch.rollout.completion_ids]
+    kls = [[0.0] * n for n in lengths]
+    known = dict(gamma=0.9, bootstrap=True)
+    _, returns = oracle(critic, batch.rollout, SCORES, kls, lam=0.6, **known)
+    by_length = [max(0.0, 1 - 1 / max(0.5 * n, 1)) for n in lengths]
+    every = {lam: oracle(critic, batch.rollout, SCORES, kls, lam=lam, **known)[0]
+             for lam in set(by_length)}  # fmt: skip
+    assert len(every) > 1
+    advantages = [every[lam][i] for i, lam in enumerate(by_length)]
+    for name, expected in (("token_advantages", advantages), ("returns", returns)):
+        got = torch.cat(batch.of_each(name)).double()
+        torch.testing.assert_close(got, flat(expected), rtol=2e-4, atol=2e-4)
+
+
 KL_BY_HAND = {
     "k1": lambda d: -d,
     "abs": abs,

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.train import loop
 from grpo_fast.train.collect.advantages import Advantages
@@ -52,9 +53,9 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
     """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
     kept = []
 
-    def recorded(self, rewards, *arguments):
-        advantages = whole(self, rewards, *arguments)
-        kept.append((rewards.double(), advantages.double()))
+    def recorded(self, scores, *arguments):
+        advantages = whole(self, scores, *arguments)
+        kept.append((scores.total.double(), advantages.double()))
         return advantages
 
     whole = Advantages.of
@@ -67,6 +68,26 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, monkeypatch):
         now = rewards.mean().item()
         expected = mean = now if mean is None else 0.75 * mean + 0.25 * now
     assert len(kept) == 4
+
+
+def test_gdpo_takes_each_reward_apart(tmp_path, monkeypatch):
+    """Of the run's own rewards, by their weights."""
+    kept = []
+
+    def recorded(self, scores, *arguments):
+        kept.append((scores.per_fn, whole(self, scores, *arguments)))
+        return kept[-1][1]
+
+    whole = Advantages.of
+    monkeypatch.setattr(Advantages, "of", recorded)
+    options = ["advantages=gdpo", "steps=2", "advantage_options.clip_high=1.5"]
+    weighed = ["rewards.0.weight=2", "rewards.1.weight=0.5"]
+    run(tmp_path / "a", *options, *weighed)
+    assert len(kept) == 2
+    for per_fn, found in kept:
+        listed, bounds = torch.stack(list(per_fn.values())), {"clip_high": 1.5}
+        expected = group_advantages(listed, "gdpo", group_size=4, weights=[2.0, 0.5], **bounds)
+        assert torch.equal(found, expected) and found.any()
 
 
 def test_the_same_run_twice_and_groups_of_one(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.train.update.batch import Totals
+from grpo_fast.train.update.critic import token_weights
 from grpo_fast.train.update.gradients import accumulate
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic
@@ -38,6 +39,33 @@ def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
         assert items == sum(micro.active_tokens for micro in everywhere)
         idle += len(everywhere) - len(real)
     assert (idle > 0) == (ranks > 1)
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_mean_over_prompts(minibatches, ranks):
+    """Every prompt that a minibatch has tokens of weighs the same, and so do its tokens."""
+    config = LossConfig(aggregation="prompt_mean", group_size=GROUP)
+    steps = [make_batch(SCORES, minibatches=minibatches, budget=14, rank=rank, ranks=ranks)
+             for rank in range(ranks)]  # fmt: skip
+    for step in steps:
+        step.shuffle("7")  # groups in parts
+    for k in range(minibatches):
+        of_prompt: dict[int, list[float]] = {}
+        for micro in (micro for step in steps for micro in step.minibatches[k]):
+            weights = token_weights(micro, config, micro.prompt_items, steps[0].totals[k][1])
+            for i, own in zip(micro.chosen, micro.packed.split(weights), strict=True):
+                if not micro.is_idle:
+                    of_prompt.setdefault(i // GROUP, []).extend(own.tolist())
+        for weights in of_prompt.values():
+            assert weights == pytest.approx([1 / (len(of_prompt) * len(weights))] * len(weights))
+    policy = tiny_policy()
+    whole = gradients(policy, make_batch(SCORES).minibatches[0], config,
+                      totals=make_batch(SCORES).totals[0])  # fmt: skip
+    cut = make_batch(SCORES, budget=14)
+    parts = gradients(policy, cut.minibatches[0], config, totals=cut.totals[0])
+    assert parts[0]["loss"] == pytest.approx(whole[0]["loss"], abs=1e-6)
+    torch.testing.assert_close(parts[1], whole[1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_without_a_token_that_counts_moves_nothing():

@@ -137,20 +137,16 @@ def test_the_tutorials_settings():
         ),
         (
             "loss.sampling_correction=sequence_mask",
-            "loss.sampling_correction: expected rollout.correct_sampling: true",
+            "loss.corrections: expected rollout.correct_sampling: true",
         ),
         (
-            "loss.sampling_correction=token_truncate",
-            "loss.sampling_correction: expected rollout.correct_sampling: true",
+            'loss.corrections=[{"high":2}]',
+            "loss.corrections: expected rollout.correct_sampling: true",
         ),
-        (
-            "loss.sampling_ratio_cap=2",
-            "loss.sampling_ratio_cap: expected rollout.correct_sampling: true",
-        ),
+        ("loss.sampling_ratio_cap=2", "loss.corrections: expected rollout.correct_sampling: true"),
         (
             "rollout.correct_sampling=true loss.sampling_correction=null",
-            "rollout.correct_sampling: expected loss.sampling_correction or "
-            "loss.off_policy_threshold",
+            "rollout.correct_sampling: expected loss.corrections beside it",
         ),
     ],
 )
@@ -233,14 +229,13 @@ def test_a_correction_by_the_sampler_that_is_read(tmp_path):
             "loss.off_policy_threshold=0.1",
         ],
         ["loss.sampling_correction=null"],
+        ["rollout.correct_sampling=true", "loss.corrections=[{kind: mask, low: 0.5, high: 5}]"],
         [],
     ):
         config = load_recipe("sort", words)
         save_config(config, tmp_path / "config.yaml")
         assert load_recipe(str(tmp_path / "config.yaml")) == config
-    with pytest.raises(
-        ValueError, match="loss.sampling_correction: expected rollout.correct_sampling"
-    ):
+    with pytest.raises(ValueError, match="loss.corrections: expected none beside an older name"):
         load_recipe(str(tmp_path / "config.yaml"), ["loss.sampling_correction=token_mask"])
 
 
@@ -275,7 +270,8 @@ def test_loss_settings_are_the_losses_own():
     assert set(LossSettings.model_fields) == {f.name for f in dataclasses.fields(LossConfig)}
     settings = dict(LossSettings())
     assert settings.pop("temperature") is None  # the rollout's
-    assert dataclasses.asdict(LossConfig(**settings)) == dataclasses.asdict(LossConfig())
+    settings["corrections"] = [dict(x) for x in settings["corrections"]]
+    assert LossConfig(**settings) == LossConfig()
     config = parse_config({**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
     assert (
         config.loss_config().temperature == 0.9 and config.loss_config().max_completion_length == 7

@@ -8,13 +8,14 @@ which part of the work stays with TRL's own code, which honours it (`forward_rea
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_fast import LossConfig, grpo_loss
+from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import check_supported
 
 # What TRL divides each loss type by: completions or tokens of the micro-batch, and then the
@@ -138,12 +139,19 @@ def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossCon
         max_completion_length=trainer.max_completion_length,
         entropy_coef=entropy_coef,
         top_entropy_quantile=trainer.top_entropy_quantile,
-        off_policy_threshold=trainer.off_policy_mask_threshold,
-        sampling_correction=None,
+        corrections=_off_policy_mask(trainer.off_policy_mask_threshold),
         compute_entropy=True,
         **{name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))},
         **head,
     )
+
+
+def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
+    """TRL's mask of completions with A < 0 whose mean(behaviour logp - logp) is above it."""
+    if threshold is None:
+        return ()
+    low, ratio = math.exp(-threshold), "current/behaviour"
+    return (Correction("reject", low, None, "geometric", ratio, advantages="negative"),)
 
 
 def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: Any) -> SinglePass:

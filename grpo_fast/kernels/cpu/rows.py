@@ -98,7 +98,9 @@ def _leaf_numbers() -> tuple[dict, dict]:
 
 @functools.lru_cache(maxsize=256)
 def leaf_arguments(key: str) -> tuple:
-    """(objective, kl, kl_times_ratio, p0, …, p3) of the C++ doors, for the config with this key."""
+    """(objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) of the C++ doors, for the
+    config with this key.
+    """
     config, (objectives, estimators) = LossConfig.from_key(key), _leaf_numbers()
     params = config.params
     padding = (0.0,) * (leaves.MAX_PARAMS - len(params))
@@ -108,6 +110,7 @@ def leaf_arguments(key: str) -> tuple:
         config.kl_times_ratio,
         *params,
         *padding,
+        *config.kl_limits,
     )
 
 

@@ -24,8 +24,9 @@ BLOCK_T = 128
 @triton.jit(do_not_specialize=["n_rows"])
 def coefficients_kernel(
     logps_ptr, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
-    losses_ptr, grad_logps_ptr, n_rows, p0, p1, p2, p3, OBJECTIVE: tl.constexpr,
-    N_PARAMS: tl.constexpr, KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
+    losses_ptr, grad_logps_ptr, n_rows, p0, p1, p2, p3, kl_most, kl_reach,
+    OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
+    KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
@@ -41,7 +42,8 @@ def coefficients_kernel(
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
         kl_weight = tl.load(kl_weights_ptr + rows, mask=in_rows, other=0.0)
-        kl, kl_slope = KL(tl.load(ref_logps_ptr + rows, mask=in_rows, other=0.0) - lp)
+        d = tl.load(ref_logps_ptr + rows, mask=in_rows, other=0.0) - lp
+        kl, kl_slope = KL(d, kl_most, kl_reach)
         if KL_TIMES_RATIO:
             ratio = exp_fp32(lr)
             kl_slope = (kl_slope + kl) * ratio
@@ -67,6 +69,7 @@ def row_coefficients(
             coefficients_kernel, triton.cdiv(logps.shape[0], BLOCK_T), logps, advantages, weights,
             kl_weights if has_kl else None, old_logps, ref_logps if has_kl else None, losses,
             grad_logps, logps.shape[0], *config.params, *[0.0] * (4 - len(config.params)),
+            *config.kl_limits,
             OBJECTIVE=device_function(OBJECTIVES[config.loss_type].leaf),
             N_PARAMS=len(config.params), KL=device_function(KL_ESTIMATORS[config.kl_estimator]),
             KL_TIMES_RATIO=bool(config.kl_times_ratio), BLOCK_T=BLOCK_T, num_warps=4,

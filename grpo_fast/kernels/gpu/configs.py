@@ -106,9 +106,10 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Without soft cap and bias the epilogue is light enough for twice the tile (with a soft cap it
-# spills, with a bias beside other options Triton 3.6 does): a third less traffic from L2 per
-# product, 1/85 instead of 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper.
+# Most epilogues are light enough for twice the tile: a third less traffic from L2 per product, 1/85
+# instead of 1/64 byte per flop, which is what bounds a tile of 128 x 128 on Hopper. Not those that
+# store exponentials under a soft cap (3 to 12 spills with Triton 3.6, 14 to 44 with 3.9), or beside
+# a bias and an entropy (57 with 3.6).
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
@@ -118,7 +119,7 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
     """Blocks of the hidden -> logps kernel. They depend on nothing that varies from one batch to
     the next.
 
-    `light`: no soft cap, no bias. An entry of `_LIGHT` has the `piece` and `block_h` of its
+    `light`: the epilogue, as above. An entry of `_LIGHT` has the `piece` and `block_h` of its
     neighbour in `_LINEAR`.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned

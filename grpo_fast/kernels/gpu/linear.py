@@ -235,11 +235,12 @@ def sweep(
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     temperature_ptr, *scalars = rule_arguments(p.rule)
+    is_heavy = p.rule.softcap is not None or (p.bias is not None and has_entropy)
     config = linear_config(
         p.hidden.dtype,
         architecture(p.hidden.device),
         aligned=is_aligned(p.weight),
-        light=p.is_light,
+        light=raw_target is None or not is_heavy,
     )
     store_tma = config.use_tma and raw_target is not None and is_aligned(out)
     # Registers for a second form of the epilogue: not with options, not beside fp32 operands (and

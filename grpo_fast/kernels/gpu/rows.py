@@ -184,8 +184,8 @@ def row_loss_kernel(
     logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr,
     kl_weights_ptr, old_logps_ptr, ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr,
     losses_ptr, grad_logps_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature,
-    p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
-    KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+    p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
+    KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_t
@@ -210,7 +210,7 @@ def row_loss_kernel(
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
         kl_weight = tl.load(kl_weights_ptr + row)
-        kl, kl_slope = KL(tl.load(ref_logps_ptr + row) - lp)
+        kl, kl_slope = KL(tl.load(ref_logps_ptr + row) - lp, kl_most, kl_reach)
         if KL_TIMES_RATIO:
             ratio = exp_fp32(lr)
             kl_slope = (kl_slope + kl) * ratio
@@ -354,7 +354,7 @@ def row_loss_(
         advantages, weights, kl_weights if has_kl else None, old_logps,
         ref_logps if has_kl else None, grad_entropy, lse, logps, entropy, losses, grad_logps,
         logits.shape[1], logits.stride(0), out.stride(0), *scalars, *config.params,
-        *[0.0] * (4 - len(config.params)),
+        *[0.0] * (4 - len(config.params)), *config.kl_limits,
         OBJECTIVE=device_function(OBJECTIVES[config.loss_type].leaf), N_PARAMS=len(config.params),
         KL=device_function(KL_ESTIMATORS[config.kl_estimator]),
         KL_TIMES_RATIO=bool(config.kl_times_ratio),

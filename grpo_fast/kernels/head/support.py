@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.head.entropy import WholeEntropy
 from grpo_fast.kernels.head.gathered import GatheredHead
 from grpo_fast.kernels.head.gradients import ChunkGradients, GradientSums
 from grpo_fast.kernels.head.loop import LinearHead
@@ -37,11 +38,20 @@ def linear_sweep(
     bias: Tensor | None,
     rows: ActiveRows,
     route: Route,
+    whole_entropy: bool = False,
     **options: Any,
-) -> LinearHead | SupportSweep:
-    """The sweep of a head over these rows; `options` are those of `LinearHead`."""
+) -> LinearHead | SupportSweep | WholeEntropy:
+    """The sweep of a head over these rows; `options` are those of `LinearHead`.
+
+    whole_entropy: entropies are over the whole vocabulary, logps in the rows' support.
+    """
     if rows.support is None:
         return LinearHead(hidden, weight, bias, rows, route, **options)
+    if whole_entropy:
+        inside = linear_sweep(hidden, weight, bias, rows, route,
+                              **{**options, "entropy_gradient": False})  # fmt: skip
+        whole = LinearHead(hidden, weight, bias, rows._replace(support=None), route, **options)
+        return WholeEntropy(inside, whole)
     support, dense, is_wide = rows.support, None, options.pop("is_wide", False)
     if support.others is not None:
         rest = rows.select(support.others)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import running_baseline, split_options
+from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.config.run import GAE
 
@@ -20,23 +21,32 @@ class Advantages:
     Args:
         mode, options: `advantages` and `advantage_options`.
         group_size: G.
+        weights: of the rewards, by their names; those of 0 are only watched.
     """
 
-    def __init__(self, mode: str, options: Mapping[str, Any], group_size: int) -> None:
+    def __init__(
+        self, mode: str, options: Mapping[str, Any], group_size: int, weights: Mapping[str, float]
+    ) -> None:
+        self.weights = {name: weight for name, weight in weights.items() if weight}
         self.mode, self.group_size = mode, group_size
         self.options, _ = split_options(mode, options)
         self.baseline = running_baseline(mode, options)
 
-    def of(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """(N·G,) advantages of (N·G,) rewards; `opo` weighs its baseline by the lengths.
+    def of(self, scores: RewardResult, rollout: Rollout) -> Tensor:
+        """(N·G,) advantages of the rewards; `opo` weighs its baseline by the lengths, `gdpo` takes
+        each reward apart.
 
         With a critic they are computed later, token by token. The rewards are returned till then.
         """
+        rewards = scores.total
         if self.mode == GAE:
             return rewards.float()
         options = dict(self.options)
         if self.baseline is not None:
             options["value"] = self.baseline.value
+        if self.mode == "gdpo":
+            options = {"weights": list(self.weights.values()), **options}
+            rewards = torch.stack([scores.per_fn[name] for name in self.weights])
         if self.mode == "opo":
             options["lengths"] = torch.tensor(rollout.lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)

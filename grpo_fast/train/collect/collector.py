@@ -164,7 +164,7 @@ class Collector:
         """The groups that are not dropped, with their advantages; metrics of all of them."""
         size, dynamic = self.config.group_size, self.config.dynamic
         chosen = drawn.select([i for i, use in enumerate(uses) if use != "dropped"])
-        advantages = self.advantages.of(chosen.scores.total, chosen.rollout)
+        advantages = self.advantages.of(chosen.scores, chosen.rollout)
         self.advantages.observe(drawn.scores.total)
         judged = drawn.judged(None if dynamic is None else dynamic.judged_by)
         return Collected(

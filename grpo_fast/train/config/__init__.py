@@ -6,6 +6,7 @@ here. Nothing here loads a model, so a typo is refused at once.
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
+from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
     DistillConfig,
@@ -16,7 +17,7 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
-from grpo_fast.train.config.run import LossSettings, RunConfig
+from grpo_fast.train.config.run import RunConfig
 
 __all__ = [
     "CriticConfig", "DataConfig", "DistillConfig", "EvalConfig", "HeldOut", "KLConfig",

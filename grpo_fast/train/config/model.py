@@ -126,6 +126,8 @@ class CriticConfig(Section):
     lr: float | None = Field(None, gt=0)  # None: optim.lr
     gamma: float = Field(1.0, ge=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
+    lam_returns: float | None = Field(None, ge=0, le=1)  # of the values' targets; None: lam
+    lam_alpha: float | None = Field(None, gt=0)  # λ of the advantages = 1 − 1/(this·length) (VAPO)
     bootstrap: bool = True  # a completion that was cut off would have gone on: its end has a value
     whiten: bool = True  # advantages get mean 0 and deviation 1 over the step's tokens
     loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]

@@ -48,6 +48,17 @@ def recipe_names(kind: type[BaseModel] = RunConfig) -> list[str]:
     return [name for name in _shipped() if name.startswith(REWARD_MODELS) != is_run]
 
 
+def recipe_table() -> list[list[str]]:
+    """For each shipped recipe its command, what it trains, its size, its time and what it needs."""
+    table = []
+    for name in _shipped():
+        command = "reward-model" if name.startswith(REWARD_MODELS) else "train"
+        text = (resources.files("grpo_fast") / "recipes" / f"{name}.yaml").read_text("utf-8")
+        first = text.partition("\n")[0].removeprefix("# ")
+        table.append([f"{command} {name}", *first.split(" · ")])
+    return table
+
+
 def read_recipe(name_or_path: str, kind: type[BaseModel] = RunConfig) -> dict[str, Any]:
     """The plain settings of a recipe. Raises ValueError for a name or file that is none."""
     where, names = f"recipe {name_or_path}", recipe_names(kind)

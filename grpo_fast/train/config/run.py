@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
 from grpo_fast.objective.advantages import MODES, check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
-from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
+from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
     DistillConfig,
@@ -26,19 +26,6 @@ from grpo_fast.train.config.model import (
 
 SHARDED = ("fsdp2", "hsdp")  # of `distributed`: every rank has a part of the weights
 GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
-
-
-def _loss_settings() -> type[Section]:
-    hints: dict[str, Any] = get_type_hints(LossConfig)
-    for name, choices in CHOICES.items():
-        hints[name] = Literal[(*choices, *([None] if name in NULLABLE else []))]
-    fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(LossConfig)}
-    fields["temperature"] = (float | None, None)  # None: that of the rollout
-    return create_model("LossSettings", __base__=Section, **fields)
-
-
-# Every field and default of LossConfig, but the temperature's; `RunConfig.loss_config` checks them.
-LossSettings = _loss_settings()
 
 
 class LogConfig(Section):
@@ -236,16 +223,15 @@ class RunConfig(Section):
         given, loss = self.rollout.correct_sampling, cast(Any, self.loss)
         expected = "true beside rollout.ahead, whose completions older weights sampled"
         require(given or not self.rollout.ahead, "rollout.correct_sampling", expected, "false")
-        for name in ("sampling_correction", "sampling_ratio_cap"):
-            came, default = getattr(loss, name), getattr(LossConfig, name)
-            # A saved configuration holds every default: this one beside correct_sampling: false.
-            saved = came == default and "correct_sampling" in self.rollout.model_fields_set
-            fits = given or saved or came is None or name not in loss.model_fields_set
-            expected = "rollout.correct_sampling: true beside it"
-            require(fits, f"loss.{name}", expected, f"{came!r} alone")
-        reads = loss.sampling_correction is not None or loss.off_policy_threshold is not None
-        expected = "loss.sampling_correction or loss.off_policy_threshold beside it"
-        require(reads or not given, "rollout.correct_sampling", expected, "neither")
+        # A saved configuration holds every default: this one beside correct_sampling: false.
+        is_default = loss.corrections == LossSettings().corrections
+        saved = is_default and "correct_sampling" in self.rollout.model_fields_set
+        of_sampler = [x for x in loss.corrections if x.ratio != "current/behaviour"]
+        fits = given or saved or not of_sampler or "corrections" not in loss.model_fields_set
+        expected = "rollout.correct_sampling: true beside it"
+        require(fits, "loss.corrections", expected, "corrections by the sampler's logps alone")
+        expected = "loss.corrections beside it"
+        require(loss.corrections or not given, "rollout.correct_sampling", expected, "none")
 
     def loss_config(self) -> LossConfig:
         """The loss's own frozen configuration, with the sampling temperature unless one was set.
@@ -253,11 +239,14 @@ class RunConfig(Section):
         A KL in the reward is not in the loss, whose beta is then 0.
         """
         settings: dict[str, Any] = dict(self.loss)
+        settings["corrections"] = [dict(x) for x in settings["corrections"]]
         if self.kl.into == "reward":
             settings["beta"] = 0.0
         if settings["temperature"] is None:
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
+        if settings["group_size"] is None:
+            settings["group_size"] = self.rollout.group_size
         with named_in("loss"):
             return LossConfig(**settings)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from grpo_fast.rollout.saved import Saved
 from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import balanced
+from grpo_fast.train.update.totals import Totals
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
 FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
@@ -40,6 +41,7 @@ class MicroBatch:
     old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
     returns: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's
+    prompt_items: Tensor | None = None  # (B,) fp64: by what `aggregation: prompt_mean` divides
     is_idle: bool = False  # no token counts: another rank has one micro-batch more
 
     @classmethod
@@ -91,23 +93,6 @@ class MicroBatch:
 
     def __len__(self) -> int:
         return len(self.chosen)
-
-
-class Totals(NamedTuple):
-    """The normalisers of an optimizer step, on all ranks together."""
-
-    items: int  # tokens that count
-    completions: int
-    micro_batches: int
-    trunk_tokens: int
-
-    @classmethod
-    def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
-        """The totals of one rank's micro-batches."""
-        items = max(1, sum(batch.active_tokens for batch in minibatch))
-        completions = sum(len(batch) for batch in minibatch)
-        trunk = sum(batch.trunk_tokens for batch in minibatch)
-        return cls(items, completions, len(minibatch), trunk)
 
 
 def support_of(
@@ -280,7 +265,13 @@ class StepBatch:
         if missing := max(map(len, plans)) - len(micro_batches):
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self._packed([[shortest]]).idle()] * missing
-        items = sum(len(self.rollout.completion_ids[i]) for i in part if self._counts(i))
+        # The loss takes len(part)/G for the number of prompts: here it is that of those present.
+        scale = len(groups) * self.group_size / len(part)
+        of_prompt = {i: sum(map(self._tokens, group)) for group in groups for i in group}
+        for batch in micro_batches:
+            x = [of_prompt[i] * scale for i in batch.chosen]
+            batch.prompt_items = torch.tensor(x, dtype=torch.float64, device=self.device)
+        items = sum(map(self._tokens, part))
         return micro_batches, Totals(max(1, items), len(part), sum(map(len, plans)), trunk)
 
     def _packed(self, chosen: list[list[int]]) -> MicroBatch:
@@ -294,7 +285,8 @@ class StepBatch:
     def _cost(self, group: Sequence[int]) -> int:
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
-    def _counts(self, i: int) -> bool:
-        """Whether the tokens of a completion do, as in `MicroBatch.pack`."""
+    def _tokens(self, i: int) -> int:
+        """The tokens of a completion that count, as in `MicroBatch.pack`."""
         cut = self.mask_truncated and self.rollout.truncated[i]
-        return not cut and not bool(self.advantages[i].isnan())
+        counts = not cut and not bool(self.advantages[i].isnan())
+        return len(self.rollout.completion_ids[i]) if counts else 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention import PackedGroups
-from grpo_fast.objective.aggregation import step_weights
+from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.value import explained_variance, value_losses
 from grpo_fast.train.config import CriticConfig, ModelConfig, OptimConfig
@@ -149,7 +149,7 @@ def _load_head(head: nn.Linear, file: Path) -> None:
 
 
 def token_weights(
-    batch: MicroBatch, config: LossConfig, items: int, completions: int
+    batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
 ) -> Tensor:  # (R,)
     """w_t of the policy's loss for every token of a micro-batch, 0 where one does not count.
 
@@ -162,7 +162,7 @@ def token_weights(
     weights = step_weights(
         str(config.aggregation), active, batch.active_tokens,
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
-        num_completions_in_batch=completions,
+        num_completions_in_batch=completions, group_size=config.group_size,
     )  # fmt: skip
     # Told its size, a GPU need not be waited for.
     return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts

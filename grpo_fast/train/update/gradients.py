@@ -48,10 +48,12 @@ def accumulate(
     seen = LossMetrics()
     for batch in minibatch:
         packed, mask = batch.packed, batch.completion_mask
+        by_prompt = config.aggregation == "prompt_mean"
+        total: Any = batch.prompt_items if by_prompt else items * share
         advantages = batch.advantages if batch.token_advantages is None else batch.token_advantages
         per_token: dict[str, Any] = dict(
             completion_mask=mask, cu_seqlens=packed.cu_seqlens, old_logps=batch.old_logps,
-            ref_logps=batch.ref_logps, num_items_in_batch=items * share,
+            ref_logps=batch.ref_logps, num_items_in_batch=total,
             sampling_logps=batch.sampling_logps if correct_sampling else None,
             num_completions_in_batch=completions,
         )  # fmt: skip
@@ -67,7 +69,7 @@ def accumulate(
         if critic is None:
             (loss * share).backward()
         else:
-            weights = token_weights(batch, config, items, completions)
+            weights = token_weights(batch, config, total if by_prompt else items, completions)
             metrics |= critic.backward(loss, batch, hidden, weights, share)
         if batch.is_idle:
             continue
@@ -105,5 +107,5 @@ def policy_loss(
 def mean_kl(logps: Tensor, batch: MicroBatch, config: LossConfig) -> Tensor:
     """0-d: the KL to a reference that the loss does not read, over the tokens that count."""
     assert batch.ref_logps is not None
-    kl, _ = KL_ESTIMATORS[config.kl_estimator](batch.ref_logps - logps)
+    kl, _ = KL_ESTIMATORS[config.kl_estimator](batch.ref_logps - logps, *config.kl_limits)
     return kl[batch.completion_mask].sum() / max(batch.active_tokens, 1)

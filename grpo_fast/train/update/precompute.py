@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.attention import pack_groups
-from grpo_fast.objective.advantages import gae, whitened
+from grpo_fast.objective.advantages import whitened
+from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.train.config import CriticConfig
 from grpo_fast.train.models.policy import Policy
@@ -145,9 +146,14 @@ def estimate_advantages(
     values, lengths = batch.of_each("old_values"), [len(x) for x in rewards]
     table, valued = (pad_sequence(x, batch_first=True).cpu() for x in (rewards, values))
     counts = pad_sequence(batch.of_each("completion_mask"), batch_first=True).cpu()
-    decay = config.gamma, config.lam
-    advantages = gae(table, valued, *decay, mask=counts, following=following)
-    returns = advantages + torch.where(counts, valued, 0.0)
+    alpha = config.lam_alpha
+    lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
+    lam_returns = config.lam if config.lam_returns is None else config.lam_returns
+    known: Any = {"mask": counts, "following": following}
+    advantages = gae(table, valued, config.gamma, lam, **known)
+    same = alpha is None and lam_returns == lam
+    towards = advantages if same else gae(table, valued, config.gamma, lam_returns, **known)
+    returns = towards + torch.where(counts, valued, 0.0)
     if config.whiten and counts.any():
         advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()
     for name, padded in (("token_advantages", advantages), ("returns", returns)):

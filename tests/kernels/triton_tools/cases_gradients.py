@@ -171,7 +171,7 @@ def test_coefficients(name):
     for estimator in KL_ESTIMATORS if name == "dapo" else ("k3",):
         config = LossConfig(
             loss_type=name, kl_estimator=estimator, max_completion_length=9,
-            kl_times_ratio=name == "dapo", beta=0.1,
+            kl_times_ratio=name == "dapo", beta=0.1, kl_clamp=0.4 if name == "dapo" else None,
         )  # fmt: skip
         exact = torch_coefficients(logps.double(), terms.map(lambda x: x.double()), config)
         near = torch_coefficients(logps, terms, config)

@@ -20,6 +20,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 from tests.loss.test_nan_is_seen import assert_seen, spoiled
 from tests.loss_cases import LOSS_LEVELS, make_case, options_for
+from tests.oracles import WORDS
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
@@ -39,7 +40,7 @@ def test_for_every_dtype(where, value, dtype):
         34,
         dtype=dtype,
         sampling=True,
-        **options_for("grpo", beta=0.1, sampling_correction="token_mask"),
+        **options_for("grpo", beta=0.1, corrections=WORDS["token_mask"]),
     )
     for advantage in (-0.8, 0.0):
         values = case.advantages.clone()

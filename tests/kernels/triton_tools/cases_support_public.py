@@ -26,6 +26,7 @@ from tests.loss_cases import (
     run,
     support_of,
 )
+from tests.oracles import off_policy
 
 LOSS_TOL, GRAD_TOL = 2e-6, 1e-5
 FUNCTIONS = ("linear", "logits")
@@ -58,11 +59,22 @@ def test_every_loss(loss_type, level):
     check("linear", case, layout=LAYOUTS[level == "token"])
 
 
+@pytest.mark.parametrize("function", ["linear", "logits"])
+def test_entropies_over_the_whole_vocabulary_and_current_ratios(function):
+    corrections = [{"high": 1.5, "ratio": "current/sampling"},
+                   {"kind": "reject", "low": 0.5, "level": "geometric"}]  # fmt: skip
+    for more in ({}, {"corrections": corrections}):
+        options = options_for("dapo", entropy_coef=0.2, entropy_over="vocabulary", **more)
+        case = make_case(36, support=True, sampling=True, **options)
+        result = run(function, case, backend="triton")
+        assert_same(function, case, result, loss_tol=LOSS_TOL, grad_tol=GRAD_TOL)
+
+
 EXTRAS = {
     "softcap": dict(softcap=3.0),
     "scale": dict(logit_scale=-1.4, temperature=0.7),
     "entropy bonus": dict(entropy_coef=0.2),
-    "off policy": dict(off_policy_threshold=0.07, softcap=2.0, entropy_coef=-0.1, beta=0.3),
+    "off policy": dict(corrections=[off_policy(0.07)], softcap=2.0, entropy_coef=-0.1, beta=0.3),
 }
 
 

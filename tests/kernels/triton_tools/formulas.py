@@ -105,8 +105,6 @@ KLS = {
     "abs": lambda d: d.abs(),
     "k2": lambda d: d**2 / 2,
     "k3": lambda d: d.exp() - d - 1,
-    "k3+": lambda d: _straight_through(d.exp() - d - 1, d**2 / 2),
-    "k1+": lambda d: _straight_through(-d, d**2 / 2),
 }
 
 
@@ -120,6 +118,9 @@ def loss_and_slope(
     lr = lp - (lp.detach() if old is None else old.double())
     losses = policy_weights.double() * LOSSES[config.loss_type](lp, lr, advantages.double(), config)
     if kl_weights is not None:
-        kl = KLS[config.kl_estimator](ref.double() - lp)
+        most, reach = config.kl_limits
+        d, name = ref.double() - lp, config.kl_estimator
+        kl = KLS[name.rstrip("+")](d.clamp(-reach, reach)).clamp(-most, most)
+        kl = _straight_through(kl, d**2 / 2) if name.endswith("+") else kl
         losses = losses + kl_weights.double() * kl * (lr.exp() if config.kl_times_ratio else 1)
     return losses.detach(), torch.autograd.grad(losses.sum(), lp)[0]

@@ -171,8 +171,8 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of every configuration on `arch`. V = 32000 and H = 896 are aligned; 32001 and
     897 are odd.
 
-    On sm_90, which has a tile of its own for calls without any option, with more of the options
-    between none and all.
+    On sm_90, which has a tile of its own for light epilogues, with more of the options between none
+    and all.
     """
     for vocab, hidden_size in ((32000, 896), (32001, 897)):
         size = f"V={vocab} H={hidden_size}"
@@ -194,7 +194,12 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for options in ("", "b", "be", "c", "te") if arch == "sm_90" else ("",):
         yield f"exponentials bfloat16 V=32000 H=896 {options}", written(32000, 896, options)
     if arch == "sm_90":
-        yield "linear bfloat16 V=32000 H=896 te", linear(torch.bfloat16, 32000, 896, "te")
+        for options in ("te", "ce", "be", "c"):
+            yield (
+                f"linear bfloat16 V=32000 H=896 {options}",
+                linear(torch.bfloat16, 32000, 896, options),
+            )
+        yield "exponentials bfloat16 V=32000 H=896 known b", written(32000, 896, "b", known=True)
     yield "exponentials bfloat16 V=32000 H=896 known", written(32000, 896, "", known=True)
     for dtype, vocab in (
         (torch.float16, 1000),

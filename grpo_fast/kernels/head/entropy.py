@@ -1,0 +1,53 @@
+"""Log-probabilities in a sampler's support beside entropies over the whole vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.types import RowLoss, RowStats, Wanted
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+
+
+class WholeEntropy:
+    """Two sweeps over the same rows as one: logps come from the first, entropies from the second.
+
+    Args:
+        inside: the sweep whose rows have a support.
+        whole: the sweep over the same rows with the whole vocabulary. Given logits it may write
+            over; `inside` may not.
+    """
+
+    held, has_entropy_gradient, filtered = None, True, None
+
+    def __init__(self, inside: Any, whole: Any) -> None:
+        self.inside, self.whole, self.num_rows = inside, whole, inside.num_rows
+        self.known: RowStats | None = None  # of the whole vocabulary
+
+    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
+        """(lse, logps, entropy) of the active rows, (T,) fp32; nothing of them is kept."""
+        lse, logps, _ = self.inside.logps(return_entropy=False)
+        self.known = self.whole.logps(return_entropy=True)
+        return lse, logps, self.known[2]
+
+    def loss_gradients(
+        self, terms: RowTerms, config: LossConfig, wanted: Wanted
+    ) -> tuple[RowLoss, tuple[Tensor, ...]]:
+        """Row losses, and the gradients of a loss whose coefficients follow row by row."""
+        stats = self.logps(return_entropy=True)
+        losses, g = self.inside.row_coefficients(stats[1], terms, config)
+        return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
+
+    def gradients(
+        self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
+    ) -> tuple[Tensor, ...]:
+        """Those of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        found = self.inside.gradients(g, None, (*known[:2], None), wanted)
+        if g_entropy is None or not any(wanted):
+            return found
+        assert self.known is not None
+        more = self.whole.gradients(torch.zeros_like(g), g_entropy, self.known, wanted)
+        return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, found, strict=True))

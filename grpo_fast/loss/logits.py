@@ -1,0 +1,130 @@
+"""The sweep over given logits; that over the logits of a head is `LinearHead`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.entropy import WholeEntropy
+from grpo_fast.kernels.head.loop import concat_chunks
+from grpo_fast.kernels.head.support import GivenLogits, SupportSweep
+from grpo_fast.kernels.route import Route
+from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
+from grpo_fast.kernels.workspace import unset
+from grpo_fast.loss import checks
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+
+# Bytes of logits that one sweep takes at a time on the CPU, so that the second door reads from
+# cache.
+CPU_BLOCK_BYTES = 4 << 20
+
+
+class LogitsSweep:
+    """The row kernels over given logits, block by block of rows; what does not count is inert.
+
+    Token-local losses read every row once and write its gradient once, in one kernel. Others read
+    every row twice.
+
+    Args:
+        logits: (N, V), rows contiguous.
+        out: (N, V) where d-logits go, which may be `logits`; None: fresh memory when a gradient is
+            asked for.
+    """
+
+    held, has_entropy_gradient, filtered = None, True, None
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        out: Tensor | None,
+        rows: ActiveRows,
+        route: Route,
+        whole_entropy: bool = False,
+    ) -> LogitsSweep | SupportSweep | WholeEntropy:
+        """The sweep over these rows, those with a support apart from the others."""
+        if rows.support is None:
+            return cls(logits, out, rows, route)
+        if whole_entropy:
+            whole = cls(logits, out, rows._replace(support=None), route)
+            return WholeEntropy(cls.of(logits, None, rows, route), whole)
+        others = rows.support.others
+        dense = None if others is None else cls(logits, out, rows.select(others), route)
+        return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
+
+    def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
+        self.logits, self.out, self.rows, self.kernels = logits, out, rows, route.kernels
+        self.targets = rows.to_rows(rows.target_ids, fill=checks.IGNORED_TARGET)
+        self.rule = rows.rule
+        if isinstance(self.rule.temperature, Tensor):
+            self.rule = self.rule._replace(temperature=rows.to_rows(self.rule.temperature, fill=1))
+        self.num_rows = rows.target_ids.shape[0]
+
+    def _blocks(self) -> Iterator[slice]:
+        rows = step = self.logits.shape[0]
+        if self.logits.device.type == "cpu":
+            step = max(
+                CPU_BLOCK_BYTES // max(self.logits.shape[1] * self.logits.element_size(), 1), 16
+            )
+        for start in range(0, rows, max(step, 1)):
+            yield slice(start, min(start + step, rows))
+
+    def _active(self, parts: list, has_entropy: bool) -> tuple:
+        fields = concat_chunks(parts, self.logits)
+        if not has_entropy:
+            fields = (*fields[:2], None, *fields[3:])
+        return tuple(None if x is None else self.rows.active(x) for x in fields)
+
+    def _written(self) -> Tensor:
+        if self.out is None:
+            self.out = unset(torch.empty_like, self.logits, memory_format=torch.contiguous_format)
+        return self.out
+
+    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
+        """(lse, logps, entropy) of the active rows, (T,) fp32."""
+        parts = [
+            self.kernels.row_logps(
+                self.logits[b], self.targets[b], self.rule.rows(b), return_entropy=return_entropy
+            )
+            for b in self._blocks()
+        ]
+        return self._active(parts, return_entropy)  # type: ignore[return-value]
+
+    def loss_gradients(
+        self, terms: RowTerms, config: LossConfig, wanted: Wanted
+    ) -> tuple[RowLoss, tuple[Tensor]]:
+        """Row losses of the active rows, and (d-logits,), of a loss whose coefficients follow row
+        by row.
+        """
+        out, spread, parts = self._written(), terms.map(self.rows.to_rows), []
+        for b in self._blocks():
+            part = self.kernels.row_loss_(
+                self.logits[b], out[b], self.targets[b], spread.rows(b), config, self.rule.rows(b),
+                return_entropy=config.needs_entropy,
+            )  # fmt: skip
+            parts.append(part)
+        return RowLoss(*self._active(parts, config.needs_entropy)), (out,)
+
+    def gradients(
+        self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
+    ) -> tuple[Tensor]:
+        """(d-logits,) of Σ g·logp + g_entropy·entropy, all (T,), after `logps` gave `known`."""
+        if not any(wanted):
+            return (self.logits.new_empty(0),)
+        out = self._written()
+        g, g_entropy, *stats = (
+            None if x is None else self.rows.to_rows(x) for x in (g, g_entropy, *known)
+        )
+        for b in self._blocks():
+            cut = tuple(None if x is None else x[b] for x in stats)
+            self.kernels.row_grad_(
+                self.logits[b], self.targets[b], cut, g[b],
+                None if g_entropy is None else g_entropy[b], self.rule.rows(b), out=out[b],
+            )  # fmt: skip
+        return (out,)
+
+    def release(self) -> None:
+        """Nothing is held."""

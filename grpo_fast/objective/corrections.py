@@ -1,0 +1,142 @@
+"""Corrections: weights and masks for tokens that another policy sampled than the one that learns.
+
+Each reads one ratio of every token or completion and its bounds. At most one of a loss's
+corrections weighs its tokens; the others only keep or drop them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.objective.losses import FP32_MAX, LOG_RATIO_MAX
+from grpo_fast.objective.refusals import choice, number
+from grpo_fast.objective.tokens import Tokens
+
+# What a ratio's log is pooled by: (T,) of the tokens → (T,).
+LEVELS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
+    "token": lambda tokens, x: x,
+    "product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x)),
+    "geometric": lambda tokens, x: tokens.to_tokens(tokens.completion_mean(x)),
+    "worst_token": lambda tokens, x: x,
+}
+WORDS: dict[str, tuple[str, ...]] = {
+    "kind": ("truncate", "mask", "reject"),
+    "level": tuple(LEVELS),
+    "ratio": ("old/sampling", "current/sampling", "current/behaviour"),
+    "advantages": ("all", "negative"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """One correction of the policy term by a ratio of probabilities (an entry of
+    `LossConfig.corrections`).
+
+    Attributes:
+        kind: "truncate" weighs by the ratio, moved into the bounds; "mask" weighs by the ratio, 0
+            outside of them (IcePop); "reject" weighs 1 inside and 0 outside.
+        low, high: bounds of the ratio; None: none on that side.
+        level: "token", or one ratio per completion: the "product" of its tokens' or their
+            "geometric" mean. "worst_token", of "reject", drops a completion for one token outside.
+        ratio: of the old policy, or of the current one without its gradient, to the sampler;
+            "current/behaviour" divides by the old policy where there are no `sampling_logps`.
+        advantages: "negative": a token whose advantage is >= 0 is always kept (DeepSeek-V3.2).
+
+    Raises:
+        ValueError: an unknown word, bounds in the wrong order or that exclude 1, a level or
+            `advantages` that the kind cannot have; the message names the field.
+    """
+
+    kind: str = "truncate"
+    low: float | None = None
+    high: float | None = None
+    level: str = "token"
+    ratio: str = "old/sampling"
+    advantages: str = "all"
+
+    def __post_init__(self) -> None:
+        for name, choices in WORDS.items():
+            choice(f"corrections.{name}", getattr(self, name), choices)
+        # A ratio of 1 says that the policies agree: no bound may exclude it.
+        for name, least, most in (("low", 0.0, 1.0), ("high", 1.0, FP32_MAX)):
+            if (x := getattr(self, name)) is not None:
+                expected = "in [0, 1]" if name == "low" else ">= 1"
+                expected = f"None or a number {expected} (the bounds must hold 1)"
+                number(f"corrections.{name}", x, expected, lambda x: least <= x <= most)  # noqa: B023
+        if self.kind != "truncate" and self.low is None and self.high is None:
+            self._refuse("low", f"a bound, low or high, of kind {self.kind!r}")
+        for name, default in (("level", "worst_token"), ("advantages", "negative")):
+            if self.kind != "reject" and getattr(self, name) == default:
+                self._refuse(name, f"another one beside kind {self.kind!r} (it is of 'reject')")
+
+    def _refuse(self, name: str, expected: str) -> None:
+        raise ValueError(f"corrections.{name}: expected {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def weighs(self) -> bool:
+        return self.kind != "reject"
+
+    def is_read(self, tokens: Tokens) -> bool:
+        """False without the sampler's logps, unless the old policy may stand for them."""
+        return tokens.sampling_logps is not None or self.ratio == "current/behaviour"
+
+    def log_ratio(self, logps: Tensor, old_logps: Tensor, tokens: Tokens) -> Tensor:
+        """(T,) at its level. A NaN sampling_logp marks a token that the sampler did not score: it
+        counts as agreeing.
+        """
+        above = old_logps if self.ratio == "old/sampling" else logps
+        below = old_logps if tokens.sampling_logps is None else tokens.sampling_logps
+        return LEVELS[self.level](tokens, torch.nan_to_num(above - below, nan=0.0))
+
+    def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
+        """(T,) bool: what the bounds keep."""
+        kept = torch.ones_like(log_ratio, dtype=torch.bool)
+        if self.low:
+            kept = log_ratio >= math.log(self.low)
+        if self.high is not None:
+            kept = kept & (log_ratio <= math.log(self.high))
+        if self.level == "worst_token":
+            kept = tokens.to_tokens(tokens.completion_sum((~kept).float())) == 0
+        return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
+
+    def weights(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
+        """(T,) what the tokens are weighed by, of a kind that weighs."""
+        ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
+        if self.kind == "mask":
+            return torch.where(self.inside(log_ratio, tokens), ratio, 0.0)
+        bounded = self.low is not None or self.high is not None
+        return ratio.clamp(min=self.low, max=self.high) if bounded else ratio
+
+
+DEFAULT = (Correction("truncate", high=3.0),)
+
+
+def corrections_of(given: Any) -> tuple[Correction, ...]:
+    """One correction or several, as objects or as their fields, as the tuple that a config holds.
+
+    Raises:
+        ValueError: something else, or two that weigh.
+    """
+    one = isinstance(given, (Correction, Mapping))
+    listed = (given,) if one else () if given is None else given
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        raise ValueError(f"corrections: expected Corrections or their fields, got {given!r}")
+    found = []
+    for x in listed:
+        names = {f.name for f in dataclasses.fields(Correction)}
+        if not isinstance(x, Correction) and not (isinstance(x, Mapping) and set(x) <= names):
+            raise ValueError(
+                f"corrections: expected a Correction or its {sorted(names)}, got {x!r}"
+            )
+        found.append(x if isinstance(x, Correction) else Correction(**x))
+    weighing = [(x.kind, x.level) for x in found if x.weighs]
+    if len(weighing) > 1:
+        expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
+        raise ValueError(f"corrections: expected {expected}, got kinds and levels {weighing}")
+    return tuple(found)

@@ -1,0 +1,113 @@
+"""Advantages of single tokens, from rewards and values of a critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.objective.advantages import normalized
+from grpo_fast.objective.refusals import kind_of, number
+
+
+def gae(
+    rewards: Tensor,  # (B, L)
+    values: Tensor,  # (B, L)
+    gamma: float = 1.0,
+    lam: float | Tensor = 0.95,
+    *,
+    mask: Tensor | None = None,  # (B, L)
+    following: Tensor | None = None,  # (B,)
+) -> Tensor:  # (B, L)
+    """Generalised advantage estimation for per-token advantages (1506.02438).
+
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), with V = `following` after the completion's
+    last token. A step leads from one token that counts to the next: a gap of the mask between them
+    (what a tool wrote) is skipped. The sum over k takes log2(L) doublings over whole tensors, in
+    fp64. With values of 0 and lam = 1 these are discounted returns.
+
+    Args:
+        rewards, values: (B, L) per token; where the mask is 0 they do not count.
+        gamma, lam: discount and trace decay, in [0, 1]; lam may be (B,), one per completion.
+        mask: (B, L), 1 where a token counts.
+        following: (B,), the value of the state after each completion's last token; None: 0, as
+            after a completion that has ended.
+
+    Raises:
+        ValueError: shapes that differ; gamma or lam outside [0, 1].
+    """
+    if not isinstance(rewards, Tensor) or rewards.dim() != 2:
+        raise ValueError(f"rewards: expected a tensor of shape (B, L), got {kind_of(rewards)}")
+    for name, x in (("values", values), ("mask", rewards if mask is None else mask)):
+        if not isinstance(x, Tensor) or x.shape != rewards.shape:
+            raise ValueError(
+                f"{name}: expected the shape of rewards, (B, L) = {tuple(rewards.shape)}, got "
+                f"{kind_of(x)}"
+            )
+    count, length = rewards.shape
+    if following is not None and not (
+        isinstance(following, Tensor) and following.shape == (count,)
+    ):
+        raise ValueError(f"following: expected shape (B,) = ({count},), got {kind_of(following)}")
+    number("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+    if isinstance(lam, Tensor):
+        if lam.shape != (count,) or not ((lam >= 0) & (lam <= 1)).all():
+            raise ValueError(
+                f"lam: expected (B,) = ({count},) numbers in [0, 1], got {kind_of(lam)}"
+            )
+        decay: Any = gamma * lam.double()[:, None]
+    else:
+        number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        decay = gamma * lam
+    active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
+    order = (~active).to(torch.uint8).argsort(dim=1, stable=True)  # those that count, side by side
+    r, v = (torch.where(active, x.double(), 0.0).gather(1, order) for x in (rewards, values))
+    after = torch.cat([v[:, 1:], v.new_zeros(count, 1)], dim=1)
+    if following is not None and length:
+        last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
+        after = torch.where(last, following.double()[:, None], after)
+    advantages, reach = r + gamma * after - v, 1
+    while reach < length:  # A_t so far holds the terms k < reach; decay = (γλ)^reach
+        later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
+        advantages, reach, decay = advantages + decay * later, 2 * reach, decay * decay
+    return torch.zeros_like(advantages).scatter(1, order, advantages).float()
+
+
+def lam_by_length(lengths: Tensor, alpha: float) -> Tensor:  # (B,) each
+    """λ = 1 - 1/(alpha·length), so that a reward reaches the start of a long completion (VAPO,
+    2504.05118).
+    """
+    return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(0.0, 1.0)
+
+
+def process_advantages(
+    rewards: Tensor,  # (N*G, L)
+    *,
+    group_size: int,
+    eps: float = 1e-4,
+) -> Tensor:  # (N*G, L)
+    """Advantages per token of groups whose rewards are per token, without a critic.
+
+    Process supervision of DeepSeekMath (2402.03300, 4.1.3): every reward of a group, wherever it
+    stands, is normalised by the mean and the deviation of all of them, and the advantage of a token
+    is the sum of those that stand at it and behind it.
+
+    Args:
+        rewards: (N*G, L) group by group; NaN where a token has no reward of its own, as at the
+            padding. A completion of NaNs gets advantage 0.
+        group_size: G; must divide the number of completions.
+
+    Raises:
+        ValueError: another shape, infinite rewards, a group_size that is no divisor.
+    """
+    if not isinstance(rewards, Tensor) or rewards.dim() != 2 or rewards.isinf().any():
+        raise ValueError(f"rewards: expected finite ones of shape (N*G, L), got {kind_of(rewards)}")
+    if not group_size >= 1 or len(rewards) % group_size:
+        raise ValueError(
+            f"group_size: expected a divisor of {len(rewards)} completions, got {group_size}"
+        )
+    # One row for all rewards of a group: the mean of the group's, not the mean of means.
+    grouped = rewards.double().reshape(len(rewards) // group_size, -1)
+    steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()
+    return steps.flip(-1).cumsum(-1).flip(-1).float()

@@ -1,0 +1,134 @@
+"""The pages of docs/: code runs, commands exist, and the reference leaves nobody out."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+WRITTEN = [page for page in PAGES if "```{readme}" not in page.read_text()]
+READMES = sorted([ROOT / "README.md", *(ROOT / "grpo_fast").rglob("README.md")])
+# The doors of the package: all that their __all__ names is public.
+DOORS = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+NOT_RUN = "# not run: needs "
+
+
+def names(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in WRITTEN if "```python" in p.read_text()], ids=names)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page):
+    blocks = BLOCK.findall(page.read_text())
+    assert blocks
+    known: dict = {}
+    if page.stem == "index":  # names of the reader's own stand there
+        blocks = [f"{NOT_RUN}them\n{block}" for block in blocks]
+    for block in blocks:
+        code = compile(block, page.name, "exec")
+        if not block.startswith(NOT_RUN):
+            exec(code, known)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """With two steps; `make notebook` runs it as it stands."""
+    IPython = pytest.importorskip("IPython", reason="the extra docs brings ipykernel")
+    monkeypatch.setattr(IPython.display, "Image", lambda filename: Path(filename).read_bytes()[:4])
+    cells = json.loads((DOCS / "quickstart.ipynb").read_text())["cells"]
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    assert code.count("steps=200") == 1 and not any(c.get("outputs") for c in cells)
+    exec(compile(code.replace("steps=200", "steps=2"), "quickstart.ipynb", "exec"), {})
+
+
+def documented() -> str:
+    """What the reference lists, one full name a line."""
+    text = (DOCS / "api.md").read_text()
+    listed = re.findall(r"\.\. auto(?:function|class|exception|data):: (\S+)", text)
+    for module, options in re.findall(r"\.\. automodule:: (\S+)\n((?:   :.*\n)*)", text):
+        if ":members:" not in options:
+            continue
+        chosen = re.search(r":members: (.+)", options)
+        door = importlib.import_module(module)
+        own = chosen[1].split(", ") if chosen else getattr(door, "__all__", None) or [
+            name for name, value in vars(door).items()
+            if callable(value) and not name.startswith("_") and value.__module__ == module
+        ]  # fmt: skip
+        listed += [f"{module}.{name}" for name in own]
+    return "\n".join(listed)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_reference_has_every_public_name(door):
+    module, listed = importlib.import_module(door), documented().splitlines()
+    missing = [name for name in module.__all__ if f"{door}.{name}" not in listed]
+    assert not missing
+    silent = [
+        name for name in module.__all__
+        if inspect.isroutine(value := getattr(module, name)) or inspect.isclass(value)
+        if not (value.__doc__ or "").strip()
+    ]  # fmt: skip
+    assert not silent, "no docstring"
+
+
+def test_the_reference_has_every_name_that_a_page_imports():
+    """What a document shows is public, wherever it lies."""
+    listed = documented().splitlines()
+    shown = set()
+    for page in [*WRITTEN, *READMES]:
+        for block in BLOCK.findall(page.read_text()):
+            for module, what in re.findall(r"^from (grpo_fast\S*) import (.+)$", block, re.M):
+                words = what.split("#")[0].strip("() ").split(",")
+                shown |= {(module, word.split(" as ")[0].strip()) for word in words}
+    assert len(shown) > 8
+    assert not [f"{m}.{n}" for m, n in sorted(shown) if n and f"{m}.{n}" not in listed]
+
+
+def test_the_reference_has_every_built_in_reward():
+    from grpo_fast.rewards import REWARDS, WORKERS
+
+    listed = {name.rpartition(".")[2] for name in documented().splitlines()}
+    assert {*REWARDS, *WORKERS} <= listed
+
+
+def test_every_command_that_is_shown_exists():
+    import typer.main
+
+    from grpo_fast.cli import app
+    from grpo_fast.train.config.recipes import load_recipe, recipe_names
+
+    commands = set(typer.main.get_command(app).commands)
+    seen = set()
+    for page in [*WRITTEN, *READMES]:
+        for line in re.findall(r"^grpo-fast (.+)$", page.read_text(), re.M):
+            command, *words = line.split("#")[0].split()
+            assert command in commands, f"{page.name}: {line}"
+            seen.add(command)
+            if command == "train" and words and words[0] in recipe_names() and "'" not in line:
+                local = [w for w in words[1:] if "=" in w and not w.startswith(("data=", "model="))]
+                load_recipe(words[0], local)  # every key and value fits
+    assert {"train", "eval", "plan", "plot", "compare", "doctor"} <= seen
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=names)
+def test_the_links_of_a_page_lead_somewhere(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r"\{download\}`([^`]+)`", text):
+        assert link.startswith("http") or (DOCS / link).exists(), link
+    for listed in re.findall(r"```\{toctree\}\n(.*?)```", text, re.S):
+        for entry in listed.split("\n"):
+            assert not entry or entry.startswith(":") or (DOCS / f"{entry}.md").is_file(), entry
+
+
+def test_every_folders_readme_is_a_page_and_none_is_copied():
+    stated = {p: re.search(r"```\{readme\} (\S+)", p.read_text()) for p in PAGES}
+    targets = {(DOCS / found[1]).resolve() for found in stated.values() if found}
+    assert {p for p in READMES if p != ROOT / "README.md"} <= targets
+    assert all(target.is_file() for target in targets)

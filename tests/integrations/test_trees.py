@@ -1,0 +1,239 @@
+"""Recorded samples of TRL and verifiers, and the ten lines that train on them: as the flattened
+samples would, one after another.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_fast import LossConfig, linear_grpo_loss
+from grpo_fast.attention import head_of, pack_tree, register
+from grpo_fast.data import load_traces, read_traces
+from grpo_fast.integrations import verifiers
+from grpo_fast.integrations.trl import trees as trl_trees
+from tests.tiny import tiny_model
+
+RECORDED = Path(__file__).parent / "recorded" / "verifiers-0.4.0.jsonl"
+NAMES = {"register": register, "head_of": head_of, "LossConfig": LossConfig,
+         "linear_grpo_loss": linear_grpo_loss}  # fmt: skip
+
+
+def records():
+    """Two rollouts of each of two tasks, made by verifiers 0.4.0: a turn, a tool's result and a
+    turn, another result for the first turn (a second branch), and one more turn on the first.
+    """
+    return [json.loads(line) for line in RECORDED.read_text().splitlines()]
+
+
+def run_example(module, names):
+    """The ten lines of a module's docstring."""
+    lines = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ")]
+    assert len(lines) <= 10
+    exec(compile("\n".join(lines), module.__name__, "exec"), names)
+    return names
+
+
+def flattened(model, samples, advantages, old, support=None):
+    """The loss of samples in rows of their own, and the model's gradients."""
+    model.set_attn_implementation("eager")
+    hidden, targets = [], []
+    for ids, trained in samples:
+        at = torch.as_tensor(trained).nonzero()[:, 0]
+        states = model.model(input_ids=torch.as_tensor(ids)[None], use_cache=False)
+        hidden.append(states.last_hidden_state[0][at - 1])
+        targets.append(torch.as_tensor(ids)[at])
+    ends = torch.tensor([0, *map(len, targets)]).cumsum(0).int()
+    head = head_of(model)
+    config = LossConfig(**head.rule)
+    out = linear_grpo_loss(
+        torch.cat(hidden), head.weight, torch.cat(targets), advantages, config, old_logps=old,
+        cu_seqlens=ends, support=support,
+    )  # fmt: skip
+    model.zero_grad()
+    out.loss.backward()
+    return out.loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def close(names, expected):
+    loss, gradients = expected
+    torch.testing.assert_close(names["out"].loss.detach(), loss, rtol=0, atol=1e-5)
+    for found, gradient in zip(names["found"], gradients, strict=True):
+        assert (found - gradient).abs().max() <= 1e-5 * max(1, gradient.abs().max())
+
+
+def test_traces_of_verifiers():
+    model, advantages = tiny_model("llama"), [1.0, -1.0, -0.5, 0.5]
+    names = run_example(
+        verifiers,
+        NAMES | {"pack_traces": verifiers.pack_traces, "model": model, "traces": records(),
+                 "advantages": advantages},
+    )  # fmt: skip
+    names["found"] = [p.grad.clone() for p in model.parameters()]
+    pack = names["batch"].pack
+    nodes = [node for record in records() for node in record["nodes"]]
+    # Equal questions stand once, with the start of the answer; last tokens predict nothing.
+    assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
+    assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
+    # Flattened: each branch with its history, a shared turn trained in the first branch only.
+    samples, old, worth = [], [], []
+    for record, advantage in zip(records(), advantages, strict=True):
+        for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
+            chosen = [record["nodes"][i] for i in path]
+            mask = [
+                m and i not in shared for i, n in zip(path, chosen, strict=True) for m in n["mask"]
+            ]
+            samples.append(([t for n in chosen for t in n["token_ids"]], mask))
+            old += [
+                x
+                for i, n in zip(path, chosen, strict=True)
+                if i not in shared
+                for x in n["logprobs"]
+            ]
+            worth += [advantage] * sum(mask)
+    close(names, flattened(model, samples, torch.tensor(worth), torch.tensor(old)))
+
+
+def wire(values, dtype):
+    array = np.asarray(values, dtype=dtype)
+    return {"__nd__": True, "dtype": dtype, "shape": list(array.shape), "data": array.tobytes()}
+
+
+def test_sampling_masks_and_routes_come_over_the_wire():
+    """Beside a mask the loss is over its tokens; other experts tell equal ids apart."""
+    traces, model = records()[:2], tiny_model("llama")
+    plain = verifiers.pack_traces(traces, advantages=[1, -1])
+    assert plain.support is None
+    node = traces[1]["nodes"][3]
+    sampled = [t for t, m in zip(node["token_ids"], node["mask"], strict=True) if m]
+    sets = [sorted({t, 7, 9}) for t in sampled]
+    node["sampling_mask"] = {
+        "ids": wire(sum(sets, []), "int32"),
+        "counts": wire([len(s) for s in sets], "int32"),
+    }
+    batch = verifiers.pack_traces(traces, advantages=[1, -1])
+    counts = batch.support.offsets.diff().tolist()
+    of_node = [n for n in counts if n]
+    assert of_node == [len(s) for s in sets] and len(counts) == len(batch.pack.target_ids)
+    place = counts.index(of_node[0])
+    assert batch.pack.target_ids[place : place + len(sampled)].tolist() == sampled
+    assert batch.support.ids.tolist() == sum(sets, [])
+    model.set_attn_implementation(register())
+    hidden = model.model(**batch.pack.model_inputs).last_hidden_state[0]
+    config = LossConfig()
+    out = linear_grpo_loss(hidden, head_of(model).weight, config=config, **batch.loss_inputs)
+    assert torch.isfinite(out.loss)
+    for trace, first in zip(traces, (1, 2), strict=True):
+        experts = np.zeros((12, 2, 1), dtype=np.uint8)
+        experts[-3:] = first
+        trace["nodes"][0]["routed_experts"] = wire(experts, "uint8")
+    apart = verifiers.pack_traces(traces, advantages=[1, -1]).pack
+    assert apart.layout.total == plain.pack.layout.total + 13
+
+
+def broken(change):
+    traces = copy.deepcopy(records()[:2])
+    change(traces[1]["nodes"], traces[1])
+    return traces
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda n, t: n[0].update(parent=2), ".nodes[0].parent: expected a path to a root, got a"),
+        (lambda n, t: n[3].update(parent=9), ".nodes[3].parent: expected None or one of 8 nodes"),
+        (lambda n, t: n[2].update(token_ids=[]), ".nodes[2].token_ids: expected the tokens of"),
+        (lambda n, t: n[3]["mask"].pop(), ".nodes[3].mask: expected 5 bools, as token_ids, got 4"),
+        (lambda n, t: n[3]["logprobs"].pop(), ".nodes[3].logprobs: expected 4 numbers, one for"),
+        (lambda n, t: n[3].update(advantages=[1.0]), ".nodes[3].advantages: expected 4 numbers"),
+        (lambda n, t: n[3].update(logprobs=[math.nan] * 4), ".nodes[3].logprobs: expected finite"),
+        (lambda n, t: n[0].update(n[1], parent=None, mask=[True] * 5 + [False]),
+         ".nodes[0]: expected no sampled token at position 0, got one"),
+        (lambda n, t: t.update(id="0-0"), ": expected the nodes of traces[0], which has the same"),
+        (lambda n, t: t.update(version=2), ".version: expected 1, as of verifiers 0.4, got 2"),
+    ],
+)  # fmt: skip
+def test_bad_traces_are_refused_by_node(change, message):
+    with pytest.raises(ValueError, match=re.escape(f"traces[1]{message}")):
+        verifiers.pack_traces(broken(change), advantages=[1, -1])
+
+
+def test_what_a_trace_says_about_itself(tmp_path):
+    again = read_traces([*records(), records()[0]])
+    assert len(again) == 4  # one that comes twice is read once
+    assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
+    assert [t.reward for t in again] == [1, 0, 0, 1]
+    with pytest.raises(ValueError, match=r"traces\[0\]: expected advantages in its nodes"):
+        verifiers.pack_traces(records())
+    with pytest.raises(ValueError, match="advantages: expected 4 numbers, came 2"):
+        verifiers.pack_traces(records(), advantages=[1, 2])
+
+    # Credit in the nodes; an agent that is not trained; a compaction that nobody went on from.
+    def credit(nodes, trace):
+        for node in nodes:
+            node["advantages"] = [0.5 * i for i, _ in enumerate(node["logprobs"])]
+
+    (_, scored) = read_traces(broken(credit))
+    assert scored.branches[1].advantages.tolist() == [0, 0.5, 1, 1.5, 0, 0.5, 1, 1.5, 2, 2.5]
+    (_, silent) = read_traces(broken(lambda n, t: t["agent"].update(trainable=False)))
+    assert silent.branches == []
+    attempt = {"node": 4, "type": "compaction_attempt"}
+    (_, fewer) = read_traces(broken(lambda n, t: n[5].update(semantic_parents=[attempt])))
+    assert [len(b.ids) for b in fewer.branches] == [38] and fewer.branches[0].trained.sum() == 15
+    file = tmp_path / "traces.jsonl"
+    file.write_text(RECORDED.read_text() + "{")
+    with pytest.raises(ValueError, match="expected JSON lines"):
+        load_traces(file)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="at least one trace"):
+        load_traces(file)
+
+
+def test_samples_of_trl():
+    """TRL's own tree is the oracle of the terms; the flattened samples are that of the loss."""
+    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
+    generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
+    prompt = torch.randint(2, 61, (9,), generator=generator)
+    turn = torch.randint(2, 61, (6,), generator=generator)
+    for n, (start, length) in enumerate(
+        ((prompt, 7), (prompt, 3), (torch.cat([prompt, turn]), 5), (torch.cat([prompt, turn]), 8))
+    ):
+        ids = torch.cat([start, torch.randint(2, 61, (length,), generator=generator)])
+        mask = (torch.arange(len(ids)) >= 9).long()
+        mask[11:13] *= n % 2
+        logps = torch.randn(len(ids), generator=generator) * 0.1 - 2
+        row.add({"input_ids": ids, "completion_mask": mask, "old_log_probs": logps * mask,
+                 "advantage": 0.5 - n % 2, "group_id": 0})  # fmt: skip
+    model = tiny_model("llama")
+    names = run_example(
+        trl_trees,
+        NAMES | {"pack_samples": trl_trees.pack_samples, "model": model, "samples": row.samples},
+    )
+    names["found"] = [p.grad.clone() for p in model.parameters()]
+    batch, theirs = names["batch"], row.pack()
+    assert torch.equal(batch.old_logps, theirs["old_log_probs"])
+    assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
+    per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
+    assert torch.equal(per_token, theirs["advantages"])
+    # Their tree forks a token earlier, and keeps last tokens, which predict nothing.
+    assert batch.pack.layout.total < len(theirs["input_ids"])
+    positions = theirs["position_ids"][theirs["token_index"]]
+    assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)
+    samples = [(s["input_ids"], s["completion_mask"]) for s in row.samples]
+    close(names, flattened(model, samples, batch.advantages, batch.old_logps))
+    row.samples[2]["old_log_probs"] = row.samples[2]["old_log_probs"][:-1]
+    with pytest.raises(
+        ValueError, match=r"samples\[2\]: expected old_log_probs for each of 20 ids"
+    ):
+        trl_trees.pack_samples(row.samples)
+    assert (
+        re.search(r"TRL.*1\.16", trl_trees.__doc__)
+        and pack_tree(samples).lengths == batch.pack.lengths
+    )

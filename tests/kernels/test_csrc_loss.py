@@ -382,6 +382,8 @@ def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
         "-O1",
         "-Wall",
         "-Werror",
+        "-Wno-psabi",
+        f"-I{csrc_loader.source_folder()}",
         "-fPIC",
         "-shared",
     ]

@@ -132,7 +132,7 @@ def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callabl
     ]
     signature = ", ".join(f"Floats {argument}" for argument in arguments)
     head = f"template <int index>\nGRPO_FAST_INLINE VectorPair {name}({signature}) {{\n"
-    return head + "".join(cases) + "}\n"
+    return head + "".join(cases) + f"  return {{{arguments[0]}, {arguments[0]}}};\n}}\n"
 
 
 def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:

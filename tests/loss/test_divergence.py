@@ -167,6 +167,24 @@ def test_leaves_of_near_logits_keep_their_digits():
         assert off(true, half) < 1e-4
 
 
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="needs the C++ kernels")
+def test_a_near_teacher_has_torchs_digits_in_cpp():
+    """|d| of 1e-3: log(1 + x) without what rounding 1 + x lost is off by 2e-4 of the gradient."""
+    torch.manual_seed(0)
+    z, y, weight = 1e-3 * torch.randn(9, 48), 1e-3 * torch.randn(9, 48), torch.eye(48)
+    for kind, beta in KINDS:
+        gradients = []
+        for backend in BACKENDS:
+            x = z.clone().requires_grad_()
+            teacher, ones = TeacherHead(y, weight), torch.ones(9)
+            out = linear_divergence(
+                x, weight, teacher, kind, beta=beta, weights=ones, backend=backend
+            )
+            out.loss.backward()
+            gradients.append(x.grad)
+        assert off(gradients[1], gradients[0].double()) < 2e-5
+
+
 def test_more_of_a_teachers_ids_say_more():
     """0 <= D of k ids and a tail <= D of k' > k <= D."""
     sides = sides_of(scale=0.4)

@@ -168,10 +168,10 @@ def test_leaves_of_near_logits_keep_their_digits():
 
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="needs the C++ kernels")
-def test_a_near_teacher_has_torchs_digits_in_cpp():
-    """|d| of 1e-3: log(1 + x) without what rounding 1 + x lost is off by 2e-4 of the gradient."""
+def test_a_near_teacher_has_torchs_digits_on_the_cpu():
+    """|d| of 1e-4: log(1 + x) without what rounding 1 + x lost is off by 3e-4 of itself."""
     torch.manual_seed(0)
-    z, y, weight = 1e-3 * torch.randn(9, 48), 1e-3 * torch.randn(9, 48), torch.eye(48)
+    z, y, weight = 1e-4 * torch.randn(9, 48), 1e-4 * torch.randn(9, 48), torch.eye(48)
     for kind, beta in KINDS:
         gradients = []
         for backend in BACKENDS:
@@ -182,7 +182,7 @@ def test_a_near_teacher_has_torchs_digits_in_cpp():
             )
             out.loss.backward()
             gradients.append(x.grad)
-        assert off(gradients[1], gradients[0].double()) < 2e-5
+        assert off(gradients[1], gradients[0].double()) < 1e-5
 
 
 def test_more_of_a_teachers_ids_say_more():

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import grpo_fast
-from grpo_fast import LossConfig, Support
+from grpo_fast import DivergenceTerm, LossConfig, Support, TeacherHead
 from grpo_fast.kernels.gpu import capture
 
 T, H, V = 7, 4, 11
@@ -60,6 +60,9 @@ VALUES = {
     "num_items_in_batch": 9.0,
     "num_completions_in_batch": torch.tensor(5.0),
     "grad_filter": 0.2,
+    "divergence": DivergenceTerm(
+        TeacherHead(rand(T, H, seed=9), rand(V, H, seed=10)), "jsd", coef=0.3, beta=0.2
+    ),
     "validate": "full",
     "inplace": True,
 }
@@ -175,7 +178,7 @@ MODES = {
 # What one full graph holds is the same graph where it may break: asked of the other keywords only.
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
-    {"group", "inplace"},
+    {"group", "inplace", "divergence"},
     {"group", "support", "completion_mask", "grad_filter", "validate"},
 )
 

@@ -117,7 +117,7 @@ def test_a_file_is_found_without_being_importable(file, build, monkeypatch, tmp_
 def test_two_of_one_function_need_labels(file):
     twice = [spec(f"{file}:pid", in_process=True, label=label) for label in ("one", "two")]
     assert build_rewards(twice).names == ["one", "two"]
-    with pytest.raises(ValueError, match="with different names"):
+    with pytest.raises(ValueError, match="expected different names"):
         build_rewards([spec(f"{file}:pid", in_process=True)] * 2)
 
 

@@ -152,7 +152,8 @@ def test_an_adapter(tmp_path, monkeypatch):
         f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
         f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2",
         "eval.n=2", "eval.samples=1", "eval.k=[]", "log.progress=false", "rollout.group_size=4",
-        "advantages=gae", "critic={kind: model}", "minibatches=2", "log.completions_every=1",
+        "advantages=gae", "advantage_options={}", "critic={kind: model}", "minibatches=2",
+        "log.completions_every=1",
         "rewards=[{name: 'tests.train.test_ppo_runs:characters'}]", *KL, "kl.into=reward",
     ]  # fmt: skip
     check_everywhere(tmp_path, monkeypatch, (0.7,), *words, recipe="gsm8k-smollm2-1.7b")

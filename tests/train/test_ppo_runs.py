@@ -90,7 +90,8 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
             [f"model.path={folder}", "model.dtype=float32", "model.lora.r=4", "data.name=null",
              f"data.path={data}", "rollout.max_new_tokens=6", "rollout.prompts_per_step=2",
              "steps=2", "eval.n=2", "eval.samples=1", "eval.k=[]", "log.progress=false",
-             "rollout.group_size=4", "advantages=gae", f"critic.kind={kind}", "minibatches=2",
+             "rollout.group_size=4", "advantages=gae", "advantage_options={}",
+             f"critic.kind={kind}", "minibatches=2",
              "kl.into=reward", "inner_iterations=2", f"output_dir={run}",
              "rewards=[{name: 'tests.train.test_ppo_runs:characters'}]"],
         )  # fmt: skip

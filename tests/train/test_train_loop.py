@@ -292,7 +292,8 @@ def test_which_losses_are_0_on_policy(loss_type):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_which_advantages_are_centred(mode):
-    rewards, lengths = torch.rand(12), torch.arange(1.0, 13.0)
+    rewards = torch.rand(2, 12) if mode == "gdpo" else torch.rand(12)
+    lengths = torch.arange(1.0, 13.0)
     options = {"lengths": lengths} if mode == "opo" else {}
     advantages = group_advantages(rewards, mode, group_size=4, **options)
     total = float((advantages * options.get("lengths", 1)).sum())

@@ -35,7 +35,7 @@ READERS = {
         ("train", "optim.warmpu=1", "optim.warmpu: unknown key; nearest: warmup"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; nearest: lr"),
         ("train", "rollout.num_generations=1", "unknown key; nearest: group_size"),
-        ("train", "num_generations=1", "unknown key; nearest: rollout.group_size"),
+        ("train", "num_generations=1", "unknown key; nearest: loss.group_size, rollout.group_size"),
         ("train", "lr=1", "lr: unknown key; nearest: optim.lr, critic.lr, warm_start.lr"),
         ("train", "beta=1", "beta: unknown key; nearest: loss.beta"),
         ("train", "loss.epsilon_hihg=0.3", "unknown key; nearest: epsilon_high"),
@@ -66,7 +66,7 @@ READERS = {
         ("compare", "steps=1,,2", "came '1,,2'"),
         # indices
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is no index of a list of 2"),
-        ("compare", "rewards=[],[]", "rewards: List should have at least 1 item"),
+        ("compare", "rewards=[],[]", "rewards: expected a weight that is not 0, came no reward"),
         ("train", "rewards.-1.weight=2", "'-1' is no index of a list of 2"),
         ("train", "rewards.².weight=5", "'²' is no index of a list of 2"),
         ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is no index of a list of 2"),

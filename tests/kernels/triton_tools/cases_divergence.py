@@ -9,6 +9,7 @@ from grpo_fast.kernels import divergence_reference as reference
 from grpo_fast.kernels.gpu import divergence as ours
 from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import LogitRule
+from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5)]
 RULES = [(LogitRule(), LogitRule()), (LogitRule(0.7, 5.0, 1.3), LogitRule(1.2, None, 0.8))]

@@ -51,7 +51,7 @@ class MicroBatch:
         """
         chosen = [i for group in groups for i in group]
         packed: PackedTree
-        if chosen and rollout.trained[chosen[0]] is not None:
+        if rollout.trained[chosen[0]] is not None:
             packed = pack_tree(samples_of(rollout, chosen), device=device)
         else:
             texts = [

@@ -5,7 +5,6 @@
 #            TORCH_INDEX=<url>      an index of torch builds to use beside the default one (a CPU or a CUDA build)
 #            WORKERS=2              pytest processes
 #            ORDER=random           tests in an order by a seed, which is printed; ORDER=<seed> repeats it
-#            TRITON36=1             run the Triton tests on triton 3.6, too (some minutes more)
 #            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
@@ -22,7 +21,6 @@ VENV ?= .venv
 TORCH_INDEX ?=
 WORKERS ?= 2
 ORDER ?= file
-TRITON36 ?=
 RECIPE ?= sort
 ARGS ?=
 BENCH_ARGS ?=
@@ -49,7 +47,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation docs links notebook clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation docs links notebook clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -57,6 +55,7 @@ help:
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make bench-loop a whole step, rollout included, ours and TRL'
 	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
+	@echo 'make test-compile  the Triton kernels, compiled and interpreted, on the oldest triton, too'
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
@@ -163,9 +162,14 @@ types: $(SETUP)
 PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
   $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(RANDOM_ORDER) $(PYTEST_ARGS)
 
-unit: $(SETUP) csrc $(if $(TRITON36),$(OLD_TRITON))
+unit: $(SETUP) csrc
 	@$(STEP) 'pytest'
-	@$(if $(TRITON36),GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))') $(PYTEST) --ignore=tests/integrations
+	@$(PYTEST) --ignore=tests/integrations
+
+# After a change of a Triton kernel: what the oldest compiler makes of it. `make test-floor` has this triton, too.
+test-compile: $(SETUP) csrc $(OLD_TRITON)
+	@$(STEP) 'the Triton kernels on triton 3.6, too'
+	@GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))' $(PYTEST) $(addprefix tests/kernels/test_triton_,compile.py interpreter.py)
 
 test-integrations: $(SETUP) csrc $(TRAINERS)
 	@$(STEP) 'the integrations, against the trainers themselves'

@@ -475,17 +475,9 @@ def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
 
 
 def test_benchmarks_import_nothing_from_the_tests():
-    """Nor does the package import them, but for the door of the command line. What tests a
-    candidate stands beside it."""
+    """Nor does the package import them, but for the door of the command line."""
     pattern = re.compile(r"^\s*(?:from|import) (tests|triton_tools|conftest)\b", re.M)
-    own = {
-        "cuda_forward/cases_emulated.py",
-        "cuda_forward/test_on_hopper.py",
-        "cuda_forward/parity.py",
-    }
     for path in (ROOT / "benchmarks").rglob("*.py"):
-        if path.relative_to(ROOT / "benchmarks").as_posix().removeprefix("gpu/") in own:
-            continue
         assert not pattern.search(path.read_text()), path
     pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.M)
     importing = [

@@ -72,7 +72,7 @@ def test_the_package_knows_nothing_of_it():
 @pytest.mark.skipif(not HAS_TRITON or loader.compiler() is None, reason="no C++ compiler")
 def test_emulated_against_fp64_and_the_shipped_kernel():
     """The tile that is tried first; the others by hand, or on a GPU."""
-    cases = "benchmarks/gpu/cuda_forward/cases_emulated.py"
+    cases = "tests/benchmarks/cuda_candidate/cases_emulated.py"
     chosen = "(128x192 and (300x392x700 or any_number)) or not (fp64 or any_number)"
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-k", chosen]
     assert "7 passed" in run_python("-m", "pytest", cases, *options, interpret=True)

@@ -1,8 +1,8 @@
 """The forward kernel in CUDA C++, emulated on the CPU, behind the doors of the Triton kernels:
 against fp64 and against the interpreted slice_kernel.
 
-Run by tests/benchmarks/test_cuda_candidate.py in a process of its own, some of it; by hand all:
-`TRITON_INTERPRET=1 python -m pytest --noconftest benchmarks/gpu/cuda_forward/cases_emulated.py`.
+Run by tests/benchmarks/test_cuda_candidate.py in a process of its own, some of it; all of it by
+hand: `TRITON_INTERPRET=1 python -m pytest --noconftest` and this file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ import torch
 from benchmarks.gpu.cuda_forward import kernel
 from benchmarks.gpu.cuda_forward.emulator import Emulator
 from benchmarks.gpu.cuda_forward.kernel import CONFIGS, CudaConfig
-from benchmarks.gpu.cuda_forward.parity import BF16_UNIT, PLAIN, SHAPES, assert_right, make, written
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.gpu import linear
 from grpo_fast.kernels.types import LogitRule
+from tests.benchmarks.cuda_candidate.parity import (
+    BF16_UNIT,
+    PLAIN,
+    SHAPES,
+    assert_right,
+    make,
+    written,
+)
 from tests.kernels.triton_tools import interpreter  # noqa: F401 (it mends the interpreter's bf16)
 
 pytestmark = pytest.mark.skipif(loader.compiler() is None, reason="no C++ compiler")

@@ -21,10 +21,10 @@ CONFIGS: tuple = ()
 SHAPES: tuple = ()
 if HAS_TRITON:
     from benchmarks.gpu.cuda_forward.kernel import CONFIGS, using
-    from benchmarks.gpu.cuda_forward.parity import PLAIN, SHAPES, assert_right, make, written
     from grpo_fast import LossConfig, linear_grpo_loss
     from grpo_fast.kernels.gpu import linear
     from grpo_fast.kernels.types import LogitRule
+    from tests.benchmarks.cuda_candidate.parity import PLAIN, SHAPES, assert_right, make, written
 
 # And: many tiles for every cluster; more rows than are swept at once; a real vocabulary.
 LARGE = ((4096, 896, 32000), (16500, 64, 2000), (200, 4096, 151936))

@@ -5,6 +5,7 @@ of a test's own.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from grpo_fast.kernels import route, workspace
 from tests.loss_cases import Fused
 
 torch.set_num_threads(1)
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a network: what it shows would depend on one
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import sys
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -36,9 +37,9 @@ def is_offline() -> bool:
 
 def _stay_offline() -> None:
     """As HF_HUB_OFFLINE=1, for libraries that have read it already, too."""
-    import datasets.config
     from huggingface_hub import constants
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
-    datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
+    if datasets := sys.modules.get("datasets.config"):  # not installed, or not read yet
+        datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = True

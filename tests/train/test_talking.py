@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,18 @@ def test_without_a_network_one_sentence_and_no_retries(monkeypatch, tmp_path):
         assert found.exit_code == 2 and hub.LOCAL in found.stderr and key in found.stderr
         assert "Retrying" not in found.output and "HEAD" not in found.output
     assert not Path(tmp_path / "run").exists()
+
+
+def test_without_a_network_and_without_datasets(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing answers there
+    monkeypatch.delitem(sys.modules, "datasets.config", raising=False)
+    hub.is_offline.cache_clear()
+    try:
+        assert hub.is_offline() and constants.HF_HUB_OFFLINE
+    finally:
+        hub.is_offline.cache_clear()

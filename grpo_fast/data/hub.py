@@ -41,5 +41,5 @@ def _stay_offline() -> None:
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
-    if datasets := sys.modules.get("datasets.config"):  # not installed, or not read yet
-        datasets.HF_HUB_OFFLINE = datasets.HF_DATASETS_OFFLINE = True
+    if settings := sys.modules.get("datasets.config"):  # else not installed, or reads it later
+        vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)

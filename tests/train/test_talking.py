@@ -175,6 +175,7 @@ def test_without_a_network_and_without_datasets(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing answers there
+    monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "datasets.config", raising=False)
     hub.is_offline.cache_clear()
     try:

@@ -107,30 +107,6 @@ def folders(tmp_path_factory):
     )
 
 
-def trainer(folders: tuple[str, str], output: Any, cls: Any = None, **options: Any) -> Any:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    settings = {
-        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "report_to": [],
-        "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1,
-        "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant",
-        "gradient_checkpointing": False, "max_completion_length": cases.COMPLETION, **options,
-    }  # fmt: skip
-    peft_config = settings.pop("peft_config", None)
-    models = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in folders]
-    data = Dataset.from_dict({"prompt": cases.prompts(8)})
-    made = (cls or trl.DistillationTrainer)(
-        model=models[0], teacher_model=models[1], args=trl.DistillationConfig(**settings),
-        train_dataset=data, eval_dataset=data.select(range(2)), peft_config=peft_config,
-        processing_class=AutoTokenizer.from_pretrained(folders[0], padding_side="left"),
-    )  # fmt: skip
-    sampled = cases.Injected(models[0].config.vocab_size)
-    made._generate_single_turn = lambda *given: sampled(*given)[0]
-    return made
-
-
 def compare(one: Any, other: Any, tolerance: float) -> None:
     for a, b in zip(one.state.log_history, other.state.log_history, strict=True):
         assert a.keys() == b.keys()
@@ -157,7 +133,7 @@ def test_runs(folders, tmp_path, options, monkeypatch):
     monkeypatch.setattr(
         ours, "divergence_loss", lambda *a, **k: calls.append(1) or function(*a, **k)
     )
-    one, other = (trainer(folders, tmp_path, **options) for _ in range(2))
+    one, other = (cases.distillation(folders, tmp_path, **options) for _ in range(2))
     start = {n: x.clone() for n, x in other.model.state_dict().items()}
     head.use_fast_head(other)
     for each in (one, other):
@@ -171,7 +147,7 @@ def test_runs(folders, tmp_path, options, monkeypatch):
 
 def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ours, "divergence_loss", lambda *a, **k: pytest.fail("ours was called"))
-    made = trainer(folders, tmp_path, max_steps=1)
+    made = cases.distillation(folders, tmp_path, max_steps=1)
     with head.use_fast_head(made):
         pass
     made.train()
@@ -185,7 +161,7 @@ def test_what_has_no_door(folders, tmp_path):
     with pytest.raises(
         ValueError, match="expected _chunked_divergence_loss in the _compute_loss of Own"
     ):
-        head.use_fast_head(trainer(folders, tmp_path, Own))
+        head.use_fast_head(cases.distillation(folders, tmp_path, Own))
     name = "trl.experimental.server_distillation"
     server = importlib.import_module(name).ServerDistillationTrainer
     with pytest.raises(ValueError, match="came ServerDistillationTrainer, whose loss would not"):

@@ -104,21 +104,7 @@ def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int],
 def support_of(
     rollout: Rollout, chosen: Sequence[int], device: torch.device | str
 ) -> Support | None:
-    """The sets that the tokens of these completions were drawn from, one after another.
-
-    Those of a completion that was not truncated are empty: the whole vocabulary. None: no
-    completion of the rollout was.
-    """
-    if all(kept is None for kept in rollout.kept):
-        return None
-    ids, counts = [], []
-    for i in chosen:
-        kept = rollout.kept[i]
-        if kept is None:
-            counts.append(torch.zeros(len(rollout.completion_ids[i]), dtype=torch.int64))
-        else:
-            ids.append(kept.ids)
-            counts.append(kept.offsets.diff())
-    offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
-    all_ids = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32)
-    return Support(all_ids.to(device), offsets.to(device))
+    """The sets that the tokens of these completions were drawn from; None: nothing truncated."""
+    kept = [rollout.kept[i] for i in chosen]
+    sets = [None if one is None else (one.ids, one.offsets.diff()) for one in kept]
+    return Support.join(sets, [rollout.lengths[i] for i in chosen], device)

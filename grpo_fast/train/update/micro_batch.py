@@ -59,18 +59,18 @@ class MicroBatch:
                 for group in groups
             ]
             packed = pack_groups(texts, shared=shared, device=device)
-        credit = [rollout.credit[i] for i in chosen if rollout.credit[i] is not None]
         cut = torch.tensor([mask_truncated and rollout.truncated[i] for i in chosen])
         own = advantages[chosen].float()
         counts = ~(cut | own.isnan().cpu())
+        own = own.nan_to_num(nan=0.0).to(device)
         return cls(
             packed=packed,
             chosen=chosen,
             completion_mask=counts.repeat_interleave(torch.tensor(packed.lengths)).to(device),
-            advantages=own.nan_to_num(nan=0.0).to(device),
+            advantages=own,
             sampling_logps=torch.cat([rollout.sampling_logps[i] for i in chosen]).to(device),
             support=support_of(rollout, chosen, device),
-            token_advantages=torch.cat(credit).float().to(device) if credit else None,
+            token_advantages=_credit_of(rollout, chosen, own),
         )
 
     def idle(self) -> MicroBatch:
@@ -89,6 +89,18 @@ class MicroBatch:
 
     def __len__(self) -> int:
         return len(self.chosen)
+
+
+def _credit_of(rollout: Rollout, chosen: Sequence[int], own: Tensor) -> Tensor | None:
+    """(R,) advantages recorded by token, beside the `own` (B,) of samples without any."""
+    credit = [rollout.credit[i] for i in chosen]
+    if all(one is None for one in credit):
+        return None
+    by_token = [
+        own[b].expand(rollout.lengths[i]) if one is None else one.to(own)
+        for b, (i, one) in enumerate(zip(chosen, credit, strict=True))
+    ]
+    return torch.cat(by_token)
 
 
 def samples_of(rollout: Rollout, chosen: Sequence[int]) -> list[tuple[list[int], Tensor]]:

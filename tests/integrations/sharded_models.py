@@ -124,11 +124,12 @@ def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 
 def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     """Of TRL's DistillationTrainer; the teacher is wrapped as the student is."""
-    folders = str(folder), str(folder.with_name("tied"))
-    trainer = trl_cases.distillation(folders, folder, beta=0.3)
+    trainer = trl_cases.distillation((str(folder), str(folder)), folder, beta=0.3)
+    for parameter in trainer.teacher_model.parameters():
+        parameter.data *= 1.5
     use_fast_head(trainer)
     student, trainer.model.training = trainer.model, True
-    model, trainer.teacher_model = wrap(student), wrap(trainer.teacher_model.requires_grad_(False))
+    model, trainer.teacher_model = wrap(student), wrap(trainer.teacher_model)
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
     run, share = trainer._compute_loss, batch["num_items_in_batch"] / ranks
     loss, *_ = trainer._forward_redirection(model, student, run, student, batch, share)

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.value import VALUE_LOSSES
-from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import Count, Decay, Positive, Section, Size, UserPath, require
 
 
@@ -119,15 +118,6 @@ class DistillConfig(Section):
         if self.teacher is None or "://" not in self.teacher:
             return None
         return self.teacher, (self.topk or 20) if self.form == "loss" else 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain_url(cls, given: Any) -> Any:
-        """A refusal of the field alone would quote it, and a URL may hold a password."""
-        teacher = given.get("teacher") if isinstance(given, dict) else None
-        if not isinstance(teacher, str) or "://" not in teacher:
-            return given
-        return {**given, "teacher": plain_url("teacher", teacher)}
 
     @model_validator(mode="after")
     def _advantage_is_a_reverse_kl(self) -> DistillConfig:

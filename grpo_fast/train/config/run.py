@@ -11,6 +11,7 @@ from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
@@ -96,7 +97,10 @@ class RunConfig(Section):
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
-        if path is None or "://" in str(path) or "reference" in values:
+        if "://" in str(path):  # a URL may hold a password, which a field's own refusal would quote
+            teacher = plain_url("distill.teacher", path)
+            return {**values, "distill": {**distill, "teacher": teacher}}
+        if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
 

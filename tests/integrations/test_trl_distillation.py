@@ -22,6 +22,9 @@ ours = importlib.import_module("grpo_fast.integrations.trl.divergence")
 run_inside = importlib.import_module("grpo_fast.integrations.fast_head").run_inside
 
 BETAS = (0.0, 0.2, 0.5, 1.0)
+SIDES = "student", "teacher"
+PLAIN = {"temperature": 1.0, **{f"{x}_logit_scale": 1.0 for x in SIDES}}
+PLAIN |= {f"{x}_final_logit_softcapping": None for x in SIDES}
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
@@ -66,7 +69,7 @@ def both(
             inputs[:2] = [x.nan_to_num() for x in inputs[:2]]
         loss, entropy, count = function(
             *first, *inputs, mask, beta, num_items_in_batch=items,
-            student_lm_head_bias=layer.bias, teacher_lm_head_bias=b if bias else None, **rule,
+            student_lm_head_bias=layer.bias, teacher_lm_head_bias=b if bias else None, **(PLAIN | rule),
         )  # fmt: skip
         leaves = [hidden, *([layer.weight, layer.bias] if bias else [layer.weight])]
         if dtype is not None:

@@ -69,7 +69,8 @@ def both(
             inputs[:2] = [x.nan_to_num() for x in inputs[:2]]
         loss, entropy, count = function(
             *first, *inputs, mask, beta, num_items_in_batch=items,
-            student_lm_head_bias=layer.bias, teacher_lm_head_bias=b if bias else None, **(PLAIN | rule),
+            student_lm_head_bias=layer.bias, teacher_lm_head_bias=b if bias else None,
+            **(PLAIN | rule),
         )  # fmt: skip
         leaves = [hidden, *([layer.weight, layer.bias] if bias else [layer.weight])]
         if dtype is not None:

@@ -11,24 +11,10 @@ import re
 
 import pytest
 
-from tests.kernels.triton_tools.launcher import HAS_TRITON, OTHER_TRITON, run_cases  # noqa: E402
+from tests.kernels.triton_tools.launcher import HAS_TRITON, OTHER_TRITON, TOOLS, run_cases
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-CASES = (
-    "cases_rows.py",
-    "cases_linear.py",
-    "cases_weights.py",
-    "cases_gradients.py",
-    "cases_grad_filter.py",
-    "cases_public.py",
-    "cases_nan.py",
-    "cases_range.py",
-    "cases_scale.py",
-    "cases_divergence.py",
-    "cases_support.py",
-    "cases_support_public.py",
-    "cases_loops.py",
-)
+CASES = sorted(path.name for path in TOOLS.glob("cases_*.py"))
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -1,5 +1,5 @@
-"""`@pairs({"dtype": DTYPES, "backend": BACKENDS, ...})`: tests of every pair of values of the axes,
-where `parametrize` on top of `parametrize` makes tests of every combination.
+"""`@pairs(dtype=DTYPES, backend=BACKENDS, ...)`: tests of every pair of values of the axes, where
+`parametrize` on top of `parametrize` makes tests of every combination.
 
 A fault that shows with a certain value of one axis and a certain value of another is seen; the
 number of tests is about the product of the two longest axes.
@@ -8,42 +8,34 @@ number of tests is about the product of the two longest axes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 
-def pairs(axes: Mapping[str, Iterable | Mapping]) -> pytest.MarkDecorator:
-    """One `parametrize` for all axes; the key "a, b" names an axis whose values are tuples, and an
-    axis that is a mapping has the ids of its values as keys.
+def pairs(**axes: Iterable) -> pytest.MarkDecorator:
+    """One `parametrize` for all axes; `a__b` is an axis of tuples (a, b), and `items()` of a dict
+    are values with their ids.
     """
     values = [_params(names, axis) for names, axis in axes.items()]
-    rows = [
-        [axis[i] for axis, i in zip(values, row, strict=True)]
-        for row in covering([*map(len, values)])
-    ]
-    return pytest.mark.parametrize(
-        ", ".join(axes),
-        [
-            pytest.param(
-                *(x for param in row for x in param.values),
-                marks=[mark for param in row for mark in param.marks],
-                id="-".join(param.id for param in row),
-            )
-            for row in rows
-        ],
-    )
+    rows = []
+    for places in covering([*map(len, values)]):
+        row = [axis[i] for axis, i in zip(values, places, strict=True)]
+        marks = [mark for param in row for mark in param.marks]
+        name = "-".join(param.id for param in row)
+        rows.append(pytest.param(*(x for param in row for x in param.values), marks=marks, id=name))
+    return pytest.mark.parametrize(", ".join(axes).replace("__", ", "), rows)
 
 
-def _params(names: str, axis: Iterable | Mapping) -> list:
+def _params(names: str, axis: Iterable) -> list:
     """The values of an axis as `pytest.param`s, each with an id."""
-    named = axis.items() if isinstance(axis, Mapping) else ((None, value) for value in axis)
+    named = axis if isinstance(axis, ItemsView) else ((None, value) for value in axis)
     params = []
     for name, value in named:
         if not hasattr(value, "marks"):
-            value = pytest.param(*(value if "," in names else (value,)), id=name)
+            value = pytest.param(*(value if "__" in names else (value,)), id=name)
         name = value.id or "-".join(_word(x, f"{names}{len(params)}") for x in value.values)
         params.append(value._replace(id=name))
     return params

@@ -36,7 +36,6 @@ SUITES: dict[str, str] = {
     "off_policy": "loss/test_loss_extras.py -k off_policy",
     "entropy": "loss/test_loss_extras.py -k 'entropy and not metrics'",
     "rules": "loss/test_loss_extras.py -k 'softcap or temperature or oracle'",
-    "gradient": "loss/test_loss_finite_differences.py",
     "inert": "loss/test_contract_poison.py",
     "accuracy": "loss/test_contract_accuracy.py -k 'confident or many_chunks'",
     "edges": "loss/test_loss_edge_shapes.py -k 'not two_to_the_31'",

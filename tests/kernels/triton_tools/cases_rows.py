@@ -203,10 +203,6 @@ def check_loss(
     assert error <= {torch.float32: 5e-6, torch.bfloat16: 3e-3}[dtype]
 
 
-def test_every_token_loss_has_a_formula():
-    assert set(TOKEN_LOSSES) == set(formulas.LOSSES)
-
-
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_every_leaf(loss_type):
     check_loss(config_for(loss_type))

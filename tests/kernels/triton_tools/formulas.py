@@ -1,11 +1,11 @@
-"""What the kernels must give, in fp64, written from the papers' formulas: no code of the package is
-used here.
-"""
+"""What the kernels must give, in fp64, by `tests.oracles`: no code of the package is in it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tests import oracles
 
 
 def final(
@@ -42,85 +42,20 @@ def gradient(
     return d * slope
 
 
-def _ppo(lp, lr, a, c):
-    r = lr.exp()
-    bounded = r if c.delta is None else r.clamp(max=c.delta)
-    return -torch.minimum(bounded * a, r.clamp(1 - c.epsilon_low, 1 + c.epsilon_high) * a)
-
-
-def _dual_clip(lp, lr, a, c):
-    r = lr.exp()
-    loss = -torch.minimum(r * a, r.clamp(1 - c.epsilon_low, 1 + c.epsilon_high) * a)
-    return torch.where(a < 0, torch.minimum(loss, -a * c.dual_clip_c), loss)
-
-
-def _cispo(lp, lr, a, c):
-    low, high = (
-        (1 - c.epsilon_low, 1 + c.epsilon_high)
-        if c.cispo_bound == "offset"
-        else (0.0, c.epsilon_high)
-    )
-    return -lr.exp().clamp(low, high).detach() * a * lp
-
-
-def _sapo(lp, lr, a, c):
-    tau = torch.where(a > 0, c.sapo_temperature_pos, c.sapo_temperature_neg)
-    return -a * torch.sigmoid(tau * (lr.exp() - 1)) * 4 / tau
-
-
-def _dppo_tv(lp, lr, a, c):
-    moved = lp.exp() - (lp - lr).exp()
-    keep = torch.where(a > 0, moved <= c.epsilon_high, moved >= -c.epsilon_low)
-    return -a * (lr.exp().clamp(max=20) * keep).detach() * lp
-
-
-def _dppo_kl(lp, lr, a, c):
-    p, q = lp.exp(), (lp - lr).exp()
-    distance = q * (q / p).log() + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
-    leaves = torch.where(
-        a > 0, (distance > c.epsilon_high) & (p > q), (distance > c.epsilon_low) & (p < q)
-    )
-    return -a * (lr.exp().clamp(max=20) * ~leaves).detach() * lp
-
-
-LOSSES = {
-    "reinforce": lambda lp, lr, a, c: -a * lp,
-    "unclipped": lambda lp, lr, a, c: -lr.exp() * a,
-    **dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), _ppo),
-    "dual_clip": _dual_clip,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "dppo_tv": _dppo_tv,
-    "dppo_kl": _dppo_kl,
-    **dict.fromkeys(("kimi", "dro"), lambda lp, lr, a, c: -(lp * a - 0.5 * c.beta * lr**2)),
-}
-
-
-def _straight_through(value: Tensor, carrier: Tensor) -> Tensor:
-    return carrier + (value - carrier).detach()
-
-
-KLS = {
-    "k1": lambda d: -d,
-    "abs": lambda d: d.abs(),
-    "k2": lambda d: d**2 / 2,
-    "k3": lambda d: d.exp() - d - 1,
-}
-
-
 def loss_and_slope(
     lp, old, ref, advantages, policy_weights, kl_weights, config
 ) -> tuple[Tensor, Tensor]:
-    """policy_weights·ℓ + kl_weights·KL of every row in fp64, and its d/d lp by differentiating the
-    formulas above.
+    """policy_weights·ℓ + kl_weights·KL of every row in fp64, and its d/d lp, by the oracle of
+    completions: rows do not see each other in a token-level loss.
     """
     lp = lp.detach().double().requires_grad_()
-    lr = lp - (lp.detach() if old is None else old.double())
-    losses = policy_weights.double() * LOSSES[config.loss_type](lp, lr, advantages.double(), config)
+    known = {x: getattr(config, x) for x in oracles.DEFAULTS if x != "corrections"}
+    o = oracles.resolve(known)
+    old = lp.detach() if old is None else old.double()
+    rows = oracles.Completion(lp, old, None, None, advantages.double(), None)
+    losses = policy_weights.double() * oracles.ORACLES[config.loss_type](rows, o)
     if kl_weights is not None:
-        most, reach = config.kl_limits
-        d, name = ref.double() - lp, config.kl_estimator
-        kl = KLS[name.rstrip("+")](d.clamp(-reach, reach)).clamp(-most, most)
-        kl = _straight_through(kl, d**2 / 2) if name.endswith("+") else kl
-        losses = losses + kl_weights.double() * kl * (lr.exp() if config.kl_times_ratio else 1)
+        kl = oracles.kl_of(ref.double() - lp, o)
+        kl = kl * oracles.ratio(rows, o) if o.kl_times_ratio else kl
+        losses = losses + kl_weights.double() * kl
     return losses.detach(), torch.autograd.grad(losses.sum(), lp)[0]

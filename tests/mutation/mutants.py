@@ -206,6 +206,7 @@ SUITES: dict[str, list[str]] = {
         "not loader and not instruction_sets and not gemm and not added and not printer",
     ],
     "csrc_gemm": ["tests/kernels/test_gemm_cpu.py"],
+    "csrc_layers": ["tests/kernels/test_linear_layers.py"],
     "csrc_linear": ["tests/kernels/test_linear_cpu.py"],
     "nan": ["tests/loss/test_nan_is_seen.py", "-k", "torch"],
     "csrc_inplace": ["tests/loss/test_loss_autograd.py", "-k", "inplace and cpu"],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.support import linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
-from grpo_fast.kernels.types import ActiveRows, LogitRule, RowStats, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import rows_of_targets
@@ -206,10 +206,10 @@ def _sweep(
 ) -> Sweep:
     if len(tensors) == 1:
         return LogitsSweep.of(tensors[0], None, rows, rows_route(options.backend, tensors[0]))
-    hidden, weight, bias = tensors
-    route = head_route(options.backend, weight, is_shard=options.shard is not None)
+    head = HeadTensors(*tensors)
+    route = head_route(options.backend, head.weight, is_shard=options.shard is not None)
     return linear_sweep(
-        hidden, weight, bias, rows, route, entropy_gradient=entropy_gradient,
+        head, rows, route, entropy_gradient=entropy_gradient,
         wants_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from grpo_fast.kernels.head.half_range import needs_range, weight_unit
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
-from grpo_fast.kernels.types import ActiveRows, LogitRule, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRule, Wanted
 from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, own_rows
@@ -128,14 +128,14 @@ def divergence_loss(
         rows=rows, route=route, teacher=teacher, divergence=divergence, weights=weights,
         is_wide=is_half,
     )  # fmt: skip
+    head = HeadTensors(hidden, weight, bias)
     with kernel_precision(hidden.device):
         if rows.support is not None:
-            found, gradients = supported_divergence(hidden, weight, bias, wanted=wanted, **given)
+            found, gradients = supported_divergence(head, wanted=wanted, **given)
         else:
             given |= dict(has_policy=False, wants_weight=wanted.weight, shard=shard)
-            head = DivergenceHead(hidden, weight, bias, **given)
-            gradients = head.divergence_gradients(wanted)
-            found = head.values
+            sweep = DivergenceHead(head, **given)
+            found, gradients = sweep.values, sweep.divergence_gradients(wanted)
     result = LossResult(weighted_sum(weights, found).to(weights.dtype), found, None, gradients)
     return result if unit is None else in_units(result, unit, hidden.dtype)
 

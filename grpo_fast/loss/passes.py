@@ -96,24 +96,24 @@ def _with_divergence(
     """The loss and coef·Σ w·D: one pass; over a sampler's sets one after the other."""
     route, rows = head_route(options.backend, tensors.weight, is_shard=True), batch.rows
     weights = term.coef * batch.tokens.token_weights
-    own: dict[str, Any] = dict(
-        teacher=term.teacher, divergence=Divergence(term.kind, term.beta), weights=weights
-    )
+    kind = Divergence(term.kind, term.beta)
+    own: dict[str, Any] = dict(teacher=term.teacher, divergence=kind, weights=weights)
     if rows.support is None:
         head = DivergenceHead(tensors, rows, route, **own | sweep, has_policy=True)
-        result, found = _swept(head, batch, options, wanted), head.values
+        result, each = _swept(head, batch, options, wanted), head.values
     else:
         sweep["whole_entropy"] = batch.config.whole_entropy
         result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
-        found, more = supported_divergence(tensors, rows, route, **own, wanted=wanted, is_wide=True)
+        own |= dict(wanted=wanted, is_wide=True)
+        each, more = supported_divergence(tensors, rows, route, **own)
         likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
         gradients = tuple(
             (x + y).to(x.dtype if like is None else like.dtype)
             for x, y, like in zip(result.gradients, more, likes, strict=True)
         )
         result = result._replace(gradients=gradients)
-    loss = result.loss + weighted_sum(weights, found).to(result.loss.dtype)
-    return result._replace(loss=loss, divergence=rows.to_rows(found))
+    loss = result.loss + weighted_sum(weights, each).to(result.loss.dtype)
+    return result._replace(loss=loss, divergence=rows.to_rows(each))
 
 
 def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
@@ -124,13 +124,8 @@ def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
     return result._replace(loss=result.loss / unit, gradients=gradients, units=units)
 
 
-def logits_loss(
-    logits: Tensor,  # (N, V)
-    *,
-    batch: TokenBatch,
-    options: Options,
-) -> LossResult:
-    """logits → loss; the gradient is (d-logits,), written over the logits where `inplace`."""
+def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossResult:
+    """(N, V) logits → loss; the gradient is (d-logits,), over the logits where `inplace`."""
     refuse("validate", logits, options.validate, "auto")
     wanted = Wanted(options.wanted[0], False, False)
     has_units = wanted.hidden and needs_range(logits.dtype)

@@ -32,7 +32,7 @@ MUTANTS = [
            ".index_copy_(0, self.others, others)", ".index_copy_(0, self.own, own)",
            "rows with an empty set have no logp", "support"),
     Mutant("support-hidden-rows", BATCH,
-           "return rows._replace(support=support)", "return rows",
+           "return rows._replace(hidden_index=predicting", "return rows._replace(support=None, hidden_index=predicting",
            "beside hidden_rows the support is forgotten", "support"),
     Mutant("support-form", SWEEP,
            "* cost > len(rows.support.places)", "* cost < len(rows.support.places)",

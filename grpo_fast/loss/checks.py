@@ -14,10 +14,11 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import Given
 from grpo_fast.loss.ranks import is_sharded
-from grpo_fast.objective.config import LossConfig, choice, number
+from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.objective.refusals import choice, number
 
 VALIDATE = ("auto", "full")
 IGNORED_TARGET = -100

@@ -18,8 +18,8 @@ from grpo_fast.loss import autograd, call, checks, values
 from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
 from grpo_fast.loss.ranks import Agreement, own_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
-from grpo_fast.objective.config import choice, number
 from grpo_fast.objective.divergences import DIVERGENCES
+from grpo_fast.objective.refusals import choice, number
 
 # What the log-probabilities of K ids may sum to: a server's 16 bits exceed 1 by less.
 MOST = 1 + 1e-3

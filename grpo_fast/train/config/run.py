@@ -272,7 +272,5 @@ class RunConfig(Section):
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
-        if settings["group_size"] is None:
-            settings["group_size"] = self.rollout.group_size
         with named_in("loss"):
-            return LossConfig(**settings)
+            return LossConfig(**settings, group_size=self.rollout.group_size)

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 
 from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.rows import BIAS, FREQUENCY, NO_EOS, PRESENCE, REPETITION, SOFTCAP
-from grpo_fast.doctor.view import Truncation, View
+from grpo_fast.doctor.view import (
+    BIAS,
+    FREQUENCY,
+    NO_EOS,
+    PRESENCE,
+    REPETITION,
+    SOFTCAP,
+    Truncation,
+    View,
+)
 
 FINEST = 1e-4  # relative step of a number that is fitted
 WORTH = 0.5  # of the difference at most, after two looks, for a number to be fitted further

@@ -24,8 +24,8 @@ LEAST = 1e-6  # nats per token; below it two passes agree
 MARGIN = 1.5  # times the trainer's distance from the model's own forward pass that is noise
 OTHER = 1.5  # factor of the head's weight in an update that an engine has to notice
 SURE = 3.0  # log-likelihood ratio from which tokens were drawn at one temperature, not another
-NOT_FOUND = "not found: other weights (previous=FOLDER tries some) or prompts, changed logits, or " \
-            "tokens that are not drawn from what it reports"  # fmt: skip
+NOT_FOUND = "not found: other weights (previous=FOLDER tries some), prompts or logits, or tokens " \
+            "that are not drawn from what it reports"  # fmt: skip
 
 
 class Diagnosis(NamedTuple):

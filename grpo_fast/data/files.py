@@ -81,7 +81,7 @@ def read_examples(
 ) -> list[Example]:
     """Every line of one jsonl file, in its order, with the prompt template applied."""
     form = Form.of(prompt_template, system, chat)
-    return [form.dress(_parse(*row, gsm8k)) for row in _read_jsonl(Path(path))]
+    return [form.dress(_parse(*row, gsm8k)) for row in read_jsonl(Path(path))]
 
 
 # ---------------------------------------------------------------------------------------- splits
@@ -95,8 +95,8 @@ def _both_splits(
     if path:
         train_file, test_file = _locate(Path(path))
         if test_file is None:
-            return _hold_out(parsed(_read_jsonl(train_file)), option["n_test"], train_file)
-        train, test = _read_jsonl(train_file), _read_jsonl(test_file)
+            return _hold_out(parsed(read_jsonl(train_file)), option["n_test"], train_file)
+        train, test = read_jsonl(train_file), read_jsonl(test_file)
     elif name:
         train, test = _read_hub(name, "train"), _read_hub(name, "test")
     else:
@@ -202,7 +202,8 @@ def _check_prompt(value: Any, where: str) -> None:
 
 
 # --------------------------------------------------------------------------------------- sources
-def _read_jsonl(path: Path) -> Rows:
+def read_jsonl(path: Path) -> Rows:
+    """Each line of a file that is not blank, with its place. Raises DatasetError for no JSON."""
     if not os.path.isfile(path):
         raise DatasetError(f"data.path: expected a .jsonl file, found nothing at {path}")
     count = 0

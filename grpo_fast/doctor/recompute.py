@@ -14,17 +14,7 @@ from grpo_fast import Support, linear_logps
 from grpo_fast.attention import Head
 from grpo_fast.doctor.models import cast, variants
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED, Ids
-from grpo_fast.doctor.view import (
-    CURRENT,
-    EMBEDDING,
-    KEPT,
-    OF_A_FIELD,
-    OF_A_VALUE,
-    ROWS,
-    Drawn,
-    Rows,
-    View,
-)
+from grpo_fast.doctor.view import CURRENT, EMBEDDING, KEPT, ROWS, Drawn, Rows, View
 from grpo_fast.rollout import Rollout
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
@@ -74,10 +64,7 @@ class Recomputed:
 
     def cause_of(self, view: View, field: str) -> str:
         """The name of the cause that a field of the engine's view stands for."""
-        value = getattr(view, field)
-        if field == "model":
-            return self.models[value].cause
-        return OF_A_VALUE.get(value[0] if field == "edit" else value) or OF_A_FIELD[field]
+        return self.models[view.model].cause if field == "model" else view.cause_of(field)
 
     def difference(self, view: View) -> float:
         """Mean of |engine − view| in nats per token, of the tokens that the view predicts."""

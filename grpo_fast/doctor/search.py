@@ -11,7 +11,7 @@ from grpo_fast.doctor.causes import HEAD, MODEL, QUANTIZED
 from grpo_fast.doctor.fits import fits
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED
 from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.view import EMBEDDING, KEPT, SOFTCAP, Truncation, View
+from grpo_fast.doctor.view import EMBEDDING, KEPT, Edit, Truncation, View
 from grpo_fast.rollout import Sampling
 
 # Nats per token on average within which two good forward passes lie, by the dtype they run in.
@@ -126,7 +126,7 @@ class Search:
         known: dict[str, list[Any]] = {
             "temperature": [1.0, asked.temperature, warmth],
             "truncation": [None, KEPT, Truncation(asked.top_k, asked.top_p), cut],
-            "edit": [(SOFTCAP, None)],
+            "edit": [(Edit.SOFTCAP, None)],
             "shift": [1, -1],
             "head": [torch.bfloat16, torch.float16, EMBEDDING],
             "reading": [*recomputed.readings, REORDERED],

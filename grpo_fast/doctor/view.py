@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fast import Support
+from grpo_fast import Support, logits_logps
 from grpo_fast.doctor import causes
 from grpo_fast.doctor.prompts import AS_SENT, LEFT, REORDERED, RIGHT, TEMPLATES
 
@@ -22,9 +23,15 @@ ROWS = 64  # logits that are there at a time
 KEPT = "the tokens that it names"  # a truncation: to those that the engine says it chose from
 EMBEDDING = "the embedding's weight"  # a head
 CURRENT, OWN = "current", "own"  # models: the trainer's packed rows; the model's own attention
-# Edits of the logits.
-REPETITION, PRESENCE, FREQUENCY = "repetition_penalty", "presence_penalty", "frequency_penalty"
-BIAS, NO_EOS, SOFTCAP = "logit_bias", "min_tokens", "softcap"
+
+
+class Edit(StrEnum):
+    """Kinds of edits of the logits."""
+
+    REPETITION, PRESENCE = "repetition_penalty", "presence_penalty"
+    FREQUENCY, BIAS, NO_EOS, SOFTCAP = "frequency_penalty", "logit_bias", "min_tokens", "softcap"
+
+
 OF_A_FIELD = {
     "temperature": causes.TEMPERATURE, "truncation": causes.TRUNCATION, "shift": causes.SHIFTED,
     "head": causes.HEAD, "reading": causes.TOKENS,
@@ -32,8 +39,8 @@ OF_A_FIELD = {
 OF_A_VALUE = {  # of a field, or of an edit's kind; other values have the cause of their field
     None: causes.RAW, EMBEDDING: causes.TIED, LEFT: causes.PADDING, RIGHT: causes.PADDING,
     REORDERED: causes.ORDER, **dict.fromkeys(TEMPLATES, causes.TEMPLATE),
-    **dict.fromkeys((REPETITION, PRESENCE, FREQUENCY), causes.PENALTY),
-    BIAS: causes.LOGIT_BIAS, NO_EOS: causes.ENDS, SOFTCAP: causes.CAP,
+    **dict.fromkeys((Edit.REPETITION, Edit.PRESENCE, Edit.FREQUENCY), causes.PENALTY),
+    Edit.BIAS: causes.LOGIT_BIAS, Edit.NO_EOS: causes.ENDS, Edit.SOFTCAP: causes.CAP,
 }  # fmt: skip
 
 
@@ -53,11 +60,16 @@ class View(NamedTuple):
 
     temperature: float
     truncation: Truncation | str | None = None  # None: over the whole vocabulary
-    edit: tuple[str, Any] | None = None  # of the logits, before the temperature: (kind, value)
+    edit: tuple[Edit, Any] | None = None  # of the logits, before the temperature: (kind, value)
     shift: int = 0  # the log-probability told for place t is that of place t + shift
     head: torch.dtype | str | None = None  # None: the trainer's in fp32; a dtype, or EMBEDDING
     reading: str = AS_SENT  # of the prompts
     model: str = CURRENT  # a name in `models.variants`
+
+    def cause_of(self, field: str) -> str:
+        """The name of the cause that a field stands for, apart from `model`."""
+        value = getattr(self, field)
+        return OF_A_VALUE.get(value[0] if field == "edit" else value) or OF_A_FIELD[field]
 
     def differences(self, other: View) -> set[str]:
         """The fields in which two views differ."""
@@ -91,18 +103,18 @@ class Rows:
     def scaled(self, view: View) -> Tensor:  # (r, V)
         """The logits that a view draws from: softcap, edit and temperature applied."""
         kind, value = view.edit or ("", None)
-        cap = value if kind == SOFTCAP else self.softcap
+        cap = value if kind == Edit.SOFTCAP else self.softcap
         z = self.z.clone() if cap is None else cap * torch.tanh(self.z / cap)
-        if kind in (REPETITION, PRESENCE, FREQUENCY):
+        if kind in (Edit.REPETITION, Edit.PRESENCE, Edit.FREQUENCY):
             counts, prompted = self._seen
             seen = counts > 0
-            if kind == REPETITION:
+            if kind == Edit.REPETITION:
                 z = torch.where(seen | prompted, torch.where(z > 0, z / value, z * value), z)
             else:
-                z -= value * (counts if kind == FREQUENCY else seen)
-        elif kind == BIAS:
+                z -= value * (counts if kind == Edit.FREQUENCY else seen)
+        elif kind == Edit.BIAS:
             z[:, value[0]] += value[1]
-        elif kind == NO_EOS:
+        elif kind == Edit.NO_EOS:
             early = self.drawn.place[self.first : self.first + len(z)] < value
             z[early.nonzero(), torch.tensor(self.drawn.eos_ids, device=z.device)] = -torch.inf
         return z / view.temperature
@@ -117,8 +129,10 @@ class Rows:
                 self._sorted = {plain: x.sort(-1, descending=True).values}
             return logps - log_kept_mass(x, self._sorted[plain], drawn, view.truncation)
         if view.truncation == KEPT:
-            inside = x.masked_fill(~self._mask(), -torch.inf).logsumexp(-1)
-            return x.gather(-1, drawn)[:, 0] - inside
+            ids, offsets = self.drawn.kept or ()
+            offsets = offsets[self.first : self.first + len(x) + 1]
+            kept = Support(ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+            return logits_logps(x, drawn[:, 0], support=kept)
         return logps
 
     @cached_property
@@ -131,16 +145,6 @@ class Rows:
             counts[row].index_add_(0, before, torch.ones_like(before, dtype=counts.dtype))
             prompted[row, torch.tensor(self.drawn.prompts[end])] = True
         return counts, prompted
-
-    def _mask(self) -> Tensor:
-        """(r, V) bool: what rows were drawn from; an empty row is the whole vocabulary."""
-        kept = self.drawn.kept
-        assert kept is not None
-        mask = torch.zeros_like(self.z, dtype=torch.bool)
-        for row in range(len(self.z)):
-            start, end = kept.offsets[self.first + row :][:2].tolist()
-            mask[row, kept.ids[start:end].long() if end > start else slice(None)] = True
-        return mask
 
 
 def log_kept_mass(

@@ -148,6 +148,7 @@ def test_a_cause_is_named_where_it_explains_most_and_no_other_does():
         made = SimpleNamespace(
             difference=lambda view: {base: 1.0, **left}[view],
             logps=lambda view: torch.tensor([view.temperature, view.shift]),
+            cause_of=View.cause_of,
         )
         search = Search(made, base, Sampling(), 1e-6, 1e-4)
         search._order = list(left)

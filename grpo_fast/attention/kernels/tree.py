@@ -90,10 +90,9 @@ class PackedAttention(torch.autograd.Function):
         first, *others = calls
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, rule)
         out = _wide(out, others)
-        for call in others:
-            at = call.queries
-            part = kernel.forward(q[at], call.take(k), call.take(v), call.spans, rule)
-            merge_(out[at], lse[:, at], *part)
+        for call in others:  # no name for a part: it would live on beside the next
+            at, inputs = call.queries, (call.take(k), call.take(v), call.spans, rule)
+            merge_(out[at], lse[:, at], *kernel.forward(q[at], *inputs))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = calls, rule, kernel
@@ -107,16 +106,15 @@ class PackedAttention(torch.autograd.Function):
             )
         (first, *others), rule, kernel = ctx.call
         grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
-        dq, dk, dv = kernel.backward(grad, saved.part(first), first.spans, rule)
-        if isinstance(first.keys, Copies):
-            dk = first.keys.put_back(dk)  # the copies' own dk is free before dv's turn
-            dv = first.keys.put_back(dv)
-        grads = [_wide(x, others) for x in (dq, dk, dv)]
+        grads = list(kernel.backward(grad, saved.part(first), first.spans, rule))
+        for n in range(3):  # in place: what is replaced is free before the next one's turn
+            if n and isinstance(first.keys, Copies):
+                grads[n] = first.keys.put_back(grads[n])
+            grads[n] = _wide(grads[n], others)
         for call in others:
-            parts = kernel.backward(grad[call.queries], saved.part(call), call.spans, rule)
-            for whole, rows, part in zip(
-                grads, (call.queries, call.keys, call.keys), parts, strict=True
-            ):
+            inputs = grad[call.queries], saved.part(call), call.spans, rule
+            wholes = zip(grads, (call.queries, call.keys, call.keys), strict=True)
+            for (whole, rows), part in zip(wholes, kernel.backward(*inputs), strict=True):
                 whole[rows] += part
         return *(x.to(saved.q.dtype) for x in grads), None, None, None
 

@@ -25,29 +25,36 @@ ADVANTAGE_LEVELS = 4  # shades of the step's largest advantage, each way
 LEAST_STEPS = 4  # that have room: one takes at most the fourth part of the page
 
 _SURPRISE = "".join(
-    f"#by-logp:checked~main .p{i}{{background:rgba(214,104,30,{0.08 + 0.09 * i:.2f})}}\n"
+    f"#by-logp:checked~main .p{i}{{background:rgba(var(--surprise),{0.08 + 0.09 * i:.2f})}}\n"
     for i in range(1, LOGP_LEVELS + 1)
 )
 _ADVANTAGE = "".join(
-    f"#by-advantage:checked~main .{sign}{i}{{background:rgba({rgb},{0.15 * i:.2f})}}\n"
-    for sign, rgb in (("u", "34,139,76"), ("d", "200,40,60"))
+    f"#by-advantage:checked~main .{sign}{i}{{background:rgba(var(--{name}),{0.15 * i:.2f})}}\n"
+    for sign, name in (("u", "up"), ("d", "down"))
     for i in range(1, ADVANTAGE_LEVELS + 1)
 )
 STYLE = f"""
-body{{font:15px/1.5 system-ui,sans-serif;color:#1f2733;background:#f6f7f9;margin:0 auto;
+:root{{color-scheme:light dark;--text:#1f2733;--soft:#566170;--page:#f6f7f9;--card:#fff;
+--line:#dfe3e8;--link:#e6e9ee;--right:#1d7d45;--wrong:#b3283c;
+--surprise:214,104,30;--up:34,139,76;--down:200,40,60}}
+@media(prefers-color-scheme:dark){{:root{{--text:#e3e7ed;--soft:#a3adba;--page:#15181d;--card:#1d2127;
+--line:#343b45;--link:#2b313a;--right:#6bcf92;--wrong:#ff8d9b;
+--surprise:176,78,16;--up:24,122,66;--down:188,40,60}}}}
+body{{font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);margin:0 auto;
 max-width:1080px;padding:24px;overflow-wrap:anywhere}}
 h1{{font-size:22px;margin:0 0 4px}} nav{{margin:12px 0;line-height:2}}
-nav a{{margin-right:4px;padding:2px 8px;border-radius:4px;background:#e6e9ee;color:inherit;
+nav a{{margin-right:4px;padding:2px 8px;border-radius:4px;background:var(--link);color:inherit;
 text-decoration:none}}
-label{{margin-right:16px}} .note,.facts{{color:#5a6675}} .facts{{margin:0 0 4px;font-size:13px}}
-details{{background:#fff;border:1px solid #dfe3e8;border-radius:8px;margin:14px 0;
+label{{margin-right:16px}} .note,.facts{{color:var(--soft)}} .facts{{margin:0 0 4px;font-size:13px}}
+@media(max-width:600px){{body{{padding:12px}} label::after{{content:"\\a";white-space:pre}}}}
+details{{background:var(--card);border:1px solid var(--line);border-radius:8px;margin:14px 0;
 padding:8px 16px}}
-summary{{cursor:pointer;font-weight:600}} section{{border-top:1px solid #e6e9ee;margin-top:12px}}
-h2{{font-size:13px;font-weight:600;color:#5a6675;margin:12px 0 4px}}
+summary{{cursor:pointer;font-weight:600}} section{{border-top:1px solid var(--line);margin-top:12px}}
+h2{{font-size:13px;font-weight:600;color:var(--soft);margin:12px 0 4px}}
 pre{{white-space:pre-wrap;unicode-bidi:plaintext;margin:0 0 8px;
-font:13px/1.55 ui-monospace,monospace;background:#f6f7f9;border-radius:6px;padding:8px}}
-article pre{{background:none;border:1px solid #e6e9ee}} i{{font-style:normal;border-radius:2px}}
-b{{color:#1f2733}} .right{{color:#1d7d45;font-weight:600}} .wrong{{color:#b3283c}}
+font:13px/1.55 ui-monospace,monospace;background:var(--page);border-radius:6px;padding:8px}}
+article pre{{background:none;border:1px solid var(--line)}} i{{font-style:normal;border-radius:2px}}
+b{{color:var(--text)}} .right{{color:var(--right);font-weight:600}} .wrong{{color:var(--wrong)}}
 {_SURPRISE}{_ADVANTAGE}"""
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-"

@@ -6,12 +6,14 @@ import base64
 import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+WAIT = 60  # seconds for an answer
 COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -21,6 +23,7 @@ class Browser:
     def __init__(self, send: int, receive: int) -> None:
         self.send, self.receive = send, os.fdopen(receive, "rb", buffering=0)
         self.number, self.session, self.buffer = 0, None, b""
+        self.events: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self.session = attached["sessionId"]
@@ -28,9 +31,10 @@ class Browser:
 
     def message(self) -> dict[str, Any]:
         while b"\0" not in self.buffer:
-            read = self.receive.read(1 << 20)
+            ready, _, _ = select.select([self.receive], [], [], WAIT)
+            read = self.receive.read(1 << 20) if ready else b""
             if not read:
-                raise RuntimeError("Chromium has ended")
+                raise RuntimeError("Chromium has ended" if ready else "Chromium does not answer")
             self.buffer += read
         text, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(text)
@@ -42,7 +46,7 @@ class Browser:
             call["sessionId"] = self.session
         os.write(self.send, json.dumps(call).encode() + b"\0")
         while (answer := self.message()).get("id") != self.number:
-            pass
+            self.events.append(answer.get("method", ""))
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']['message']}")
         return answer["result"]
@@ -53,11 +57,11 @@ class Browser:
                   deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=media)
-        self.call("Page.setBypassCSP", enabled=False)
+        self.events.clear()
         self.call("Emulation.setScriptExecutionDisabled", value=True)
         self.call("Page.navigate", url=page.resolve().as_uri())
-        while self.message().get("method") != "Page.loadEventFired":
-            pass
+        while "Page.loadEventFired" not in self.events:
+            self.events.append(self.message().get("method", ""))
 
     def evaluate(self, expression: str) -> Any:
         self.call("Emulation.setScriptExecutionDisabled", value=False)
@@ -80,8 +84,8 @@ def browser(folder: Path) -> Iterator[Browser]:
         one, two = os.dup(theirs), os.dup(ours)
         os.dup2(one, 3), os.dup2(two, 4)
 
-    command = [str(COMMAND), "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
-               "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
+    command = [str(COMMAND), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+               "--remote-debugging-pipe", "--disable-dev-shm-usage", "--no-first-run",
                "--disable-background-networking", f"--user-data-dir={folder}"]  # fmt: skip
     process = subprocess.Popen(
         command, preexec_fn=wire, pass_fds=(3, 4), stdout=subprocess.DEVNULL,

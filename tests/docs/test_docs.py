@@ -146,7 +146,7 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
 
 
 def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
-    """Of the built site; `make docs` comes before the tests in nobody's order, so it may be absent."""
+    """Of the site as `make docs` built it, before this."""
     built = DOCS / "_build" / "html"
     if not chromium.COMMAND or not built.is_dir():
         pytest.skip("needs Chromium, and the site built by `make docs`")

@@ -1,4 +1,4 @@
-"""The page of completions as Chromium draws it: it fits a telephone, and it can be read in the dark."""
+"""The page of completions in Chromium: it fits a telephone, and it can be read in the dark."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ CONTRAST = """(() => {
     return {rgb: [r, g, b], a};
   };
   const behind = node => {
-    if (!node) return matchMedia('(prefers-color-scheme: dark)').matches ? [0, 0, 0] : [255, 255, 255];
+    if (!node) return Array(3).fill(matchMedia('(prefers-color-scheme: dark)').matches ? 0 : 255);
     const own = parse(getComputedStyle(node).backgroundColor);
     if (own.a === 1) return own.rgb;
     return behind(node.parentElement).map((c, i) => own.a * own.rgb[i] + (1 - own.a) * c);
   };
   const light = rgb => {
-    const [r, g, b] = rgb.map(c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = rgb.map(c => linear(c / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   let least = [Infinity, ''];

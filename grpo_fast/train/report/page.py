@@ -49,7 +49,8 @@ label{{margin-right:16px}} .note,.facts{{color:var(--soft)}} .facts{{margin:0 0 
 @media(max-width:600px){{body{{padding:12px}} label::after{{content:"\\a";white-space:pre}}}}
 details{{background:var(--card);border:1px solid var(--line);border-radius:8px;margin:14px 0;
 padding:8px 16px}}
-summary{{cursor:pointer;font-weight:600}} section{{border-top:1px solid var(--line);margin-top:12px}}
+summary{{cursor:pointer;font-weight:600}}
+section{{border-top:1px solid var(--line);margin-top:12px}}
 h2{{font-size:13px;font-weight:600;color:var(--soft);margin:12px 0 4px}}
 pre{{white-space:pre-wrap;unicode-bidi:plaintext;margin:0 0 8px;
 font:13px/1.55 ui-monospace,monospace;background:var(--page);border-radius:6px;padding:8px}}

@@ -7,9 +7,11 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
+from grpo_fast.train.config import RunConfig
 from tests import chromium
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +127,36 @@ def test_every_command_that_is_shown_exists():
                 local = [w for w in words[1:] if "=" in w and not w.startswith(("data=", "model="))]
                 load_recipe(words[0], local)  # every key and value fits
     assert {"train", "eval", "plan", "plot", "compare", "doctor"} <= seen
+
+
+KEY = re.compile(r"[`'\s]([a-z_]+\.[a-z_0-9.]*(?:\{[a-z_, ]+\}|[a-z_0-9]))(?=[`=:])")
+
+
+def has_key(model: object, key: list[str]) -> bool:
+    """Whether `key` leads somewhere below a type of the configuration."""
+    if not key:
+        return True
+    fields = getattr(model, "model_fields", None)
+    if fields is not None:
+        return key[0] in fields and has_key(fields[key[0]].annotation, key[1:])
+    inner = [kind for kind in get_args(model) if kind is not type(None)]
+    # an element's number in a list; free names in a dict
+    key = key[1:] if get_origin(model) is list and key[0].isdigit() else key
+    return get_origin(model) is dict or any(has_key(kind, key) for kind in inner)
+
+
+def test_every_key_that_is_named_exists():
+    seen, missing = set(), []
+    pages = [*WRITTEN, *READMES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("*.md")]
+    for page in pages:
+        for found in KEY.findall(page.read_text()):
+            head, _, tail = found.partition("{")
+            for key in [head + last.strip() for last in tail.rstrip("}").split(",")]:
+                section, last = key.split(".")[0], key.rpartition(".")[2]
+                if section in RunConfig.model_fields and last != "py":
+                    seen.add(key)
+                    missing += [f"{page.name}: {key}"] * (not has_key(RunConfig, key.split(".")))
+    assert not missing and len(seen) > 50
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=names)

@@ -9,6 +9,7 @@
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
+#            PYTHONS=...            which interpreters `make packages` installs into
 #            FLOOR_PYTHON=python3.12  which interpreter `make test-floor` takes
 
 SHELL := /bin/bash
@@ -26,6 +27,7 @@ ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 VERSION ?=
+PYTHONS ?= python3.11 python3.12
 runs = $(if $(shell '$(1)' -c 'print(1)' 2>/dev/null),$(1))
 FLOOR_PYTHON ?= $(firstword $(call runs,python3.12) $(call runs,python3.11) $(PYTHON))
 
@@ -47,7 +49,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation docs links notebook clean
+.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -66,6 +68,7 @@ help:
 	@echo 'make mutation  plant bugs in kernels and objectives, count how many the tests catch'
 	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
 	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
+	@echo 'make packages  folder, wheel and sdist, installed as a user does: PYTHONS="python3.11 python3.12"'
 	@echo 'make format    let ruff fix and format the tree'
 	@echo 'make clean     remove .venv, caches and builds (runs/ stays)'
 
@@ -285,6 +288,10 @@ notebook: $(DOCS) csrc
 	@$(STEP) 'docs/quickstart.ipynb'
 	@mkdir -p docs/_build
 	@$(BIN)/jupyter execute docs/quickstart.ipynb --output='$(abspath docs/_build/quickstart.ipynb)'
+
+# Before a release. Five minutes for each Python.
+packages:
+	@TORCH_INDEX='$(TORCH_INDEX)' tests/packages.sh $(PYTHONS)
 
 # ---- housekeeping ----
 

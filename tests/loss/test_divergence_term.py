@@ -99,8 +99,8 @@ def test_one_pass_and_hidden_rows(monkeypatch):
     teacher, flat = teacher_of(case), case.hidden.reshape(B * L, -1).flip(0)
     term = DivergenceTerm(teacher, "reverse_kl", 1.0)
     seen = []
-    padded = LinearHead._padded
-    monkeypatch.setattr(LinearHead, "_padded", lambda s, c: (seen.append(c), padded(s, c))[1])
+    padded = LinearHead._rows_of
+    monkeypatch.setattr(LinearHead, "_rows_of", lambda s, c: (seen.append(c), padded(s, c))[1])
     config = grpo_fast.LossConfig(**case.options)
     given = dict(completion_mask=case.mask, bias=case.bias, old_logps=case.old)
     a = grpo_fast.linear_grpo_loss(case.hidden.requires_grad_(), case.weight, case.ids,

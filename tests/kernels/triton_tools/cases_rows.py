@@ -13,7 +13,7 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-from tests.kernels.triton_tools import formulas
+from tests.kernels import formulas
 from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
 
 # One column, two, one off a power of two on both sides, just over the small block of 1024, three

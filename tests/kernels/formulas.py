@@ -14,30 +14,34 @@ def final(
     """z and dz/draw, fp64 (C, V)."""
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
     if softcap is not None:
-        t = torch.tanh(z / softcap)
-        z, slope = softcap * t, slope * (1 - t * t)
+        bent = z / softcap
+        z, slope = softcap * bent.tanh(), slope * bent.cosh().square().reciprocal()
     if isinstance(temperature, Tensor):
         temperature = temperature.double()[:, None]
     return z / temperature, slope / temperature
 
 
 def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """lse, lp, entropy of fp64 logits."""
-    lse = torch.logsumexp(z, -1)
+    """lse, lp, entropy of fp64 logits. Where p → 1, z_y − lse would leave even fp64 no digits of
+    1 − p: lp is that of the others. A row with +inf has no distribution: NaN.
+    """
+    lse, picked = torch.logsumexp(z, -1), z.gather(-1, target[:, None])[:, 0]
+    lse = torch.where(lse == torch.inf, torch.nan, lse)
+    others = z.scatter(1, target[:, None], -torch.inf).logsumexp(1)
+    lp = torch.where(others < picked, -torch.log1p((others - picked).exp()), picked - lse)
     logp = z - lse[:, None]
-    entropy = -torch.where(logp == -torch.inf, 0.0, logp.exp() * logp).sum(-1)
-    return lse, logp.gather(-1, target[:, None])[:, 0], entropy
+    return lse, lp, -torch.where(logp == -torch.inf, 0.0, logp.exp() * logp).sum(-1)
 
 
 def gradient(
     z: Tensor, slope: Tensor, target: Tensor, g: Tensor, g_entropy: Tensor | None = None
 ) -> Tensor:
     """d (Σ g·lp + g_entropy·H) / d raw."""
-    logp = torch.log_softmax(z, -1)
+    lse, lp, entropy = statistics(z, target)
+    logp = z - lse[:, None]
     p = logp.exp()
-    d = g.double()[:, None] * (torch.nn.functional.one_hot(target, z.shape[1]) - p)
+    d = g.double()[:, None] * (-p).scatter(1, target[:, None], -torch.expm1(lp)[:, None])
     if g_entropy is not None:
-        _, _, entropy = statistics(z, target)
         d = d - torch.where(p > 0, g_entropy.double()[:, None] * p * (logp + entropy[:, None]), 0.0)
     return d * slope
 

@@ -91,7 +91,7 @@ SUITES: dict[str, str] = {
     "ranks_refused": "train/test_ranks.py -k 'refused or do_not_fit'",
     "checkpoint_ends": "train/test_endings.py -k 'whole_or_absent or audit'",
     "shards": "loss/test_vocabulary_shards.py -k '2- or chunks'",
-    "support": "loss/test_support.py -k 'not every_loss and not aggregations'",
+    "support": "loss/test_support.py -k 'not every_loss and not aggregations and not threads'",
     "support_refusals": "loss/test_support.py -k refus",
     "support_doors": "kernels/test_support_doors.py",
     "csrc_support": "kernels/test_support_doors.py",

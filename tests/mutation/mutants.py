@@ -145,7 +145,7 @@ SUITES: dict[str, str] = {
     "csrc": "kernels/test_csrc_loss.py kernels/test_csrc.py "
     "-k 'not loader and not instruction_sets and not gemm and not added and not printer'",
     "csrc_gemm": "kernels/test_gemm_cpu.py",
-    "csrc_layers": "kernels/test_linear_layers.py",
+    "csrc_layers": "kernels/test_layers_cpu.py",
     "csrc_linear": "kernels/test_linear_cpu.py",
     "nan": "loss/test_nan_is_seen.py -k torch",
     "csrc_inplace": "loss/test_loss_autograd.py -k 'inplace and cpu'",

@@ -213,11 +213,20 @@ LAYERS = [
            "rows.sum(0) if ctx.needs_input_grad[2] else None", "None",
            "biases do not learn", "csrc_layers"),
     Mutant("layers-few-rows", "grpo_fast/kernels/cpu/layers.py",
-           "x.numel() >= LEAST_ROWS * x.shape[-1] > 0", "x.shape[-1] > 0",
+           "        and x.numel() >= LEAST_ROWS * x.shape[-1]\n", "",
            "a few rows pay for arranging the whole weight", "csrc_layers"),
     Mutant("layers-of-any-class", "grpo_fast/kernels/cpu/layers.py",
-           "type(module) is nn.Linear and", "isinstance(module, nn.Linear) and",
+           "if type(module) is nn.Linear:", "if isinstance(module, nn.Linear):",
            "a subclass loses its own forward", "csrc_layers"),
+    Mutant("layers-any-formula", "grpo_fast/kernels/cpu/layers.py",
+           "bool(difference <= CLOSE * expected.abs().max())", "True",
+           "a norm that adds 1 to its weights multiplies by the weights alone", "csrc_layers"),
+    Mutant("csrc-norm-tail", "csrc/api/norm.cpp",
+           "sums = fma(first(product, count), load_up_to", "sums = fma(product, load_up_to",
+           "behind the last column the first one is added again", "csrc_layers"),
+    Mutant("csrc-norm-mean", "csrc/api/norm.cpp",
+           "static_cast<float>(-mean * r * r * r)", "static_cast<float>(-mean * r * r)",
+           "the gradient through the norm of a row has a factor too few", "csrc_layers"),
 ]  # fmt: skip
 
 MUTANTS = [*LAYERS, *PRODUCT, *SOFTMAX, *GRADIENTS]

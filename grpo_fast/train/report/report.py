@@ -84,14 +84,8 @@ class RunReport:
         if not is_resumed:
             self.begin()
         self._plain = config.log.progress and self._is_writer
-        self._progress: Progress | None = None
-        console = Console(file=self._stream)
-        if self._plain and console.is_terminal:
-            bar, status = BarColumn(bar_width=24), TextColumn("{task.fields[status]}")
-            columns = (bar, MofNCompleteColumn(), TimeRemainingColumn(), status)
-            self._plain, self._progress = False, Progress(*columns, console=console)
-            self._progress.add_task("train", total=self.total_steps, status="")
-            self._progress.start()
+        self._progress = start_bar(self._stream, self.total_steps) if self._plain else None
+        self._plain = self._plain and self._progress is None
 
     @by_rank_0
     def begin(self) -> None:
@@ -224,3 +218,16 @@ class RunReport:
         every = max(1, self.total_steps // PLAIN_LINES)
         if self._plain and text and (step % every == 0 or step in (1, self.total_steps)):
             self.note(f"step {step}/{self.total_steps} · {text}")
+
+
+def start_bar(stream: TextIO, total: int) -> Progress | None:
+    """A live bar on a terminal, None elsewhere."""
+    console = Console(file=stream)
+    if not console.is_terminal:
+        return None
+    bar, status = BarColumn(bar_width=24), TextColumn("{task.fields[status]}")
+    columns = (bar, MofNCompleteColumn(), TimeRemainingColumn(), status)
+    progress = Progress(*columns, console=console)
+    progress.add_task("train", total=total, status="")
+    progress.start()
+    return progress

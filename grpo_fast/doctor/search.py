@@ -90,12 +90,9 @@ class Search:
         best, logps = views[0], self.recomputed.logps(views[0])
         alike = max(ALIKE * self.left(best), self.own)
         enough = min(RIVAL * max(self.left(best), self.own), gap / 2)
-        for other in views[1:]:
-            if self.left(other) > enough:
-                break
-            is_same = (self.recomputed.logps(other) - logps).abs().nanmean() <= 1e-5
-            if not is_same and self.names(other) != self.names(best):
-                return None
+        others = (x for x in views if self.left(x) <= enough and self.names(x) != self.names(best))
+        if any((self.recomputed.logps(x) - logps).abs().nanmean() > 1e-5 for x in others):
+            return None
         known = [x for x in views if self.left(x) <= alike and self.names(x) == self.names(best)]
         return min(known, key=self._order.index)  # a number that is known before one that is fitted
 

@@ -29,7 +29,7 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # reasons of a Reward
 LOADED = 0  # the number of the first answer, which no request asked for
 
 
-class RewardFailure(Exception):
+class RewardFailure(RuntimeError):
     """A call that gave no rewards; `why` is the reason it is counted under."""
 
     def __init__(self, message: str, why: str = "error") -> None:

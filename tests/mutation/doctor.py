@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant("doctor-explains-anything", SEARCH, "ONE, TWO = 0.1, 0.05", "ONE, TWO = 0.9, 0.9",
            "a cause that leaves most of the difference is named", "doctor_views"),
     Mutant("doctor-no-rivals", SEARCH,
-           "if not is_same and self.names(other) != self.names(best):", "if False:",
+           "self.left(x) <= enough and self.names(x) != self.names(best))", "False)",
            "of two causes that explain as much the first is named", "doctor_views"),
     Mutant("doctor-rounded-by-size", SEARCH, "SIMILAR, APART = 0.5, 0.1", "SIMILAR, APART = 1.5, 0.1",
            "a model in bf16 is not told by the correlation of its differences", "doctor_plants"),

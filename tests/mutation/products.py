@@ -202,4 +202,22 @@ GRADIENTS = [
            "every rank opens a context on GPU 0", "attention"),
 ]  # fmt: skip
 
-MUTANTS = [*PRODUCT, *SOFTMAX, *GRADIENTS]
+LAYERS = [
+    Mutant("layers-frozen-weight", "grpo_fast/kernels/cpu/layers.py",
+           "any(one.requires_grad for one in given)", "weight.requires_grad",
+           "below a frozen layer nothing learns", "csrc_layers"),
+    Mutant("layers-autocast", "grpo_fast/kernels/cpu/layers.py",
+           "        and not torch.is_autocast_enabled(\"cpu\")\n", "",
+           "autocast's layers run in fp32", "csrc_layers"),
+    Mutant("layers-bias-gradient", "grpo_fast/kernels/cpu/layers.py",
+           "rows.sum(0) if ctx.needs_input_grad[2] else None", "None",
+           "biases do not learn", "csrc_layers"),
+    Mutant("layers-few-rows", "grpo_fast/kernels/cpu/layers.py",
+           "x.numel() >= LEAST_ROWS * x.shape[-1] > 0", "x.shape[-1] > 0",
+           "a few rows pay for arranging the whole weight", "csrc_layers"),
+    Mutant("layers-of-any-class", "grpo_fast/kernels/cpu/layers.py",
+           "type(module) is nn.Linear and", "isinstance(module, nn.Linear) and",
+           "a subclass loses its own forward", "csrc_layers"),
+]  # fmt: skip
+
+MUTANTS = [*LAYERS, *PRODUCT, *SOFTMAX, *GRADIENTS]

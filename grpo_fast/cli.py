@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_fast.told import RUN_ERROR, USAGE_ERROR, Debug, Worded, key_values, refuse, told
+from grpo_fast.train.report.endings import USAGE_ERROR, Debug, Worded, key_values, refuse, told
 
 app = typer.Typer(
     name="grpo-fast",
@@ -203,8 +203,7 @@ def audit(
         found = follow(os.path.expanduser(run))
         for line in found.lines():
             typer.echo(line)
-    if found.problems:
-        sys.exit(RUN_ERROR)
+    sys.exit(1 if found.problems else 0)
 
 
 @app.command()
@@ -275,8 +274,7 @@ def doctor(
 
         found = examine(words or [])
         show(found, as_json=as_json)
-    if not found.ok:
-        sys.exit(RUN_ERROR)
+    sys.exit(0 if found.ok else 1)
 
 
 @app.command(
@@ -293,7 +291,7 @@ def bench(context: typer.Context) -> None:
     if not (checkout / "benchmarks" / "command.py").is_file():
         expected = "a checkout (benchmarks/ beside grpo_fast/)"
         error = f"bench: expected {expected}, found an installed package in {checkout}"
-        refuse(ValueError(error), None, USAGE_ERROR)
+        refuse(ValueError(error))
     sys.path.insert(0, str(checkout))
     from benchmarks.command import main as run_benchmarks
 

@@ -146,7 +146,7 @@ MUTANTS = [
            "    return float(values.sum()) == 0\n", "    return True\n",
            "a loss of log-probabilities is said to stay near 0", "zero_loss"),
     Mutant("zero-of-later-updates", "grpo_fast/train/runs/run.py",
-           "is_first = trainer.updates_per_step == 1 and", "is_first =",
+           " and trainer.updates_per_step == 1", "",
            "the loss of several updates is said to stay near 0", "zero_loss"),
     Mutant("zero-lengths-turned", "grpo_fast/train/report/lines.py",
            '.by_length == (advantages == "opo")', '.by_length != (advantages == "opo")',

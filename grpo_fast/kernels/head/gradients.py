@@ -273,8 +273,8 @@ class GradientSums:
         if self.sum_hidden is not None and self.wanted.hidden:
             d_hidden = self._new_hidden() if self.d_hidden is None else self.d_hidden
             self.d_hidden = self.sum_hidden(d_hidden)
-        results, found = [], (self.d_hidden, self.d_weight, self.d_bias)
-        for sum_, like, is_wanted in zip(found, self.tensors, self.wanted, strict=True):
+        results, sums = [], (self.d_hidden, self.d_weight, self.d_bias)
+        for sum_, like, is_wanted in zip(sums, self.tensors, self.wanted, strict=True):
             if not is_wanted or like is None:
                 results.append(self.hidden.new_empty(0))
                 continue

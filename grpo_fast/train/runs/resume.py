@@ -14,15 +14,8 @@ from typing import Any, NamedTuple
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.files import check_regular
-from grpo_fast.train.runs.checkpoint import (
-    FOLDER,
-    MANIFEST,
-    checkpoints_in,
-    newest,
-    order_of,
-    problem_of,
-    set_aside,
-)
+from grpo_fast.train.runs import checkpoint as checkpoints
+from grpo_fast.train.runs.checkpoint import FOLDER, MANIFEST, newest, order_of, problem_of
 from grpo_fast.train.runs.folder import (
     FolderLock,
     OutputFolderError,
@@ -116,8 +109,9 @@ def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
         lock = start.lock or FolderLock(folder)
         if start.checkpoint is not None:
             place = order_of(start.checkpoint.name)
-            for path in (path for path in checkpoints_in(folder) if order_of(path.name) > place):
-                set_aside(path)
+            for path in checkpoints.checkpoints_in(folder):
+                if order_of(path.name) > place:
+                    checkpoints.set_aside(path)
         return Path(folder), lock
     path = claim_folder(folder)
     lock = start.lock or FolderLock(path)
@@ -194,11 +188,10 @@ def _may_begin_again(folder: Path, config: RunConfig) -> bool:
     if not is_occupied(folder):
         check_folder(folder)
         return False
-    damaged = checkpoints_in(folder)
+    damaged = checkpoints.checkpoints_in(folder)
     if damaged:
-        expected = f"expected a whole checkpoint in {folder}, got {len(damaged)} damaged ones"
-        advice = "move them away to begin again"
-        raise ValueError(f"resume: {expected} ({damaged[0].name}, …); {advice}")
+        came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to begin again"
+        raise ValueError(f"resume: expected a whole checkpoint in {folder}, got {came}")
     if os.listdir(folder) == [f"{CONFIG}.tmp"]:
         return True
     if (folder / "summary.json").exists() or not (folder / CONFIG).is_file():

@@ -27,9 +27,7 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Where each row's target stands in it, (R,), -1 where it does not; and 0-d, an id that a row
-    has twice, or -1.
-    """
+    """(R,) the place of each target in its row, or -1; 0-d an id that a row has twice, or -1."""
     rows = rows_of(offsets, len(ids))
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
     found = torch.where(ids == target_ids[rows], places, -1)
@@ -60,9 +58,7 @@ def row_grad_(
     grad_entropy: Tensor | None,  # (R,)
     rule: LogitRule,
 ) -> Tensor:  # (nnz,)
-    """Overwrite the logits by the gradient of Σ grad_logps·logp + grad_entropy·entropy; a row whose
-    two coefficients are zero becomes exact zeros. See reference.row_grad_.
-    """
+    """Overwrite the logits by the gradient of Σ grad_logps·logp + grad_entropy·entropy."""
     for here, at in by_length(rows.offsets):
         g, g_entropy = pick(here, grad_logps, grad_entropy)
         own = rows.places[here], pick(here, *stats), g, g_entropy, rule.rows(here)

@@ -96,9 +96,7 @@ class LogitsSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Row losses of the active rows, and (d-logits,), of a loss whose coefficients follow row
-        by row.
-        """
+        """Row losses of the active rows, and (d-logits,); coefficients follow row by row."""
         out, spread, parts = self._written(), terms.map(self.rows.to_rows), []
         for b in self._blocks():
             part = self.kernels.row_loss_(

@@ -140,7 +140,7 @@ MUTANTS = [
            "elif self.engine.fallback is not None:", "elif False:",
            "nobody is told that a resume draws other tokens", "checkpoint_path"),
     Mutant("zero-without-centring", "grpo_fast/train/runs/run.py",
-           "trainer.updates_per_step == 1 and self.config.advantages in CENTERED", "trainer.updates_per_step == 1",
+           "self.config.advantages in CENTERED and trainer", "trainer",
            "a loss of raw rewards is said to stay near 0", "zero_loss"),
     Mutant("zero-of-any-loss", "grpo_fast/train/metrics/losses.py",
            "    return float(values.sum()) == 0\n", "    return True\n",

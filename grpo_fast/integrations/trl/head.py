@@ -223,18 +223,14 @@ def row_statistics(
 
 
 class FusedHead(NamedTuple):
-    """The rule of logits in TRL's fused forward:
-    z = softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature.
-    """
+    """TRL's rule: softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature."""
 
     backbone: str  # attribute of the model that gives hidden states
     rule: Rule
     cast_to_fp32: bool
 
     def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else
-        that of hidden.
-        """
+        """hidden, weight and bias in TRL's dtype: autocast's, fp32 when cast, else hidden's."""
         dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return hidden.to(dtype), layer.weight.to(dtype), bias

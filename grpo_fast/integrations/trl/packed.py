@@ -46,9 +46,7 @@ def take_packed_rows(model: Any) -> str:
 
 @contextmanager
 def own_attention(model: Any, name: str) -> Iterator[None]:
-    """The attention the model had, for code that goes by its name (generation: paged, flash, static
-    caches).
-    """
+    """The attention the model had, for code that goes by its name (paged, flash, static caches)."""
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:

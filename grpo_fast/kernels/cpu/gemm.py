@@ -36,9 +36,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
 
 
 def vendor_rounds() -> bool:
-    """Whether torch may round fp32 operands on the CPU, as
-    `torch.set_float32_matmul_precision("medium")` has it.
-    """
+    """Whether torch may round fp32 operands on the CPU (`set_float32_matmul_precision`)."""
     return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
 
 

@@ -105,9 +105,7 @@ def marker_of(text: str) -> str:
 def print_header(
     objectives: list[Callable], estimators: list[Callable], divergences: Sequence[Callable] = ()
 ) -> str:
-    """A header with every leaf and the tables `objective`, `kl_estimator` and `divergence`, which
-    choose by number; of the last one on vectors, too.
-    """
+    """The leaves, and tables that choose one by number; divergences on vectors, too."""
     functions: dict[Callable, str] = {}  # in the order in which C++ must see them: helpers first
     for leaf in (*objectives, *estimators, *divergences):
         add_function(leaf, functions)
@@ -134,9 +132,7 @@ def vector_table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callabl
 
 
 def table(name: str, arguments: tuple[str, ...], leaves: Sequence[Callable]) -> str:
-    """`name(index, arguments…, p)`: a switch over the leaves, whose further arguments are p[0],
-    p[1], …
-    """
+    """`name(index, arguments…, p)`: a switch over the leaves; p[0], p[1], … are their options."""
     lines = []
     for index, leaf in enumerate(leaves):
         extra = leaf.__code__.co_argcount - len(arguments)

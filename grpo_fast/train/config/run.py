@@ -153,9 +153,7 @@ class RunConfig(Section):
         check_group_size(self.advantages, self.rollout.group_size)
 
     def _loss_rules(self) -> Rules:
-        """The head's rule is the model's; no correction by logps that the loss is not given, and
-        no logps that it does not read.
-        """
+        """The model's own head rule; a correction has its logps, and logps have a correction."""
         loss, corrects = self._loss, self.rollout.correct_sampling
         for name in ("softcap", "logit_scale"):
             own = getattr(loss, name)

@@ -36,21 +36,13 @@ FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollo
 
 
 class Start(NamedTuple):
-    """How the folder of a run is entered.
+    """How the folder of a run is entered."""
 
-    Attributes:
-        checkpoint: where it goes on; None: from the beginning.
-        lengths: bytes of metrics.jsonl and prompts.jsonl that were written until then.
-        again: files of this run lie in the folder already.
-        fingerprints: of data, rewards and reference, as the checkpoint has them.
-        lock: of the folder, taken before anybody looked; None: it was not there yet.
-    """
-
-    checkpoint: Path | None = None
-    lengths: tuple[int, int] = (0, 0)
-    again: bool = False
-    fingerprints: dict[str, str] = {}  # noqa: RUF012 (nobody writes into it)
-    lock: FolderLock | None = None
+    checkpoint: Path | None = None  # where it goes on; None: from the beginning
+    lengths: tuple[int, int] = (0, 0)  # bytes of metrics.jsonl and prompts.jsonl until then
+    again: bool = False  # files of this run lie in the folder already
+    fingerprints: dict[str, str] = {}  # noqa: RUF012 (the checkpoint's; nobody writes into it)
+    lock: FolderLock | None = None  # taken before anybody looked; None: no folder was there yet
 
     @property
     def source(self) -> Path | None:
@@ -128,8 +120,7 @@ def enter_folder(folder: str | Path, start: Start) -> tuple[Path, FolderLock]:
 def check_same(was: dict[str, Any], config: RunConfig) -> None:
     """Raise a ValueError that lists what a configuration changes in a run that has begun.
 
-    What may change is where things lie and servers are, what is logged and kept, and the number of
-    steps: it may grow, where the learning rate does not depend on it.
+    The keys of FREE may change, and the steps grow where the learning rate does not follow them.
     """
     now = config.model_dump(mode="json")
     changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
@@ -137,10 +128,8 @@ def check_same(was: dict[str, Any], config: RunConfig) -> None:
     if config.optim.schedule == "constant" and isinstance(steps, int) and now["steps"] > steps:
         changed.pop("steps", None)
     if changed:
-        raise ValueError(
-            "resume: expected the configuration that the run began with, came another\n  "
-            + "\n  ".join(changed.values())
-        )
+        said = "resume: expected the configuration that the run began with, came another"
+        raise ValueError("\n  ".join([said, *changed.values()]))
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:

@@ -149,39 +149,53 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 
 def self_test(attention: Attention, kind: Kind) -> float:
     """Largest relative L2 error of output and gradients against the dense reference on a row of 43
-    tokens.
+    tokens; NaN if one is NaN.
 
     Two trees of three levels, down to a single token: at every distance some ancestor has no
-    descendant there. A plain segment; two query heads for each key head.
+    descendant there. A plain segment. With two query heads for each key head calls are merged; with
+    eight, keys are copied.
     """
     lengths, parents = (9, 4, 5, 1, 3, 2, 7, 2, 10), (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     limits = 4 if kind.has_window else None, 3.0 if kind.has_softcap else None
-    rule = Rule(kind.head_dim**-0.5, *limits)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
-    *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
-    results = []
+    rule, errors = Rule(kind.head_dim**-0.5, *limits), list[Tensor]()
     runs: list[tuple[Attention, str, torch.dtype]] = [
         (attention, kind.device, kind.dtype),
         (reference.attend, "cpu", torch.float64),
     ]
-    for function, device, dtype in runs:
-        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(device, dtype))])
-    pairs = zip(*results, strict=True)
-    return max(float((x.cpu().double() - y).norm() / y.norm()) for x, y in pairs)
+    for heads, kv_heads in ((4, 2), (8, 1)):
+        generator, results = torch.Generator().manual_seed(0), []
+        shapes = [(sum(lengths), n, kind.head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+        *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
+        for function, device, dtype in runs:
+            leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+            out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), rule)
+            gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
+            results.append([out.detach(), *gradients])
+        pairs = zip(*results, strict=True)
+        errors += [(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]
+    return float(torch.stack(errors).max())
 
 
-def _flash_cuda(kind: Kind, least_sm: int, most_head_dim: int = 256) -> str | None:
-    """Why FlashAttention on CUDA cannot take it."""
-    if kind.device != "cuda":
-        return "needs CUDA"
-    if kind.dtype not in (torch.float16, torch.bfloat16):
-        return "needs 16 bits"
-    if kind.head_dim % 8 or kind.head_dim > most_head_dim:
-        return f"needs a head size divisible by 8, at most {most_head_dim}"
-    return None if _compute_capability(kind.gpu) >= least_sm else f"needs sm{least_sm}"
+def _flash(
+    sms: range, package: str | None = None, *, head_dim: int = 256, has_softcap: bool = True
+) -> Callable[[Kind], str | None]:
+    """Why FlashAttention on CUDA cannot take a kind of input: a package, or torch's own."""
+
+    def why_not(kind: Kind) -> str | None:
+        if package is not None and not _is_installed(package):
+            return f"{package} is not installed"
+        if kind.has_softcap and not has_softcap:
+            return "its backward has no softcap"
+        if kind.device != "cuda":
+            return "needs CUDA"
+        if kind.dtype not in (torch.float16, torch.bfloat16):
+            return "needs 16 bits"
+        if kind.head_dim % 8 or kind.head_dim > head_dim:
+            return f"needs a head size divisible by 8, at most {head_dim}"
+        known = _compute_capability(kind.gpu) in sms
+        return None if known else f"needs sm{sms.start} to sm{sms.stop - 1}"
+
+    return why_not
 
 
 @cache
@@ -192,64 +206,51 @@ def _compute_capability(index: int | None) -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
-    """FA2 and FA4 both ship a module `flash_attn`; the names of their distributions tell them
-    apart.
-    """
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:
         return False
 
 
-def _no_fa4(kind: Kind) -> str | None:
-    if not _has_distribution("flash-attn-4"):
-        return "flash-attn-4 is not installed"
-    return "its backward has no softcap" if kind.has_softcap else _flash_cuda(kind, 90, 128)
+def _is_installed(name: str) -> bool:
+    """A module, or a distribution: FA2 and FA4 both ship a module `flash_attn`, and the names of
+    their distributions tell them apart.
+    """
+    return _has_distribution(name) if "-" in name else util.find_spec(name) is not None
 
 
-def _no_fa3(kind: Kind) -> str | None:
-    if util.find_spec("flash_attn_interface") is None:
-        return "flash_attn_interface is not installed"
-    reason = _flash_cuda(kind, 90)
-    return reason or (None if _compute_capability(kind.gpu) < 100 else "needs sm90")
+def _on_cpu(*dtypes: torch.dtype, library: str | None = None) -> Callable[[Kind], str | None]:
+    """Why a CPU's kernel without windows and softcaps cannot take a kind of input."""
 
+    def why_not(kind: Kind) -> str | None:
+        if kind.device != "cpu" or kind.dtype not in dtypes:
+            return f"needs a CPU and {', '.join(map(str, dtypes))}"
+        if kind.has_window or kind.has_softcap:
+            return "has neither window nor softcap"
+        return None if library is None else loader.load(library)
 
-def _no_fa2(kind: Kind) -> str | None:
-    missing = None if _has_distribution("flash-attn") else "flash-attn is not installed"
-    return missing or _flash_cuda(kind, 80)
-
-
-def _no_flash_aten(kind: Kind) -> str | None:
-    return "has no softcap" if kind.has_softcap else _flash_cuda(kind, 80)
-
-
-def _no_csrc(kind: Kind) -> str | None:
-    if kind.device != "cpu" or kind.dtype != torch.float32:
-        return "needs a CPU and fp32"
-    if kind.has_window or kind.has_softcap:
-        return "has neither window nor softcap"
-    return loader.load("attention")
-
-
-def _no_flash_cpu(kind: Kind) -> str | None:
-    if kind.device != "cpu" or kind.dtype == torch.float16:
-        return "needs a CPU and fp32, fp64 or bf16"
-    return "has neither window nor softcap" if kind.has_window or kind.has_softcap else None
+    return why_not
 
 
 def _partial(
-    name: str, why_not: Callable[[Kind], str | None], forward: Callable, backward: Callable
-) -> Provider:
-    return Provider(name, why_not, partial(attend, kernel=Kernel(name, forward, backward)))
+    why_not: Callable[[Kind], str | None], name: str, forward: Callable, backward: Callable,
+    **options: bool,
+) -> Provider:  # fmt: skip
+    kernel = Kernel(name, forward, backward, **options)
+    return Provider(name, why_not, partial(attend, kernel=kernel))
 
 
 PROVIDERS = (
-    _partial("fa4", _no_fa4, cuda.fa4_forward, cuda.fa4_backward),
-    _partial("fa3", _no_fa3, cuda.fa3_forward, cuda.fa3_backward),
-    _partial("fa2", _no_fa2, cuda.fa2_forward, cuda.fa2_backward),
-    _partial("flash_aten", _no_flash_aten, cuda.aten_forward, cuda.aten_backward),
+    _partial(_flash(range(90, 1000), "flash-attn-4", head_dim=128, has_softcap=False),
+             "fa4", cuda.fa4_forward, cuda.fa4_backward),
+    _partial(_flash(range(90, 100), "flash_attn_interface"),
+             "fa3", cuda.fa3_forward, cuda.fa3_backward),
+    _partial(_flash(range(80, 1000), "flash-attn"), "fa2", cuda.fa2_forward, cuda.fa2_backward),
+    _partial(_flash(range(80, 1000), has_softcap=False),
+             "flash_aten", cuda.aten_forward, cuda.aten_backward),
     Provider("flex", lambda kind: None if kind.device == "cuda" else "needs CUDA", flex.attend),
-    _partial("csrc", _no_csrc, csrc.forward, csrc.backward),
-    _partial("flash_cpu", _no_flash_cpu, torch_cpu.forward, torch_cpu.backward),
-    _partial("explicit", lambda kind: None, explicit.forward, explicit.backward),
-)
+    _partial(_on_cpu(torch.float32, library="attention"), "csrc", csrc.forward, csrc.backward),
+    _partial(_on_cpu(torch.float32, torch.float64, torch.bfloat16),
+             "flash_cpu", torch_cpu.forward, torch_cpu.backward, takes_copies=False),
+    _partial(lambda kind: None, "explicit", explicit.forward, explicit.backward),
+)  # fmt: skip

@@ -53,14 +53,6 @@ class Spans:
         )
         return cls(cu_q, cu_k, tuple(queries), tuple(keys), causal)
 
-    @property
-    def max_q(self) -> int:
-        return max(self.queries)
-
-    @property
-    def max_k(self) -> int:
-        return max(self.keys)
-
     @cached_property
     def seen(self) -> tuple[Spans, Tensor]:
         """The spans that have queries, and the rows of their keys."""

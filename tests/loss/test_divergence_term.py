@@ -13,6 +13,7 @@ from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.route import unavailable
 from tests import loss_cases
 from tests.loss_cases import make_case, options_for, relative_l2
+from tests.pairs import pairs
 
 BACKENDS = ["torch"] if unavailable("cpu", "cpu") else ["torch", "cpu"]
 LOSSES = {
@@ -39,10 +40,7 @@ def weights_of(case):
     return case.mask.double() / case.mask.sum()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("topk", [False, True])
-@pytest.mark.parametrize("mib", ["0", "256"])
+@pairs(name=LOSSES, backend=BACKENDS, topk=[False, True], mib=["0", "256"])
 def test_it_is_the_sum_of_two_calls(name, backend, topk, mib, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
     long = torch.arange(40)[None, :] < torch.tensor([40, 17, 0, 33])[:, None]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast.attention import check_tolerance, small_windows
+from grpo_fast.attention import check_tolerance, fast_layers, small_windows
 from grpo_fast.integrations.fast_head import reshard
 from grpo_fast.integrations.trl import options
 from grpo_fast.integrations.trl.forward import (
@@ -73,6 +73,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
         attention = lm.config._attn_implementation
+        fast_layers(lm.base_model)
         reason = options.forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}

@@ -17,17 +17,21 @@ from grpo_fast.kernels.workspace import unset
 
 logger = logging.getLogger("grpo_fast")
 
+# Bound once, so that a name that points to another dtype later (tests that alias torch.float32)
+# lets nothing else in.
+DTYPES = torch.float32, torch.bfloat16
+
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
     """Why `mm_` cannot, or need not, multiply fp32 or bf16 operands here; None when it can."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in DTYPES:
         return f"it multiplies float32 and bfloat16, not {dtype}"
     reason = loader.load("gemm")
     if reason:
         return reason
     has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()
-    if dtype == torch.float32:
+    if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"

@@ -12,6 +12,7 @@ from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
@@ -98,6 +99,9 @@ class RunConfig(Section):
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
+        if "://" in str(path):  # a URL may hold a password, which a field's own refusal would quote
+            teacher = plain_url("distill.teacher", path)
+            return {**values, "distill": {**distill, "teacher": teacher}}
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -126,17 +130,24 @@ class RunConfig(Section):
         if (distill := self.distill) is None:
             return
         came, loss = (self.reference.kind, self.reference.path), self._loss
-        fits = distill.teacher is None or came == ("frozen", distill.teacher)
+        own = ("none", None) if distill.asked else ("frozen", distill.teacher)
+        fits = distill.teacher is None or came == own
         yield fits, "reference", "none beside distill.teacher", came
         expected = "a teacher, or reference.kind: frozen or synced"
-        yield came[0] != "none", "distill.teacher", expected, "none"
+        yield came[0] != "none" or distill.asked, "distill.teacher", expected, "none"
+        if distill.asked:
+            temperature = float(self.loss_config().temperature)
+            expected = "1 beside a teacher's server, whose log-probabilities are those of 1"
+            yield temperature == 1, "rollout.temperature", expected, temperature
+            expected = "off beside a teacher's server and top_p or top_k"
+            yield not self.rollout.wants_kept, "rollout.replay_support", expected, "auto"
+            task = self.data.task
+            yield task != "traces", "data.task", "prompts beside a teacher's server", task
         expected = "0 beside distill, which weighs the divergence"
         yield not loss.beta, "loss.beta", expected, loss.beta
         fits, expected = loss.kl_estimator not in EXACT, "an estimator beside distill"
         yield fits, "loss.kl_estimator", expected, loss.kl_estimator
         yield self.advantages != GAE, "advantages", "those of a group beside distill", GAE
-        fits = distill.form == "advantage" or self.distributed not in SHARDED
-        yield fits, "distill.form", "advantage beside sharded weights", "loss"
 
     def _advantage_rules(self) -> Rules:
         options = self.advantage_options
@@ -232,10 +243,8 @@ class RunConfig(Section):
         fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
         expected = "a number beside distributed: hsdp, and there alone"
         yield fits, "distributed_replicas", expected, self.distributed_replicas
-        estimator, engine, states = self._loss.kl_estimator, self.rollout.engine, self.optim.states
+        engine, states = self.rollout.engine, self.optim.states
         for fits, name, expected, came in (
-            (estimator not in EXACT, "loss.kl_estimator", "an estimator, of the sampled tokens,",
-             estimator),
             (not self.log.grad_variance, "log.grad_variance", "false", "true"),
             (engine != "continuous", "rollout.engine", "transformers, or an engine of its own,",
              engine),

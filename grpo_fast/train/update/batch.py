@@ -37,7 +37,9 @@ class Totals(NamedTuple):
 
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
-FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
+FIXED = (
+    "old_logps", "ref_logps", "ref_hidden", "teacher", "old_values", "returns", "token_advantages",
+)  # fmt: skip
 
 
 @dataclass

@@ -7,12 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast import DivergenceTerm, LossConfig, LossOutput, TeacherHead, linear_grpo_loss
+from grpo_fast import (
+    DivergenceTerm,
+    LossConfig,
+    LossOutput,
+    TeacherHead,
+    TeacherTopK,
+    linear_grpo_loss,
+)
 from grpo_fast.attention import Head, PackedTree
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.ranks.distributed import whole
 from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import Critic, token_weights
 from grpo_fast.train.update.micro_batch import MicroBatch
@@ -114,14 +122,19 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """An exact KL to the reference, or its divergence as a teacher; None without `ref_hidden`."""
+    """The divergence from a teacher that was asked, or from the reference (an exact KL, or a
+    teacher's); None without `teacher` and `ref_hidden`.
+    """
+    if batch.teacher is not None and distill is not None:
+        ids, logps = batch.teacher.unbind(-1)
+        said = TeacherTopK(ids.long(), logps.float())
+        return DivergenceTerm(said, distill.kind, distill.coef, distill.beta)
     if batch.ref_hidden is None or ref_head is None:
         return None
-    bias = None if ref_head.bias is None else ref_head.bias.detach()
+    weight, bias = (None if x is None else whole(x.detach()) for x in ref_head[:2])
     temperature = float(config.temperature)
     teacher = TeacherHead(
-        batch.ref_hidden, ref_head.weight.detach(), bias, temperature, ref_head.softcap,
-        ref_head.logit_scale,
+        batch.ref_hidden, weight, bias, temperature, ref_head.softcap, ref_head.logit_scale
     )  # fmt: skip
     if distill is None:
         return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)

@@ -27,6 +27,7 @@ class MicroBatch:
     old_logps: Tensor | None = None  # (R,) fp32, where the batch is used for several updates
     ref_logps: Tensor | None = None  # (R,) fp32
     ref_hidden: Tensor | None = None  # (R, H) of the reference, in their place for an exact KL
+    teacher: Tensor | None = None  # (R, K, 2) fp64: ids and their logps, as a server says them
     old_values: Tensor | None = None  # (R,) fp32, of a critic, with the two that follow from them
     returns: Tensor | None = None  # (R,) fp32
     token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its completion's

@@ -10,7 +10,7 @@ RATIOS, ADVANTAGES = (f"grpo_fast/objective/{x}.py" for x in ("ratios", "advanta
 TERM, ACCUMULATE, BATCH, REFERENCE, BASELINE, LECTURE = (
     f"grpo_fast/{x}.py"
     for x in (
-        "train/update/exact_kl",
+        "train/update/gradients",
         "train/update/gradients",
         "train/update/batch",
         "train/models/reference",

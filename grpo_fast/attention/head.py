@@ -60,13 +60,9 @@ def head_of(lm: Any) -> Head:
             "(with LoRA: leave it out of target_modules; with FSDP2: leave it to the root's group)"
         )
     scale = 1.0
-    for name, inverse in (
-        ("logit_scale", False),
-        ("lm_head_multiplier", False),
-        ("logits_scaling", True),
-    ):
+    for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
         value = getattr(lm.config, name, None)
         if value is not None:
-            scale = scale / float(value) if inverse else scale * float(value)
+            scale *= 1 / float(value) if name == "logits_scaling" else float(value)
     softcap = getattr(lm.config, "final_logit_softcapping", None)
     return Head(layer.weight, layer.bias, None if softcap is None else float(softcap), scale)

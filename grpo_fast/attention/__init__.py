@@ -1,8 +1,5 @@
 """Packed rows for transformers models: every prompt once, each completion seeing its prompt and
-itself.
-
-Pack groups, call the model, get logps back per completion: README.md beside this file has the dozen
-lines.
+itself. README.md beside this file has the dozen lines.
 """
 
 from grpo_fast.attention.dispatch import packed_rows_attention

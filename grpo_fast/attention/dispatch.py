@@ -1,20 +1,8 @@
 """Which kernel computes the attention of packed rows: probed, tested and logged once for each kind
 of input.
 
-| kernel     | when                                                         | window | softcap |
-|------------|--------------------------------------------------------------|--------|---------|
-| fa4        | CUDA from sm90, 16 bit, D ≤ 128, distribution `flash-attn-4` | yes    | no      |
-| fa3        | CUDA sm90, 16 bit, module `flash_attn_interface`             | yes    | yes     |
-| fa2        | CUDA from sm80, 16 bit, distribution `flash-attn` ≥ 2.8      | yes    | yes     |
-| flash_aten | CUDA from sm80, 16 bit: FlashAttention 2 inside torch        | yes    | no      |
-| flex       | other CUDA: flex_attention, compiled                         | yes    | yes     |
-| csrc       | CPU, fp32: our own in C++, without padding                   | no     | no      |
-| flash_cpu  | CPU: torch's FlashAttention, similar lengths in one call     | no     | no      |
-| explicit   | any device: explicit scores in chunks of queries             | yes    | yes     |
-
-The first whose conditions hold and whose output and gradients agree with the dense reference on a
-tiny packed row is taken; one that fails is passed over with a line in the log. 16 bit kernels need
-a head size divisible by 8, up to 256.
+The first of PROVIDERS whose conditions hold and whose output and gradients agree with the dense
+reference on tiny packed rows is taken; one that fails is passed over with a line in the log.
 """
 
 from __future__ import annotations
@@ -209,16 +197,20 @@ def _partial(
 
 
 PROVIDERS = (
+    # CUDA, 16 bits: FlashAttention 4 and 3 on Hopper and later, 2 of the package, 2 inside torch
     _partial(_takes_fa4, "fa4", cuda.fa4_forward, cuda.fa4_backward),
     _partial(_takes_fa3, "fa3", cuda.fa3_forward, cuda.fa3_backward),
     _partial(lambda kind: _has_distribution("flash-attn") and _flash(kind, 80),
              "fa2", cuda.fa2_forward, cuda.fa2_backward),
     _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
              "flash_aten", cuda.aten_forward, cuda.aten_backward),
+    # CUDA, anything else: compiled flex_attention
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
+    # CPUs: our own in C++, without padding; torch's FlashAttention, similar lengths in one call
     _partial(lambda kind: _is_plain(kind, torch.float32) and loader.load("attention") is None,
              "csrc", csrc.forward, csrc.backward),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward, takes_copies=False),
+    # any device, window and softcap: explicit scores in chunks of queries
     _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
 )  # fmt: skip

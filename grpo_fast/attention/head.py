@@ -11,11 +11,8 @@ from torch import Tensor, nn
 
 # How far logps may stand from the model's own, by the dtype they are computed in (nats).
 CHECK_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.15,
-    torch.float16: 0.05,
-}
+    torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
+}  # fmt: skip
 
 
 class Head(NamedTuple):

@@ -32,8 +32,6 @@ Work = tuple[tuple[Call, ...], Rule, Kernel]
 # Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice
 # their memory.
 MERGE_NUMBERS = 2**25
-
-
 # A copied row of keys moves as many bytes as this many merged rows of queries, head by head, both
 # ways: 56 to 48 bytes for each number in 16 bits, 96 to 60 in fp32. Times of a CPU cross there.
 COPY_COST = 1.5
@@ -58,10 +56,8 @@ def attend(
         it, or where it pays.
     """
     if gather is None:
-        gather = layout.has_tree and (
-            rule.window is not None
-            or (kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1]))
-        )
+        pays = kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1])
+        gather = layout.has_tree and (rule.window is not None or pays)
     calls = layout.copies(rule.window) if gather else layout.views
     return PackedAttention.apply(q, k, v, (calls, rule, kernel))
 

@@ -244,6 +244,9 @@ SUITES: dict[str, list[str]] = {
     "trees": ["tests/attention/test_trees.py"],
     "recorded": ["tests/integrations/test_recorded_trees.py"],
     "offline": ["tests/train/test_recorded.py", "-k", "flattened"],
+    "tree_support": ["tests/attention/test_trees.py", "-k", "supports_and"],
+    "tree_copies": ["tests/attention/test_trees.py", "-k", "copied_keys"],
+    "tree_memory": ["tests/train/test_memory_model.py", "-k", "deep or recorded"],
     "tree_kernels": ["tests/attention/test_attention_kernels.py"],
     "csrc_sums": [
         "tests/loss/test_chunks.py",

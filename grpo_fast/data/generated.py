@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
-from grpo_fast.data.example import Example, need
+from grpo_fast.data.example import Example, Made, need
 
 USUAL_TEST = 256  # test prompts where nobody says how many, at most half of those that there are
 HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
-class GeneratedTask(Sequence[Example]):
+class GeneratedTask(Made[Example]):
     """Shared part: the split, and the promise that a test prompt is trained on only if all are."""
 
     options: ClassVar[tuple[str, ...]] = ()
@@ -37,7 +36,7 @@ class GeneratedTask(Sequence[Example]):
         self.split, self.seed = split, seed
         self.held_out = self._draw_held_out(n_test)
         self._not_trained = frozenset(self.held_out if n_test < space else ())
-        self._length = n_test if split == "test" else n_train
+        self.length = n_test if split == "test" else n_train
 
     @abstractmethod
     def draw(self, rng: random.Random) -> tuple[int, ...]:
@@ -58,20 +57,10 @@ class GeneratedTask(Sequence[Example]):
             chosen[self.draw(rng)] = None
         return list(chosen)
 
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]
+    def make(self, index: int) -> Example:
         if self.split == "test":
-            return self.render(self.held_out[position])
-        rng = random.Random(f"{self.seed}/{position}")
+            return self.render(self.held_out[index])
+        rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:
             content = self.draw(rng)

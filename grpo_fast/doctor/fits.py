@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.rows import BIAS, FREQUENCY, NO_EOS, PRESENCE, REPETITION, SOFTCAP
-from grpo_fast.doctor.view import Truncation, View
+from grpo_fast.doctor.view import Edit, Truncation, View
 
 FINEST = 1e-4  # relative step of a number that is fitted
 WORTH = 0.5  # of the difference at most, after two looks, for a number to be fitted further
@@ -18,10 +17,10 @@ POINTS = 17  # numbers that are tried at a time
 TEMPERATURES = 0.25, 4.0  # times the trainer's
 LENGTHS = 64  # min_tokens up to this are told apart
 RANGES: tuple[tuple[str, Callable[[float], Any], float, float], ...] = (
-    ("edit", lambda x: (REPETITION, x), 0.5, 2.0),
-    ("edit", lambda x: (PRESENCE, x), 0.01, 4.0),
-    ("edit", lambda x: (FREQUENCY, x), 0.01, 4.0),
-    ("edit", lambda x: (SOFTCAP, x), 0.5, 200.0),
+    ("edit", lambda x: (Edit.REPETITION, x), 0.5, 2.0),
+    ("edit", lambda x: (Edit.PRESENCE, x), 0.01, 4.0),
+    ("edit", lambda x: (Edit.FREQUENCY, x), 0.01, 4.0),
+    ("edit", lambda x: (Edit.SOFTCAP, x), 0.5, 200.0),
     ("truncation", lambda x: Truncation(top_k=int(x)), 0.9, 1e5),
     ("truncation", lambda x: Truncation(top_p=1 - x), 1e-4, 0.98),
     ("truncation", lambda x: Truncation(min_p=x), 1e-4, 0.95),
@@ -32,7 +31,7 @@ def fits(recomputed: Recomputed, view: View, fields: Collection[str]) -> Iterato
     """The views whose number, in one of these fields, fits what the engine says best."""
     if "edit" in fields:
         longest = min(max(recomputed.rollout.lengths), LENGTHS)
-        banned = [view._replace(edit=(NO_EOS, n)) for n in range(1, longest + 1)]
+        banned = [view._replace(edit=(Edit.NO_EOS, n)) for n in range(1, longest + 1)]
         recomputed.compute(banned)
         yield min(banned, key=recomputed.difference)
         yield biased(recomputed, view)
@@ -91,4 +90,4 @@ def biased(recomputed: Recomputed, view: View) -> View:
     c = product / square.clamp(min=1e-30)
     token = int(((total - c * product) / total.clamp(min=1e-30)).argmin())
     value = view.temperature * float(c[token].clamp(min=-1 + 1e-9).log1p())
-    return view._replace(edit=(BIAS, (token, round(value, 4))))
+    return view._replace(edit=(Edit.BIAS, (token, round(value, 4))))

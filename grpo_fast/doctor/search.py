@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from grpo_fast.doctor import models
-from grpo_fast.doctor.causes import HEAD, name_of
+from grpo_fast.doctor.causes import HEAD, MODEL, QUANTIZED
 from grpo_fast.doctor.fits import fits
 from grpo_fast.doctor.prompts import AS_SENT, REORDERED
 from grpo_fast.doctor.recompute import Recomputed
-from grpo_fast.doctor.rows import SOFTCAP
-from grpo_fast.doctor.view import EMBEDDING, KEPT, Truncation, View
+from grpo_fast.doctor.view import EMBEDDING, KEPT, Edit, Truncation, View
 from grpo_fast.rollout import Sampling
 
 # Nats per token on average within which two good forward passes lie, by the dtype they run in.
@@ -22,13 +20,12 @@ ONE, TWO = 0.1, 0.05  # of the difference that a cause, or several, may leave un
 RIVAL = 3.0  # times as much as the best has to be left by the best of another name
 ALIKE = 2.0  # times as much as the best that a known number may leave to be taken before it
 SIMILAR, APART = 0.5, 0.1  # correlation of a rounded model's difference; ahead of the next one's
-ROUNDED = (models.DTYPE, models.QUANTIZED, HEAD)
+ROUNDED = {MODEL, QUANTIZED, HEAD}
 
 
 def noise_of(policy: Any) -> float:
     """NOISE of the dtype that a policy computes in."""
-    dtype = policy.autocast or policy.head.weight.dtype
-    return NOISE.get(dtype, NOISE[torch.bfloat16])
+    return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
 class Search:
@@ -54,19 +51,20 @@ class Search:
         next is looked for behind it as long as each at least halves the difference.
         """
         view = sure = self.base
-        limits = iter((ONE, TWO))
+        gap = self.left(self.base)
+        limit = ONE * gap
         while True:
             views = self.neighbours(view)
-            limit = self.noise if sure != self.base else next(limits, TWO) * self.left(self.base)
             last = self.winner(views, limit) or self.rounded(view, views)
             if last is not None:
                 view = sure = last
-                if self.left(view) <= self.noise or self.names(view) & set(ROUNDED):
+                if self.left(view) <= self.noise or self.names(view) & ROUNDED:
                     return sure
             elif views and 2 * self.left(views[0]) <= self.left(view):
                 view = views[0]
             else:
                 return sure
+            limit = TWO * gap if sure == self.base else self.noise
 
     def winner(self, views: Sequence[View], limit: float) -> View | None:
         """The first of these sorted views, where it leaves no more than that and no other does."""
@@ -96,7 +94,7 @@ class Search:
         ranked = []
         for other in views:
             names = self.names(other) - self.names(view)
-            if names and names <= set(ROUNDED):
+            if names and names <= ROUNDED:
                 change = self.recomputed.logps(other) - plain
                 alike = float(torch.cosine_similarity(gap, change, 0).nan_to_num())
                 ranked.append((alike, float(change.norm() / gap.norm()), other))
@@ -109,12 +107,12 @@ class Search:
 
     def names(self, view: View) -> set[str]:
         """The causes that a view stands for."""
-        return {name_of(self.recomputed, view, x) for x in self.base.differences(view)}
+        return {self.recomputed.cause_of(view, x) for x in self.base.differences(view)}
 
     def neighbours(self, view: View) -> list[View]:
         """The views with one more field changed, what leaves least first."""
-        changed = dict.fromkeys(self._changed(view))
-        possible = [x for x in changed if x != view and self._is_possible(x)]
+        changed = dict.fromkeys(x for x in self._changed(view) if x != view)
+        possible = [x for x in changed if self._is_possible(x)]
         self._order += possible
         return sorted(possible, key=self.left)
 
@@ -128,13 +126,13 @@ class Search:
         known: dict[str, list[Any]] = {
             "temperature": [1.0, asked.temperature, warmth],
             "truncation": [None, KEPT, Truncation(asked.top_k, asked.top_p), cut],
-            "edit": [(SOFTCAP, None)],
+            "edit": [(Edit.SOFTCAP, None)],
             "shift": [1, -1],
             "head": [torch.bfloat16, torch.float16, EMBEDDING],
             "reading": [*recomputed.readings, REORDERED],
             "model": list(recomputed.models),
         }
-        fixed = set(self.base.differences(view))
+        fixed = self.base.differences(view)
         # Two changes of the hidden states would cost a forward pass for every pair.
         fixed |= {"reading", "model"} if fixed & {"reading", "model"} else set()
         for field in known.keys() - fixed:

@@ -137,16 +137,16 @@ def logps(
 ) -> Any:  # logps, or (logps, entropy)
     """Differentiable logps in the layout of the targets."""
     if torch.compiler.is_compiling():
-        found, entropy = operators.compiled_logps(tensors, options)
+        flat, entropy = operators.compiled_logps(tensors, options)
     else:
         wanted = autograd.wants_gradient(*tensors)
         rows = autograd.find_rows(tensors, options)
         numbers = repr(options[3:7]) if options.shard else ""
         ranks.ready(tensors, rows[0].target_ids, wanted, options.backend, numbers)
-        found, entropy, _ = autograd.Recalled.apply(options, rows, wanted, *tensors)
+        flat, entropy, _ = autograd.Recalled.apply(options, rows, wanted, *tensors)
     like = options.target_ids
-    found = _shaped(found, like)
-    return (found, _shaped(entropy, like)) if options.return_entropy else found
+    shaped = _shaped(flat, like)
+    return (shaped, _shaped(entropy, like)) if options.return_entropy else shaped
 
 
 def _shaped(x: Tensor, like: Tensor) -> Tensor:

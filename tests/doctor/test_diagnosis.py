@@ -216,7 +216,7 @@ def test_what_nobody_knows_is_not_explained_away(policy):
     engine = FaultyEngine(shift=0.5)
     found, names = found_by(policy, engine)
     assert names == [] and found.left == found.mean == pytest.approx(0.5, abs=1e-4)
-    assert "not found: its tokens are not drawn from what it reports" in found.rest
+    assert found.rest.startswith("not found: ")
 
 
 def test_a_trainer_that_is_wrong_is_told_from_its_engine(policy, monkeypatch):

@@ -22,6 +22,7 @@ from grpo_fast.kernels.cpu import leaves as leaves_cpp
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.cpu import rows as rows_cpu
 from grpo_fast.kernels.types import LogitRule
+from tests.pairs import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 REASON = csrc_loader.load("rows")
@@ -130,9 +131,8 @@ def test_numerics_fp32(columns: int, rule_name: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("rule_name", ["plain", "all", "per_row"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [1, 2, 127, 129, 2051])
+@pairs(rule_name=["plain", "all", "per_row"], dtype=[torch.bfloat16, torch.float16],
+       columns=[1, 2, 127, 129, 2051])  # fmt: skip
 def test_numerics_16_bits(columns: int, dtype: torch.dtype, rule_name: str) -> None:
     """Exact on the given 16-bit logits; only the stored gradient is rounded."""
     logits, targets = make_rows(17, columns)

@@ -16,6 +16,7 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.types import POSITIVE16, LogitRule, widened
+from tests.pairs import pairs
 
 REASON = csrc_loader.load("linear") or csrc_loader.load("gemm")
 pytestmark = pytest.mark.skipif(
@@ -65,9 +66,7 @@ def d_logits(out: Tensor, unit: Tensor, target_unit: Tensor, ids: Tensor, g: Ten
     return d.scatter_add(1, ids[:, None], torch.where(g == 0, 0.0, g * target_unit)[:, None])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("V", [1, 2, 255, 257, 1031])
+@pairs(dtype=[torch.float32, torch.bfloat16], name=RULES, V=[1, 2, 255, 257, 1031])
 def test_values_against_fp64(V: int, name: str, dtype: torch.dtype) -> None:
     rule = RULES[name]
     hidden, weight, bias, ids = problem(V, dtype, has_bias=V % 2 == 1)
@@ -119,9 +118,7 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
     assert ((widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide).all()
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("spread", [1, 8])
+@pairs(name=RULES, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(
     spread: float, is_known: bool, name: str
 ) -> None:

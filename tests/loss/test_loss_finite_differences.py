@@ -46,6 +46,7 @@ from tests.loss_cases import (
     run,
     spans,
 )  # fmt: skip
+from tests.pairs import pairs
 
 STEP, TOLERANCE = 4e-3, 1e-3
 RATIO_STOPPED = ("cispo", "vespo", "dppo_tv", "dppo_kl")
@@ -91,9 +92,7 @@ def slope_size(grad, u):
     return (grad.double() * u.double()).abs().sum().item() + 1e-6
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS)
 def test_gradient_of_logps(loss_type, level, aggregation, layout):
     case = make_case(11, **options_for(loss_type, level, aggregation))
     logps, _ = reference_logps(case)
@@ -118,9 +117,7 @@ def test_gspo_token_spreads_evenly_inside_a_completion(aggregation, layout):
     assert (grad != 0).any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
+@pairs(layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS)
 def test_gradient_of_hidden_states(loss_type, level, aggregation, layout):
     """The fused path: ⟨dH, U⟩ + ⟨dW, U'⟩ against the difference of linear_grpo_loss itself."""
     case = make_case(12, **options_for(loss_type, level, aggregation))
@@ -162,9 +159,7 @@ def test_on_policy_gradient_is_that_of_a_frozen_old(loss_type, level):
     assert_agree(measured, (free.double() * u).sum().item(), slope_size(free, u))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("times_ratio", [False, True])
-@pytest.mark.parametrize("kl_estimator", ["k1", "abs", "k2", "k3"])
+@pairs(level=LEVELS, times_ratio=[False, True], kl_estimator=["k1", "abs", "k2", "k3"])
 def test_gradient_of_the_kl(kl_estimator, times_ratio, level):
     case = make_case(
         16,  # a completion's summed log ratio stays away from the clip bounds, too

@@ -19,10 +19,10 @@ from tests.train.ranks import CASES, SMALL, Ranks, differences
 FINE = {"skipped": 0, "tokens": 30}
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # exact: refused beside shards; apart: its engine copies whole weights
+    # exact: its variance is refused beside shards; apart: its engine copies whole weights
     *((case, "fsdp2", 2) for case in CASES if case not in ("exact", "apart")),
     *((case, "ddp", 4) for case in ("few", "mu", "ppo")),
-    *((case, "hsdp", 4) for case in ("mu", "ppo-shared")),
+    *((case, "hsdp", 4) for case in ("mu", "ppo-shared", "distill")),
 ]
 
 
@@ -239,7 +239,6 @@ def test_groups_are_dealt_by_their_tokens():
         (["distributed=fsdp2", "log.grad_variance=true"], "log.grad_variance: expected false"),
         (["distributed=fsdp2", "rollout.engine=continuous"], "rollout.engine: expected transf"),
         (["distributed=fsdp2", "optim.states=8bit"], "optim.states: expected full"),
-        (["distributed=fsdp2", "loss.kl_estimator=exact"], "loss.kl_estimator: expected an"),
         (["distributed=both"], "distributed"),
     ],
 )

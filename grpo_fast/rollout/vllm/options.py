@@ -36,12 +36,7 @@ class VLLMOptions(BaseModel):
         if not isinstance(given, dict) or "urls" not in given:
             return given
         urls = given["urls"] if isinstance(given["urls"], list | tuple) else [None]
-        found = [URL.fullmatch(url) if isinstance(url, str) else None for url in urls]
-        if not all(one and 0 < int(one[3]) < 1 << 16 for one in found):
-            expected = "expected http://host:port and nothing else, in a list"
-            raise ValueError(f"urls: {expected} (not shown: it may hold a password)")
-        plain = [f"{one[1]}://{one[2]}:{int(one[3])}".lower() for one in found if one]
-        return given | {"urls": plain}
+        return given | {"urls": [plain_url("urls", url, ", in a list") for url in urls]}
 
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
@@ -53,6 +48,15 @@ class VLLMOptions(BaseModel):
         if len(set(places)) < len(places):
             raise ValueError(f"urls: expected every server once, came {', '.join(self.urls)}")
         return self
+
+
+def plain_url(name: str, url: Any, where: str = "") -> str:
+    """http://host:port in one spelling. Raises ValueError for anything else, and shows it not."""
+    one = URL.fullmatch(url) if isinstance(url, str) else None
+    if one is None or not 0 < int(one[3]) < 1 << 16:
+        expected = f"expected http://host:port and nothing else{where}"
+        raise ValueError(f"{name}: {expected} (not shown: it may hold a password)")
+    return f"{one[1]}://{one[2]}:{int(one[3])}".lower()
 
 
 def host_of(url: str) -> str:

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import Field, create_model, model_validator
 
-from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig, number
+from grpo_fast.objective.config import CHOICES, NULLABLE, LossConfig
 from grpo_fast.objective.corrections import WORDS, Correction
+from grpo_fast.objective.refusals import number
 from grpo_fast.train.config.base import Section, require
 
 OLD_NAMES = ("sampling_correction", "sampling_ratio_cap", "off_policy_threshold")
@@ -52,20 +53,20 @@ def _settings(name: str, kind: Any, base: Any, words: Mapping[str, Any], **own: 
 
     Args:
         words: what a field is chosen from, by its name.
-        own: pydantic's (type, default) in place of a field's.
+        own: pydantic's (type, default) in place of a field's; None: it is no setting.
     """
     hints = get_type_hints(kind)
     hints |= {name: Literal[(*choices, *([None] if name in NULLABLE else []))]
               for name, choices in words.items()}  # fmt: skip
-    fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(kind)}
-    return create_model(name, __base__=base, **{**fields, **own})
+    fields: Any = {f.name: (hints[f.name], f.default) for f in dataclasses.fields(kind)} | own
+    return create_model(name, __base__=base, **{k: v for k, v in fields.items() if v is not None})
 
 
 CorrectionSettings = _settings("CorrectionSettings", Correction, Section, WORDS)
 _DEFAULT = [CorrectionSettings(**dataclasses.asdict(x)) for x in LossConfig.corrections]
-# Every field and default of LossConfig, but the temperature's, which is that of the rollout where
-# it is None; `RunConfig.loss_config` checks them.
+# The fields and defaults of LossConfig, which `RunConfig.loss_config` checks. The temperature is
+# that of the rollout where it is None, the group's size always.
 LossSettings = _settings(
     "LossSettings", LossConfig, LossSection, CHOICES, temperature=(float | None, None),
-    corrections=(list[CorrectionSettings], Field(_DEFAULT)),  # type: ignore[valid-type]
+    group_size=None, corrections=(list[CorrectionSettings], Field(_DEFAULT)),  # type: ignore[valid-type]
 )  # fmt: skip

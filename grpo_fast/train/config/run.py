@@ -11,6 +11,7 @@ from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
@@ -96,6 +97,9 @@ class RunConfig(Section):
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
+        if "://" in str(path):  # a URL may hold a password, which a field's own refusal would quote
+            teacher = plain_url("distill.teacher", path)
+            return {**values, "distill": {**distill, "teacher": teacher}}
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -161,10 +165,7 @@ class RunConfig(Section):
         require(fits, "distributed_replicas", expected, self.distributed_replicas)
         if self.distributed not in SHARDED:
             return
-        estimator = cast(Any, self.loss).kl_estimator
         for refused, name, expected, came in (
-            (estimator in EXACT, "loss.kl_estimator", "an estimator, of the sampled tokens,",
-             estimator),
             (self.log.grad_variance, "log.grad_variance", "false", "true"),
             (self.rollout.engine == "continuous", "rollout.engine",
              "transformers, or an engine of its own,", "continuous"),
@@ -199,19 +200,26 @@ class RunConfig(Section):
         if (distill := self.distill) is None:
             return
         came = self.reference.kind, self.reference.path
-        fits = distill.teacher is None or came == ("frozen", distill.teacher)
+        own = ("none", None) if distill.asked else ("frozen", distill.teacher)
+        fits = distill.teacher is None or came == own
         require(fits, "reference", "none beside distill.teacher", came)
         loss, kind = cast(Any, self.loss), self.reference.kind
         expected = "a teacher, or reference.kind: frozen or synced"
-        require(kind != "none", "distill.teacher", expected, "none")
+        require(kind != "none" or distill.asked, "distill.teacher", expected, "none")
+        if distill.asked:
+            temperature = float(self.loss_config().temperature)
+            expected = "1 beside a teacher's server, whose log-probabilities are those of 1"
+            require(temperature == 1, "rollout.temperature", expected, temperature)
+            expected = "off beside a teacher's server and top_p or top_k"
+            require(not self.rollout.wants_kept, "rollout.replay_support", expected, "auto")
+            task = self.data.task
+            require(task != "traces", "data.task", "prompts beside a teacher's server", task)
         require(
             not loss.beta, "loss.beta", "0 beside distill, which weighs the divergence", loss.beta
         )
         fits = loss.kl_estimator not in EXACT
         require(fits, "loss.kl_estimator", "an estimator beside distill", loss.kl_estimator)
         require(self.advantages != GAE, "advantages", "those of a group beside distill", GAE)
-        fits = distill.form == "advantage" or self.distributed not in SHARDED
-        require(fits, "distill.form", "advantage beside sharded weights", "loss")
 
     def _check_kl(self) -> None:
         """Refuse a KL that has no reference, no weight, or no place."""
@@ -272,7 +280,5 @@ class RunConfig(Section):
             settings["temperature"] = self.rollout.temperature
         if settings["max_completion_length"] is None:
             settings["max_completion_length"] = self.rollout.max_new_tokens
-        if settings["group_size"] is None:
-            settings["group_size"] = self.rollout.group_size
         with named_in("loss"):
-            return LossConfig(**settings)
+            return LossConfig(**settings, group_size=self.rollout.group_size)

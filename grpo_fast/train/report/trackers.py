@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report.titles import flat
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
 FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
@@ -50,7 +51,11 @@ class Trackers:
             )
         run = Path(folder).name
         options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
-        self.accelerator.init_trackers(PROJECT, config=flat(settings), init_kwargs=options)
+        plain = {  # trackers take numbers and texts; None is a text, too
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in flat(settings).items()
+        }
+        self.accelerator.init_trackers(PROJECT, config=plain, init_kwargs=options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.accelerator is not None:
@@ -62,15 +67,3 @@ class Trackers:
             for tracker in self.accelerator.trackers:  # end_training ends the ranks' group, too
                 tracker.finish()
             self.accelerator = None
-
-
-def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names, as numbers and texts; None is a text, too."""
-    flattened: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{above}{key}"
-        if isinstance(value, Mapping):
-            flattened |= flat(value, f"{name}.")
-        else:
-            flattened[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flattened

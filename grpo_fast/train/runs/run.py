@@ -98,10 +98,8 @@ class Run:
 
         A run that is ended in the middle of one starts it again, from here.
         """
-        self.state.collector, self.state.lengths = (
-            self.collector.state_dict(),
-            self.report.lengths(),
-        )
+        self.state.collector = self.collector.state_dict()
+        self.state.lengths = self.report.lengths()
         self.state.random = RandomState.now()
 
     def rest(self, step: Step) -> None:

@@ -21,7 +21,9 @@ from grpo_fast.train.update.micro_batch import MicroBatch, samples_of
 from grpo_fast.train.update.totals import Totals
 
 # What is computed once for a batch, token by token, and stays while the batch is used.
-FIXED = ("old_logps", "ref_logps", "ref_hidden", "old_values", "returns", "token_advantages")
+FIXED = (
+    "old_logps", "ref_logps", "ref_hidden", "teacher", "old_values", "returns", "token_advantages",
+)  # fmt: skip
 
 
 @dataclass

@@ -13,6 +13,8 @@ from grpo_fast.attention import pack_groups
 from grpo_fast.objective.advantages import whitened
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.rollout import Rollout
+from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.config import CriticConfig
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
@@ -41,6 +43,7 @@ def precompute(
     critic: Critic | None = None,
     reward_kl: RewardKL | None = None,
     teacher: float = 0.0,
+    server: TeacherServer | None = None,
 ) -> None:
     """Compute, with the current weights, what stays fixed over all updates on this batch.
 
@@ -52,6 +55,7 @@ def precompute(
             they are the new ones, and the ratio is exactly 1.
         teacher: adds this many times log q − log p of every token to its advantage, q the
             reference's.
+        server: says log q in the reference's place, of the likeliest ids too unless `teacher`.
         exact: the KL is one over the vocabulary: hidden states stand for the reference's logps.
     """
     if batch.has_fixed:
@@ -67,6 +71,9 @@ def precompute(
             hidden = policy.hidden(micro.packed) if wanted else None
             if keep_old:
                 micro.old_logps = policy.logps(micro.packed, temperature, hidden, micro.support)
+            if server is not None:
+                said = asked_of(server, batch.rollout, micro)
+                micro.ref_logps, micro.teacher = (said[:, 0, 1], None) if teacher else (None, said)
             if critic is not None:
                 micro.old_values = critic.values(micro.packed, hidden)
         if critic is not None and critic.config.bootstrap:
@@ -77,6 +84,13 @@ def precompute(
     elif teacher:
         batch.set("token_advantages", teacher_advantages(batch, teacher))
     batch.has_fixed = True
+
+
+def asked_of(server: TeacherServer, rollout: Rollout, micro: MicroBatch) -> Tensor:
+    """(R, K + 1, 2): what the server says of the tokens of a micro-batch; see `scores`."""
+    prompts, completions = rollout.prompt_ids, rollout.completion_ids
+    samples = [([*prompts[i], *completions[i]], len(prompts[i])) for i in micro.chosen]
+    return torch.cat(server.scores(samples)).to(micro.completion_mask.device)
 
 
 def teacher_advantages(batch: StepBatch, coef: float) -> list[Tensor]:

@@ -21,6 +21,7 @@ from grpo_fast.kernels.cpu.layers import fast_layers
 __all__ = [
     "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_supported",
     "check_tolerance", "disable_dropout", "fast_layers", "head_of", "pack_groups", "pack_tree",
-    "packed_attention", "packed_rows_attention", "plan_packs", "plan_trees", "register", "shared_prompt_supported",
-    "small_windows", "tree_tokens", "trunk_tokens", "window_as_mask", "window_of",
+    "packed_attention", "packed_rows_attention", "plan_packs", "plan_trees", "register",
+    "shared_prompt_supported", "small_windows", "tree_tokens", "trunk_tokens", "window_as_mask",
+    "window_of",
 ]  # fmt: skip

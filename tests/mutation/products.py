@@ -14,6 +14,9 @@ PRODUCTS, SUMS, CHUNKS, TYPES = (
 )
 
 PRODUCT = [
+    Mutant("gemm-fp64-under-another-name", "grpo_fast/kernels/cpu/gemm.py",
+           "if dtype not in DTYPES:", "if dtype not in (torch.float32, torch.bfloat16):",
+           "fp64 goes into a product of fp32 where torch.float32 is aliased", "tree_support"),
     Mutant("gemm-self-check-here", "grpo_fast/kernels/cpu/gemm.py",
            "apart(lambda: _is_right(has_tiles()))", "_is_right(has_tiles())",
            "autocast around the first call leaves the slow product for good", "csrc_self_check"),
@@ -198,7 +201,7 @@ GRADIENTS = [
            "with _switch:", "if True:",
            "a thread puts back the switch as another had set it", "workspace"),
     Mutant("attention-device-of-a-thread", "grpo_fast/attention/dispatch.py",
-           "        with here:\n", "        if True:\n",
+           "        with torch.cuda.device(index):\n", "        if True:\n",
            "every rank opens a context on GPU 0", "attention"),
 ]  # fmt: skip
 

@@ -125,17 +125,16 @@ def divergence_term(
     """The divergence from a teacher that was asked, or from the reference (an exact KL, or a
     teacher's); None without `teacher` and `ref_hidden`.
     """
-    if batch.teacher is not None and distill is not None:
+    teacher: TeacherHead | TeacherTopK
+    if batch.teacher is not None:
         ids, logps = batch.teacher.unbind(-1)
-        said = TeacherTopK(ids.long(), logps.float())
-        return DivergenceTerm(said, distill.kind, distill.coef, distill.beta)
-    if batch.ref_hidden is None or ref_head is None:
+        teacher = TeacherTopK(ids.long(), logps.float())
+    elif batch.ref_hidden is None or ref_head is None:
         return None
-    weight, bias = (None if x is None else whole(x.detach()) for x in ref_head[:2])
-    temperature = float(config.temperature)
-    teacher = TeacherHead(
-        batch.ref_hidden, weight, bias, temperature, ref_head.softcap, ref_head.logit_scale
-    )  # fmt: skip
+    else:
+        weight, bias = (None if x is None else whole(x.detach()) for x in ref_head[:2])
+        rule = float(config.temperature), ref_head.softcap, ref_head.logit_scale
+        teacher = TeacherHead(batch.ref_hidden, weight, bias, *rule)
     if distill is None:
         return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
     return DivergenceTerm(teacher, distill.kind, distill.coef, distill.beta)

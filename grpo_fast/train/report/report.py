@@ -33,10 +33,12 @@ from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import Trackers
 
+CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
 SHOWN = (  # in the progress line: metric, label, format
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl", "{:.4f}"),
+    (CLIPPED, "clipped", "{:.2f}"),
     ("completions/mean_length", "length", "{:.0f}"),
     ("perf/train_tok_s", "tok/s", "{:.0f}"),
 )
@@ -217,7 +219,7 @@ class RunReport:
         shown = [
             f"{label} {shown_number(values[key], form)}"
             for key, label, form in SHOWN
-            if key in values
+            if key in values and (values[key] or key != CLIPPED)
         ]
         text = " · ".join(shown)
         held_out = [

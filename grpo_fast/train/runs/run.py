@@ -22,6 +22,7 @@ from grpo_fast.errors import (
     Stopped,
 )
 from grpo_fast.objective.advantages import CENTERED
+from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import Engine, awake
 from grpo_fast.rollout.saved import split_tensors
@@ -30,7 +31,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.evaluate import EvalResult
 from grpo_fast.train.metrics.losses import finite, is_zero_on_policy
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import zero_line
+from grpo_fast.train.report.lines import USUAL_CLIP, zero_line
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs import storage
@@ -78,10 +79,12 @@ class Run:
 
     def steps(self) -> Iterator[Step]:
         """All steps that are left, the one under way first; an evaluation before the first."""
-        trainer, state = self.trainer, self.state
-        is_centered = self.config.advantages in CENTERED and trainer.updates_per_step == 1
-        if is_centered and is_zero_on_policy(trainer.loss_config):
-            self.report.note(zero_line(trainer.loss_config, self.config.advantages))
+        trainer, state, loss = self.trainer, self.state, self.trainer.loss_config
+        is_first = trainer.updates_per_step == 1 and self.config.advantages in CENTERED
+        if is_first and is_zero_on_policy(loss):
+            self.report.note(zero_line(loss, self.config.advantages))
+        if trainer.updates_per_step > 1 and OBJECTIVES[loss.loss_type].clips == "ppo":
+            self.report.note(USUAL_CLIP)
         if state.before is None:
             before = self.evaluate(0)
             self.report.log(0, before)

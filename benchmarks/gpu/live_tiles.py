@@ -167,7 +167,7 @@ def live_product_kernel(
     tile = tl.load(listed)
     for step in tl.range(0, steps):
         k = (tile * STEPS + step % STEPS) * BLOCK_K
-        # The next one now: a load whose address waits for another's result is pipelined half as deep.
+        # The next one now: a tile whose address waits for a load is fetched half as far ahead.
         tile = tl.load(listed + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
         if TRANSPOSED:
             a = load_tile(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.gpu.live_tiles import LiveTiles, live_product, live_tiles, weighed_exponentials
+from benchmarks.gpu.predict import LIVE_SHARES
 from benchmarks.options import measuring
 from benchmarks.report.files import write
 from grpo_fast.kernels.gpu.exponentials import head_exponentials
@@ -26,7 +27,6 @@ from grpo_fast.kernels.gpu.gradients import add_targets_narrow_, scaled_hidden, 
 from grpo_fast.kernels.types import LogitRule
 
 ROWS, VOCAB, HIDDEN = 8192, 151936, (4096, 896)
-TOLERANCES = (1e-1, 1e-2, 1e-3)
 ROUNDING = 3e-3  # of each of the two results that are compared
 
 
@@ -98,7 +98,7 @@ def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any
     shares: dict[str, float] = {"dense": 1.0}
     calls: dict[str, Callable[[], Any]] = {"dense": partial(gradients, p, None)}
     exact = gradients(p, None)
-    for tolerance in TOLERANCES:
+    for tolerance in LIVE_SHARES:
         found = gradients(p, tolerance)
         check(p, found, exact)
         calls[f"{tolerance:g}"] = partial(gradients, p, tolerance)

@@ -28,6 +28,7 @@ CASES = (
     "cases_support.py",
     "cases_support_public.py",
     "cases_loops.py",
+    "cases_live_tiles.py",
 )
 
 

@@ -61,5 +61,4 @@ class Made(Sequence[Item]):
 class DataSource(Protocol):
     """The part of a data config all sources read (see `load_examples` for the rest)."""
 
-    @property
-    def task(self) -> Any: ...
+    task: Any

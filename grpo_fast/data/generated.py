@@ -1,9 +1,9 @@
-"""Tasks that need no download: sort a few symbols, add two numbers.
+"""Tasks that need no download: sort a few symbols, add two numbers, or answer listed prompts.
 
-Each is an indexable sequence: example i of the training split is a function of (seed, i) alone. The
+The first two are sequences: example i of the training split is a function of (seed, i) alone. The
 held-out prompts are drawn once, from a generator that does not see the run's seed, and the training
 split redraws whatever falls among them. Only where all the prompts that there are are test prompts,
-training has the same ones.
+training has the same ones. The prompts that are listed are too few to hold any out.
 """
 
 from __future__ import annotations
@@ -123,3 +123,26 @@ class ArithmeticTask(GeneratedTask):
         answer = " ".join(str(left + right))
         prompt = f"{' '.join(str(left))} + {' '.join(str(right))} ="
         return Example(prompt=prompt, answer=answer, solution=answer)
+
+
+# CS336's lecture on policy gradients: three numbers each, to be sorted.
+LECTURE = ("1 0 2", "3 2 4", "1 2 3")
+
+OPEN = (
+    "The weather today is",
+    "Once upon a time",
+    "My favourite book is about",
+    "In the morning, the city",
+    "The most important thing to learn is",
+    "She opened the door and",
+    "Scientists have found that",
+    "When the music stopped,",
+)
+
+
+def listed_examples(task: str) -> list[Example]:
+    """The prompts of "lecture", each with its numbers sorted, or of "open", with no answer."""
+    if task == "open":
+        return [Example(prompt, answer=None, solution=None) for prompt in OPEN]
+    answers = (" ".join(sorted(prompt.split())) for prompt in LECTURE)
+    return [Example(p, answer=a, solution=a) for p, a in zip(LECTURE, answers, strict=True)]

@@ -32,7 +32,8 @@ class Report(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether all self-tests passed, and the engine agrees with the trainer."""
-        return all(x.ok for x in (*self.checks, self.diagnosis) if x is not None)
+        found: tuple[Check | Diagnosis | None, ...] = (*self.checks, self.diagnosis)
+        return all(x.ok for x in found if x is not None)
 
 
 def show(report: Report, *, as_json: bool) -> None:
@@ -67,11 +68,11 @@ def _plain(value: Any) -> Any:
     return fields | ({"ok": value.ok} if hasattr(value, "ok") else {})
 
 
-Rows = tuple[str, tuple[str, ...], list[tuple[str, ...]]]  # title, columns, rows of a table
+Rows = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, columns, rows of a table
 
 
 def _checks(checks: Sequence[Check]) -> Rows:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for check in checks:
         name = escape_control(f"{check.name}: {check.note}" if check.note else check.name)
         if check.error is None:

@@ -36,7 +36,7 @@ OF_A_FIELD = {
     "temperature": causes.TEMPERATURE, "truncation": causes.TRUNCATION, "shift": causes.SHIFTED,
     "head": causes.HEAD, "reading": causes.TOKENS,
 }  # fmt: skip
-OF_A_VALUE = {  # of a field, or of an edit's kind; other values have the cause of their field
+OF_A_VALUE: dict[Any, str] = {  # or of an edit's kind; others have the cause of their field
     None: causes.RAW, EMBEDDING: causes.TIED, LEFT: causes.PADDING, RIGHT: causes.PADDING,
     REORDERED: causes.ORDER, **dict.fromkeys(TEMPLATES, causes.TEMPLATE),
     **dict.fromkeys((Edit.REPETITION, Edit.PRESENCE, Edit.FREQUENCY), causes.PENALTY),

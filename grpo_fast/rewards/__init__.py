@@ -61,20 +61,13 @@ KNOWN = (*REWARDS, *WORKERS, "reward_model")
 class RewardSpec(Protocol):
     """The part of a reward's config read here."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def label(self) -> str | None: ...  # in the metrics; None: the function's name
-    @property
-    def weight(self) -> float: ...
-    @property
-    def options(self) -> dict[str, Any]: ...  # keywords for the function
-    @property
-    def path(self) -> str | None: ...  # of a reward model
-    @property
-    def timeout(self) -> float: ...  # seconds that a call in a worker process may take
-    @property
-    def in_process(self) -> bool: ...  # call one's own function here, where it can do harm
+    name: str
+    label: str | None  # in the metrics; None: the function's name
+    weight: float
+    options: dict[str, Any]  # keywords for the function
+    path: str | None  # of a reward model
+    timeout: float  # seconds that a call in a worker process may take
+    in_process: bool  # call one's own function here, where it can do harm
 
 
 def build_rewards(specs: Sequence[RewardSpec], *, max_failures: float = 0.5) -> RewardSet:

@@ -25,7 +25,6 @@ FLOORS = (
     ("attention", "rollout", "rewards", "data"),
     ("train",),
     ("doctor",),
-    ("told",),
     ("cli", "__main__"),
 )
 # The same for the rooms of train/, which are folders or single files.

@@ -10,8 +10,7 @@ import torch
 from grpo_fast import Support
 from grpo_fast.attention import Head
 from grpo_fast.doctor import prompts
-from grpo_fast.doctor.fits import fitted
-from grpo_fast.doctor.search import ONE, Search
+from grpo_fast.doctor.search import ONE, Search, fitted
 from grpo_fast.doctor.view import KEPT, ROWS, Drawn, Rows, Truncation, View
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.sampler import Sampler

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
-(COMMAND, DIAGNOSIS, FITS, MODELS, PROMPTS, RECOMPUTE, SEARCH, SELFTEST, SETTINGS,
+(COMMAND, DIAGNOSIS, MODELS, PROMPTS, RECOMPUTE, SEARCH, SELFTEST, SETTINGS,
  VIEW) = (
     f"grpo_fast/doctor/{x}.py"
-    for x in ("command", "diagnosis", "fits", "models", "prompts", "recompute",
+    for x in ("command", "diagnosis", "models", "prompts", "recompute",
               "search", "selftest", "settings", "view")
 )  # fmt: skip
 
@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant("doctor-explains-anything", SEARCH, "ONE, TWO = 0.1, 0.05", "ONE, TWO = 0.9, 0.9",
            "a cause that leaves most of the difference is named", "doctor_views"),
     Mutant("doctor-no-rivals", SEARCH,
-           "if not is_same and self.names(other) != self.names(best):", "if False:",
+           "self.left(x) <= enough and self.names(x) != self.names(best))", "False)",
            "of two causes that explain as much the first is named", "doctor_views"),
     Mutant("doctor-rounded-by-size", SEARCH, "SIMILAR, APART = 0.5, 0.1", "SIMILAR, APART = 1.5, 0.1",
            "a model in bf16 is not told by the correlation of its differences", "doctor_plants"),
@@ -107,7 +107,7 @@ MUTANTS = [
            "(ratio < BAND[0]) & (ratio > BAND[1])", "no ratio ever leaves the band", "doctor_plants"),
     Mutant("doctor-shift-turned", RECOMPUTE, "if view.shift > 0 else", "if view.shift < 0 else",
            "the log-probability before a token is called the one behind it", "doctor_plants"),
-    Mutant("doctor-edge-is-a-finding", FITS,
+    Mutant("doctor-edge-is-a-finding", SEARCH,
            "if ends[0] * (1 + FINEST) < value < ends[1] / (1 + FINEST) else None", "if value else None",
            "the end of a range that was searched is named as a temperature", "doctor_views"),
     Mutant("doctor-repeats-the-prompt", VIEW, "torch.where(seen | prompted,", "torch.where(seen,",

@@ -64,7 +64,7 @@ MUTANTS = [
            "for k, v in values.items() if math.isfinite(v)", "for k, v in values.items()",
            "trackers get NaN", "trackers"),
     Mutant("seeing-trackers-end", TRACKERS,
-           "                tracker.finish()\n", "                pass\n",
+           "self.trackers.pop().finish()", "self.trackers.pop()",
            "what a tracker holds back is lost", "trackers"),
     Mutant("seeing-trackers-missing", LOOP,
            "    check_trackers(config.log.trackers)\n", "",

@@ -109,9 +109,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
-        """Let policy and reference take packed rows; the reason why not, when they compute
-        something else then.
-        """
+        """Let policy and reference take packed rows; say why where they compute something else."""
         self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
         let_run_inside(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled

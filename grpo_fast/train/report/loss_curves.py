@@ -52,9 +52,8 @@ class Settings(Section):
         return self.model_dump(include={*OPTIONS}, exclude_unset=True)
 
 
-Drawing: Any = create_model(
-    "Drawing", __base__=Settings, **dict.fromkeys(OPTIONS, (float | None, None))
-)
+OPTION: Any = (float | None, None)
+Drawing: Any = create_model("Drawing", __base__=Settings, **dict.fromkeys(OPTIONS, OPTION))
 
 
 class Curve(NamedTuple):

@@ -57,7 +57,7 @@ help:
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make bench-loop a whole step, rollout included, ours and TRL'
 	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
-	@echo 'make test-compile  the Triton kernels, compiled and interpreted, on the oldest triton, too'
+	@echo 'make test-compile  the Triton kernels for every architecture, and on the oldest triton, too'
 	@echo 'make test-transformers  the tests that concern transformers, on the oldest one that is supported'
 	@echo 'make test-floor all tests on the oldest versions of everything, in an environment of its own (2 GB of downloads)'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
@@ -169,7 +169,8 @@ unit: $(SETUP) csrc
 	@$(STEP) 'pytest'
 	@$(PYTEST) --ignore=tests/integrations
 
-# After a change of a Triton kernel: what the oldest compiler makes of it. `make test-floor` has this triton, too.
+# After a change of a Triton kernel: all architectures (`make test` compiles for two), and what the oldest compiler
+# makes of it. `make test-floor` has this triton, too.
 test-compile: $(SETUP) csrc $(OLD_TRITON)
 	@$(STEP) 'the Triton kernels on triton 3.6, too'
 	@GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))' $(PYTEST) $(addprefix tests/kernels/test_triton_,compile.py interpreter.py)
@@ -194,7 +195,7 @@ test-floor: $(FLOOR)
 	@$(STEP) 'all tests on the oldest supported versions'
 	@$(BIN)/python -c 'import platform, torch, transformers, triton, trl; print("Python", platform.python_version(), \
 	  "torch", torch.__version__, "triton", triton.__version__, "transformers", transformers.__version__, "trl", trl.__version__)'
-	@$(PYTEST)
+	@GRPO_FAST_ALL_GPUS=1 $(PYTEST)
 
 # Another release of trl beside the pinned one: a fresh environment that installs what this release asks for and finds
 # everything else (torch, for one) in .venv.
@@ -233,6 +234,9 @@ sweep: $(SETUP) csrc
 bench: $(PEERS) csrc
 	@$(STEP) 'the loss, its parts and its peers'
 	@$(PY) -m benchmarks $(BENCH_ARGS)
+	@$(STEP) 'trees of samples against plain packing, with their bars'
+	@$(PY) -m benchmarks.trainers.trees $(filter --quick,$(BENCH_ARGS)) $(if $(filter --quick,$(BENCH_ARGS)),,\
+	  --json benchmarks/results/cpu-trees.json --plot benchmarks/results/trees.png)
 	@$(MAKE) bench-gate
 
 # Launches, waits, bytes and products of a call on a GPU, counted on any build of torch.

@@ -26,11 +26,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 
 
 def fingerprints(config: RunConfig, questions: Sequence[Example]) -> dict[str, str]:
-    """A hash by name: `data.train`, `data.test`, `rewards.NAME`, `reference`.
-
-    Args:
-        questions: the training set.
-    """
+    """A hash by name: `data.train` (the questions), `data.test`, `rewards.NAME`, `reference`."""
     plain = config.data.model_copy(update={"shots_tokens": None})
     held_out = load_examples(plain, split="test", seed=config.seed)
     prints = {"data.train": _of_examples(questions), "data.test": _of_examples(held_out)}
@@ -57,10 +53,7 @@ def check_ranks(config: RunConfig, prints: dict[str, str]) -> None:
 
 
 def check_resumed(was: dict[str, str], now: dict[str, str], allowed: Sequence[str]) -> list[str]:
-    """The names that have changed since a checkpoint was written, all of them allowed.
-
-    Raises ValueError with those that are not.
-    """
+    """The names that have changed since a checkpoint; ValueError for those that may not."""
     changed = _changed(was, now)
     refused = [name for name in changed if name.partition(".")[0] not in allowed]
     if refused:

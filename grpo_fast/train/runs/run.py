@@ -53,9 +53,7 @@ from grpo_fast.train.update.trainer import Trainer
 class Run:
     """Hands out steps; logs, evaluates and saves them when they are made.
 
-    Args:
-        evaluate: asks the engine the held-out questions.
-        fingerprints: of all that the run depends on.
+    `evaluate` asks the engine the held-out questions.
     """
 
     def __init__(
@@ -97,14 +95,9 @@ class Run:
             yield state.underway or trainer.begin(number)
 
     def mark(self) -> None:
-        """Remember all that a rollout and an evaluation change before they come to their end.
-
-        A run that is ended in the middle of one starts it again, from here.
-        """
-        self.state.collector, self.state.lengths = (
-            self.collector.state_dict(),
-            self.report.lengths(),
-        )
+        """Remember what a rollout or an evaluation changes: one that is cut off starts again."""
+        self.state.collector = self.collector.state_dict()
+        self.state.lengths = self.report.lengths()
         self.state.random = RandomState.now()
 
     def rest(self, step: Step) -> None:
@@ -220,21 +213,20 @@ class Run:
         """
         from safetensors.torch import load_file
 
-        with _refused(folder), distributed.together():
-            state = read_state(folder, load_file(folder / STATE_TENSORS))
-            weights = self.trainer.weights()
-            weights |= self.trainer.moments(weights, storage.stored_names(folder / WEIGHTS))
         with _refused(folder):
+            with distributed.together():
+                state = read_state(folder, load_file(folder / STATE_TENSORS))
+                weights = self.trainer.weights()
+                weights |= self.trainer.moments(weights, storage.stored_names(folder / WEIGHTS))
             storage.read_tensors(folder / WEIGHTS, weights)
-        with _refused(folder), distributed.together():
-            self._load_state(folder, state)
-        with _refused(folder):
+            with distributed.together():
+                self._load_state(folder, state)
             again = self._stored()
-        with _refused(folder), distributed.together():
-            if distributed.is_main():
-                check_round_trip(again, folder)
-            state.random.restore()
-            self.state.random = RandomState.now()
+            with distributed.together():
+                if distributed.is_main():
+                    check_round_trip(again, folder)
+                state.random.restore()
+                self.state.random = RandomState.now()
 
     def _load_state(self, folder: Path, state: State) -> None:
         collector, trainer, step = self.collector, self.trainer, state.underway

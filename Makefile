@@ -234,6 +234,9 @@ sweep: $(SETUP) csrc
 bench: $(PEERS) csrc
 	@$(STEP) 'the loss, its parts and its peers'
 	@$(PY) -m benchmarks $(BENCH_ARGS)
+	@$(STEP) 'trees of samples against plain packing, with their bars'
+	@$(PY) -m benchmarks.trainers.trees $(filter --quick,$(BENCH_ARGS)) $(if $(filter --quick,$(BENCH_ARGS)),,\
+	  --json benchmarks/results/cpu-trees.json --plot benchmarks/results/trees.png)
 	@$(MAKE) bench-gate
 
 # Launches, waits, bytes and products of a call on a GPU, counted on any build of torch.

@@ -25,23 +25,28 @@ REPLACED: dict[str, list[tuple[str, str]]] = {
 }
 
 
-@functools.cache
 def kernel(loop: str) -> Any:
-    """The shipped kernel with this loop.
+    """The shipped kernel with this loop."""
+    return rewritten(tuple(REPLACED[loop]))
+
+
+@functools.cache
+def rewritten(replaced: tuple[tuple[str, str], ...], **names: Any) -> Any:
+    """The shipped kernel with other lines, which may use these names.
 
     Raises:
         ValueError: a line to replace that the shipped source does not hold exactly once.
     """
     source = inspect.getsource(linear.slice_kernel.fn)
-    for old, new in REPLACED[loop]:
+    for old, new in replaced:
         if source.count(old) != 1:
-            raise ValueError(f"{loop}: expected {old!r} once in slice_kernel")
+            raise ValueError(f"slice_kernel: expected {old!r} once")
         source = source.replace(old, new)
-    file = f"<slice_kernel, {loop}>"
+    file = f"<slice_kernel with {' '.join(new for _, new in replaced)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = dict(vars(linear))
-    exec(compile(source, file, "exec"), names)
-    return names["slice_kernel"]
+    scope = {**vars(linear), **names}
+    exec(compile(source, file, "exec"), scope)
+    return scope["slice_kernel"]
 
 
 @contextlib.contextmanager

@@ -35,6 +35,12 @@ WORKSPACE = MEMORY // GPU_SHARE >> 20 << 20
 # Bytes per logit: exponentials in 16 bits, which the epilogue of the forward GEMM writes.
 STORED = 2
 MIB = 2**20
+# Assumed: rates of the products over live tiles (live_tiles.py) over the vendor library's. Tiles of
+# dW are 64 x 256: they read 1/51 byte per flop from L2.
+LIVE_HIDDEN, LIVE_WEIGHT = 0.85, 0.6
+LIVE_OPERATIONS = 30  # small ones, for the masses and both lists
+# Tolerance -> share of live tiles, counted on a CPU: 1024 rows of what sparse.py is timed with.
+LIVE_SHARES = {0.1: 0.04, 0.01: 0.22, 0.001: 0.58}
 
 
 class Case(NamedTuple):
@@ -115,6 +121,20 @@ def sweep(rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
     beside = (12 * -(-v // SLICE_COLUMNS) + 6 * h) * chunk_rows
     beside += 2 * chunk_rows**2 if narrow else 4 * v * h
     return parts, STORED * chunk_rows * v + beside
+
+
+def live_tiles(shape: Shape, live: float) -> dict[str, float]:
+    """Seconds by part of a call of one chunk in which this share of the tiles is live."""
+    n, h, v = shape
+    sums = 4 * n * -(-v // 64)  # bytes: of each row's sums by tile
+    product = gemm(n, h, v)
+    return {
+        "forward GEMM and its stores": forward(n, n, h, v) + sums / COPY_BYTES,
+        "masses and lists": 10 * sums / COPY_BYTES + LIVE_OPERATIONS * START,
+        "dH": live * product / LIVE_HIDDEN,
+        "dW and its zeros": live * product / LIVE_WEIGHT + 2 * v * h / COPY_BYTES,
+        "rows of dH, hidden and targets": 22 * n * h / COPY_BYTES,
+    }
 
 
 def chunk_plan(rows: int, h: int, v: int) -> tuple[int, int]:

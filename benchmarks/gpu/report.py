@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.gpu import predict
+from benchmarks.gpu import predict, sparse, tune
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
 from benchmarks.gpu.parts import parts
+from benchmarks.gpu.patch import patched
 from benchmarks.gpu.risks import RISKS
+from benchmarks.kernels.shapes import Shape
 from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, load, machine
 
@@ -39,8 +41,9 @@ def rendered(path: Path) -> str:
     done = json.loads(path.read_text()).get("parts", {}) if paths else {}
     gemms = products(reports, "The vendor's products alone", "gemms", "gemms")
     forwards = products(reports, "The forward kernels", "forwards", "forward")
-    sections = (origin(reports), bar_table(found), times(found), gemms, forwards,
-                profiles(reports), session_table(done), risks())  # fmt: skip
+    sections = (origin(reports), bar_table(found), times(found), one_chunk(reports), gemms,
+                forwards, live_tiles(reports), profiles(reports), session_table(done),
+                risks())  # fmt: skip
     lines = ["# A GPU session: predicted against measured", ""]
     for section in sections:
         lines += [*section, ""]
@@ -93,8 +96,52 @@ def times(found: Results) -> Iterator[str]:
             (guess.ours * 1e3, ours.get("median_ms")),
             (guess.workspace / predict.MIB, ours.get("workspace_mib")),
         ]
-        cells = [f"{a:.1f} / {NOTHING if b is None else f'{b:.1f}'}" for a, b in pairs]
+        cells = [against(a, b) for a, b in pairs]
         yield f"| {predict.label(case)} | {' | '.join(cells)} |"
+
+
+def against(guess: float, measured: float | None) -> str:
+    return f"{guess:.1f} / {NOTHING if measured is None else f'{measured:.1f}'}"
+
+
+def one_chunk(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """The loss by the workspace that bounds its chunks (benchmarks.gpu.tune --workspaces)."""
+    yield "## One chunk and several, ms predicted / measured"
+    yield ""
+    yield "| rows, H, V | workspace | chunks | ms | × three GEMMs, predicted |"
+    yield "|---|---|---|---|---|"
+    found = [report["workspaces"] for report in reports if "workspaces" in report]
+    for hidden in tune.WORKSPACE_HIDDEN:
+        shape = Shape(tune.ROWS, hidden, tune.LINEAR_HEADS[0][1])
+        for mib in tune.WORKSPACES_MIB:
+            with patched(predict, WORKSPACE=mib * predict.MIB):
+                guess = predict.estimate(predict.Case("linear_grpo_loss", shape))
+                chunks, _ = predict.chunk_plan(*shape)
+            row = found[-1].get(",".join(map(str, shape)), {}) if found else {}
+            ms = against(guess.ours * 1e3, row.get(f"{mib} MiB", {}).get("median_ms"))
+            where = f"{', '.join(map(str, shape))} | {mib} MiB | {chunks}"
+            yield f"| {where} | {ms} | {guess.ours / guess.limit:.2f} |"
+
+
+def live_tiles(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Dense gradients beside those of live tiles, predicted for the share that was live."""
+    yield "## `grad_filter` by live tiles of E, ms predicted / measured"
+    yield ""
+    yield "| rows | H | tolerance | live tiles | ms | × three GEMMs, predicted |"
+    yield "|---|---|---|---|---|---|"
+    entries = [row for report in reports for row in report.get("live_tiles", ())]
+    for hidden in sparse.HIDDEN:
+        shape = Shape(sparse.ROWS, hidden, sparse.VOCAB)
+        dense = predict.estimate(predict.Case("linear_grpo_loss", shape))
+        for call, counted in (("dense", 1.0), *predict.LIVE_SHARES.items()):
+            rows = [row for row in entries if (row["hidden"], row["call"]) == (hidden, f"{call}")]
+            row = rows[-1] if rows else {}
+            live = row.get("live", counted)
+            guess = sum(predict.live_tiles(shape, live).values())
+            guess = dense.ours if call == "dense" else guess
+            ms = against(guess * 1e3, row.get("median_ms"))
+            where = f"{shape.n} | {hidden} | {call} | {live:.3f}"
+            yield f"| {where} | {ms} | {guess / dense.limit:.2f} |"
 
 
 def products(reports: list[dict[str, Any]], title: str, field: str, module: str) -> Iterator[str]:

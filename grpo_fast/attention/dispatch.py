@@ -1,27 +1,14 @@
 """Which kernel computes the attention of packed rows: probed, tested and logged once for each kind
 of input.
 
-| kernel     | when                                                         | window | softcap |
-|------------|--------------------------------------------------------------|--------|---------|
-| fa4        | CUDA from sm90, 16 bit, D ≤ 128, distribution `flash-attn-4` | yes    | no      |
-| fa3        | CUDA sm90, 16 bit, module `flash_attn_interface`             | yes    | yes     |
-| fa2        | CUDA from sm80, 16 bit, distribution `flash-attn` ≥ 2.8      | yes    | yes     |
-| flash_aten | CUDA from sm80, 16 bit: FlashAttention 2 inside torch        | yes    | no      |
-| flex       | other CUDA: flex_attention, compiled                         | yes    | yes     |
-| csrc       | CPU, fp32: our own in C++, without padding                   | no     | no      |
-| flash_cpu  | CPU: torch's FlashAttention, similar lengths in one call     | no     | no      |
-| explicit   | any device: explicit scores in chunks of queries             | yes    | yes     |
-
-The first whose conditions hold and whose output and gradients agree with the dense reference on a
-tiny packed row is taken; one that fails is passed over with a line in the log. 16 bit kernels need
-a head size divisible by 8, up to 256.
+The first of PROVIDERS whose conditions hold and whose output and gradients agree with the dense
+reference on tiny packed rows is taken; one that fails is passed over with a line in the log.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import metadata, util
 from typing import NamedTuple
@@ -45,11 +32,8 @@ Attention = Callable[..., Tensor]
 # Relative L2 error of output and gradients beyond which a kernel is taken for broken: a few times
 # its rounding.
 SELF_TEST_TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+    torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
+}  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -70,16 +54,10 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """One kernel.
+    """One kernel."""
 
-    Attributes:
-        name: for the log.
-        why_not: why it cannot take a kind of input, or None if it can.
-        attend: computes it.
-    """
-
-    name: str
-    why_not: Callable[[Kind], str | None]
+    name: str  # for the log
+    takes: Callable[[Kind], bool]  # a kind of input
     attend: Attention
 
 
@@ -113,16 +91,12 @@ def choose(kind: Kind) -> Provider:
         try:
             error = _tested(provider.attend, kind)
         except Exception as problem:  # a foreign kernel may fail in any way; there is another one
-            log.warning(
-                "attention kernel %s failed on %s: %s; trying the next", name, kind, problem
-            )
+            log.warning("attention kernel %s failed on %s: %s; next", name, kind, problem)
             continue
         if error <= SELF_TEST_TOLERANCE[kind.dtype]:
-            found = "packed attention on %s: %s (%.1g from the dense reference)"
-            log.info(found, kind, name, error)
+            log.info("packed attention on %s: %s, %.1g from the reference", kind, name, error)
             return provider
-        wrong = "attention kernel %s is wrong on %s: %.2g from the reference; next"
-        log.warning(wrong, name, kind, error)
+        log.warning("attention kernel %s is wrong on %s: off by %.2g; next", name, kind, error)
     raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
 
 
@@ -130,13 +104,12 @@ def _tested(attention: Attention, kind: Kind) -> float:
     """`self_test` apart, on the GPU of the caller's tensors: a new thread starts on GPU 0, where
     nobody but its owner wants a context.
     """
-    here: AbstractContextManager = nullcontext()
-    if kind.device == "cuda":
-        index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
-        here = torch.cuda.device(index)
+    if kind.device != "cuda":
+        return apart(lambda: self_test(attention, kind))
+    index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
 
     def run() -> float:
-        with here:
+        with torch.cuda.device(index):
             return self_test(attention, kind)
 
     return apart(run)
@@ -144,7 +117,7 @@ def _tested(attention: Attention, kind: Kind) -> float:
 
 def candidates(kind: Kind) -> Iterator[Provider]:
     """The providers that say they can take this kind of input, best first."""
-    return (provider for provider in PROVIDERS if provider.why_not(kind) is None)
+    return (provider for provider in PROVIDERS if provider.takes(kind))
 
 
 def self_test(attention: Attention, kind: Kind) -> float:
@@ -176,26 +149,12 @@ def self_test(attention: Attention, kind: Kind) -> float:
     return float(torch.stack(errors).max())
 
 
-def _flash(
-    sms: range, package: str | None = None, *, head_dim: int = 256, has_softcap: bool = True
-) -> Callable[[Kind], str | None]:
-    """Why FlashAttention on CUDA cannot take a kind of input: a package, or torch's own."""
-
-    def why_not(kind: Kind) -> str | None:
-        if package is not None and not _is_installed(package):
-            return f"{package} is not installed"
-        if kind.has_softcap and not has_softcap:
-            return "its backward has no softcap"
-        if kind.device != "cuda":
-            return "needs CUDA"
-        if kind.dtype not in (torch.float16, torch.bfloat16):
-            return "needs 16 bits"
-        if kind.head_dim % 8 or kind.head_dim > head_dim:
-            return f"needs a head size divisible by 8, at most {head_dim}"
-        known = _compute_capability(kind.gpu) in sms
-        return None if known else f"needs sm{sms.start} to sm{sms.stop - 1}"
-
-    return why_not
+def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
+    """Whether FlashAttention on CUDA can take it."""
+    is_narrow = kind.dtype in (torch.float16, torch.bfloat16)
+    if kind.device != "cuda" or not is_narrow or kind.head_dim % 8:
+        return False
+    return kind.head_dim <= most_head_dim and _compute_capability(kind.gpu) >= least_sm
 
 
 @cache
@@ -206,51 +165,52 @@ def _compute_capability(index: int | None) -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
+    """FA2 and FA4 both ship a module `flash_attn`; the names of their distributions tell them
+    apart.
+    """
     try:
         return bool(metadata.version(name))
     except metadata.PackageNotFoundError:
         return False
 
 
-def _is_installed(name: str) -> bool:
-    """A module, or a distribution: FA2 and FA4 both ship a module `flash_attn`, and the names of
-    their distributions tell them apart.
-    """
-    return _has_distribution(name) if "-" in name else util.find_spec(name) is not None
+def _takes_fa4(kind: Kind) -> bool:
+    return _has_distribution("flash-attn-4") and not kind.has_softcap and _flash(kind, 90, 128)
 
 
-def _on_cpu(*dtypes: torch.dtype, library: str | None = None) -> Callable[[Kind], str | None]:
-    """Why a CPU's kernel without windows and softcaps cannot take a kind of input."""
+def _takes_fa3(kind: Kind) -> bool:
+    has_module = util.find_spec("flash_attn_interface") is not None
+    return has_module and _flash(kind, 90) and _compute_capability(kind.gpu) < 100
 
-    def why_not(kind: Kind) -> str | None:
-        if kind.device != "cpu" or kind.dtype not in dtypes:
-            return f"needs a CPU and {', '.join(map(str, dtypes))}"
-        if kind.has_window or kind.has_softcap:
-            return "has neither window nor softcap"
-        return None if library is None else loader.load(library)
 
-    return why_not
+def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
+    """Whether it is a CPU's, of one of these dtypes, without a window and softcap."""
+    is_whole = not (kind.has_window or kind.has_softcap)
+    return is_whole and kind.device == "cpu" and kind.dtype in dtypes
 
 
 def _partial(
-    why_not: Callable[[Kind], str | None], name: str, forward: Callable, backward: Callable,
-    **options: bool,
-) -> Provider:  # fmt: skip
+    takes: Callable[[Kind], bool], name: str, forward: Callable, backward: Callable, **options: bool
+) -> Provider:
     kernel = Kernel(name, forward, backward, **options)
-    return Provider(name, why_not, partial(attend, kernel=kernel))
+    return Provider(name, takes, partial(attend, kernel=kernel))
 
 
 PROVIDERS = (
-    _partial(_flash(range(90, 1000), "flash-attn-4", head_dim=128, has_softcap=False),
-             "fa4", cuda.fa4_forward, cuda.fa4_backward),
-    _partial(_flash(range(90, 100), "flash_attn_interface"),
-             "fa3", cuda.fa3_forward, cuda.fa3_backward),
-    _partial(_flash(range(80, 1000), "flash-attn"), "fa2", cuda.fa2_forward, cuda.fa2_backward),
-    _partial(_flash(range(80, 1000), has_softcap=False),
+    # CUDA, 16 bits: FlashAttention 4 and 3 on Hopper and later, 2 of the package, 2 inside torch
+    _partial(_takes_fa4, "fa4", cuda.fa4_forward, cuda.fa4_backward),
+    _partial(_takes_fa3, "fa3", cuda.fa3_forward, cuda.fa3_backward),
+    _partial(lambda kind: _has_distribution("flash-attn") and _flash(kind, 80),
+             "fa2", cuda.fa2_forward, cuda.fa2_backward),
+    _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
              "flash_aten", cuda.aten_forward, cuda.aten_backward),
-    Provider("flex", lambda kind: None if kind.device == "cuda" else "needs CUDA", flex.attend),
-    _partial(_on_cpu(torch.float32, library="attention"), "csrc", csrc.forward, csrc.backward),
-    _partial(_on_cpu(torch.float32, torch.float64, torch.bfloat16),
+    # CUDA, anything else: compiled flex_attention
+    Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
+    # CPUs: our own in C++, without padding; torch's FlashAttention, similar lengths in one call
+    _partial(lambda kind: _is_plain(kind, torch.float32) and loader.load("attention") is None,
+             "csrc", csrc.forward, csrc.backward),
+    _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward, takes_copies=False),
-    _partial(lambda kind: None, "explicit", explicit.forward, explicit.backward),
+    # any device, window and softcap: explicit scores in chunks of queries
+    _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
 )  # fmt: skip

@@ -47,9 +47,7 @@ def last_hidden(
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Raise a ValueError for a model whose logits are not its head's rule on its last hidden
-    states.
-    """
+    """Raise a ValueError where logits are not the head's rule on the last hidden states."""
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
     out = last_hidden(model, ids, None, logits_to_keep=0)
@@ -128,9 +126,7 @@ def policy_loss(
 
 @torch.no_grad()
 def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
-    """(B, L-1) fp32 log-probabilities of labels[:, 1:], 0 where there is none; temperature may be
-    (B, L-1), too.
-    """
+    """(B, L-1) fp32 logps of labels[:, 1:], 0 where there is none; temperature: (B, L-1), too."""
     hidden, weight, targets, bias, head = _last_rows(model, batch)
     with torch.autocast(hidden.device.type, enabled=False):
         return linear_logps(

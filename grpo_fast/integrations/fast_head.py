@@ -15,9 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class FastHead:
-    """The handle of a `use_fast_head`: `undo()`, or leave its `with` block, to give the head back
-    to its trainer.
-    """
+    """The handle of a `use_fast_head`: `undo()`, or leave its `with` block, to end it."""
 
     def __init__(self, give_back: Callable[[], object] | None = None) -> None:
         self.active = True

@@ -72,9 +72,7 @@ class PolicyLoss(nn.Module):
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """The same options as an OpenRLHF `PolicyLoss`; ValueError where it has one that we do not
-        know.
-        """
+        """The options of an OpenRLHF `PolicyLoss`; ValueError where it has others."""
         state = {name for name in vars(theirs) if not name.startswith("_") and name != "training"}
         if state != set(OPTIONS):
             expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"

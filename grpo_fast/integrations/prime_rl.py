@@ -30,9 +30,7 @@ PER_CALL = (
 
 @functools.lru_cache(maxsize=32)
 def loss_config(**options: Any) -> LossConfig:
-    """The `LossConfig` of prime-rl's `kwargs`; ValueError for an option that a loss of one sequence
-    cannot honour.
-    """
+    """The `LossConfig` of `kwargs`; ValueError for what a loss of one sequence cannot honour."""
     for name in PER_CALL:
         if name in options:
             given = "prime-rl gives its custom loss log-probabilities only"

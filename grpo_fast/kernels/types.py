@@ -38,9 +38,7 @@ class LogitRule(NamedTuple):
 
 
 class ActiveRows(NamedTuple):
-    """The T rows that have a target, how they lie among the N of the caller, and their logits'
-    rule.
-    """
+    """The T rows that have a target, their place among the caller's N, and their logits' rule."""
 
     num_rows: int  # N
     kept: Tensor | None  # (T,) int64: which of the N rows; None: all, T = N
@@ -175,9 +173,7 @@ class Dominant(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Factors from exponentials to d-logits: by_row[:, None]·matrix, and by_target in the targets'
-    columns.
-    """
+    """d-logits = by_row[:, None]·exponentials, plus by_target in the targets' columns."""
 
     by_row: Tensor  # (padded C,) fp32
     by_target: Tensor  # (padded C,) fp32
@@ -243,9 +239,7 @@ def detached(x: Tensor) -> Tensor:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Detached, as the C++ kernels read it: neighbours along the last axis are neighbours in
-    memory.
-    """
+    """Detached, with neighbours along the last axis beside each other: for the C++ kernels."""
     x = detached(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 

@@ -69,9 +69,7 @@ class RowOptions(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Where logps come from a head or logits: V, which row of hidden predicts which target, and
-    among which ids it was drawn.
-    """
+    """V, which row of hidden predicts which target, and among which ids it was drawn."""
 
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t

@@ -38,9 +38,7 @@ def wants_gradient(*tensors: Tensor | None) -> list[bool]:
 
 
 class Formed(torch.autograd.Function):
-    """A loss pass `run(*tensors) -> LossResult`; its outputs are loss, logps, entropy and what was
-    filtered.
-    """
+    """A loss pass `run(*tensors) -> LossResult`, whose gradients are formed in the forward."""
 
     @staticmethod
     def forward(ctx, run, *tensors):
@@ -91,9 +89,7 @@ def _outputs(ctx: Any, tensors: tuple, result: LossResult) -> tuple:
 
 
 def kept_gradients(tensors: tuple, gradients: tuple, units: Tensor | None) -> Kept:
-    """The gradients that a pass formed and their units; None for those nobody wanted (of another
-    shape).
-    """
+    """The gradients of a pass and their units; None (and another shape) where nobody wants one."""
     factors = (
         units.detach().unbind() if units is not None and units.numel() else [None] * len(gradients)
     )

@@ -46,11 +46,7 @@ class TokenBatch(NamedTuple):
         targets: Targets | None = None,  # None: `given.like` holds logps
         validate: str = "auto",
     ) -> TokenBatch:
-        """From arguments whose shapes checks.py has seen; their values are checked here.
-
-        Raises:
-            ValueError: naming the argument, what was expected and what came.
-        """
+        """From arguments whose shapes checks.py has seen; their values are checked here."""
         places = _places(given, validate)
         tokens = _tokens(places, config, given, validate)
         temperature = 1.0 if targets is None else config.temperature
@@ -83,9 +79,6 @@ def rows_of_targets(
 ) -> tuple[ActiveRows, Tensor | None]:
     """The rows of `linear_logps` and `logits_logps`; and, while a CUDA graph is recorded, a (N,)
     bool of those without a target.
-
-    Raises:
-        ValueError: naming the argument, what was expected and what came.
     """
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET

@@ -26,9 +26,7 @@ FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 def outside_of_graphs(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keep calls with one of these keywords out of graphs of torch.compile, and all that they
-    call; without names every call.
-    """
+    """Keep calls with one of these keywords (none: all) out of graphs of torch.compile."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters

@@ -49,9 +49,7 @@ HEAD, D_HEAD = (
 
 
 class LossPass(NamedTuple):
-    """A loss as an operator: its differentiable tensors, their gradients, what runs, and the V of
-    its tensors.
-    """
+    """A loss as an operator: its tensors, their gradients, what runs, the V of its tensors."""
 
     tensors: str
     gradients: str

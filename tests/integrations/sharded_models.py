@@ -77,7 +77,7 @@ COMPUTED = {
     "empty": ["ddp", "head", "norm_and_head_kept"],
     "fused": ["layers_root_resharded", "head", "head_kept", "norm_and_head"],
     "policy_loss": ["root", "layers_root_resharded"],
-    "distill": ["layers", "layers_root_resharded", "head", "head_kept", "norm_and_head"],
+    "distill": ["ddp", "layers", "layers_root_resharded", "head", "head_kept", "norm_and_head"],
 }
 
 

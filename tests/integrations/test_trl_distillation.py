@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from grpo_fast import TeacherTopK, linear_divergence
+
 pytest.importorskip("trl", minversion="1.16")
 trl = importlib.import_module("trl")
 theirs = importlib.import_module("trl.trainer.distillation_trainer")
@@ -20,6 +22,9 @@ ours = importlib.import_module("grpo_fast.integrations.trl.divergence")
 run_inside = importlib.import_module("grpo_fast.integrations.fast_head").run_inside
 
 BETAS = (0.0, 0.2, 0.5, 1.0)
+SIDES = "student", "teacher"
+PLAIN = {"temperature": 1.0, **{f"{x}_logit_scale": 1.0 for x in SIDES}}
+PLAIN |= {f"{x}_final_logit_softcapping": None for x in SIDES}
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
@@ -64,7 +69,8 @@ def both(
             inputs[:2] = [x.nan_to_num() for x in inputs[:2]]
         loss, entropy, count = function(
             *first, *inputs, mask, beta, num_items_in_batch=items,
-            student_lm_head_bias=layer.bias, teacher_lm_head_bias=b if bias else None, **rule,
+            student_lm_head_bias=layer.bias, teacher_lm_head_bias=b if bias else None,
+            **(PLAIN | rule),
         )  # fmt: skip
         leaves = [hidden, *([layer.weight, layer.bias] if bias else [layer.weight])]
         if dtype is not None:
@@ -166,3 +172,27 @@ def test_what_has_no_door(folders, tmp_path):
     server = importlib.import_module(name).ServerDistillationTrainer
     with pytest.raises(ValueError, match="came ServerDistillationTrainer, whose loss would not"):
         head.use_fast_head(object.__new__(server))
+
+
+@pytest.mark.parametrize("has_tail", [True, False])
+@pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward_kl"), (0.3, "jsd"), (1.0, "reverse_kl")])
+def test_the_asynchronous_trainers_numbers_are_those_of_a_top_k(has_tail, beta, kind):
+    """Its candidates with an empty place."""
+    name = "trl.experimental.async_distillation.async_distillation_trainer"
+    theirs = pytest.importorskip(name)._chunked_jsd_loss
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (11, 40))
+    top, ids = torch.randn(11, 40, generator=g).log_softmax(-1).topk(5)
+    is_one = torch.ones_like(ids, dtype=torch.bool)
+    is_one[::2, -1] = False
+    given = ids.masked_fill(~is_one, -1), top, is_one, beta, 0.7, has_tail, None, 1, 4
+    loss, *_ = theirs(hidden, weight, None, 1.0, None, *given)
+    logps = top.masked_fill(~is_one, -torch.inf)
+    logps = logps if has_tail else logps.log_softmax(-1)
+    teacher, ones = TeacherTopK(ids, logps, has_tail), torch.ones(11)
+    own = {} if kind != "jsd" else {"beta": beta}
+    out = linear_divergence(hidden, weight, teacher, kind, weights=ones, temperature=0.7, **own)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-5)
+    found, wanted = (torch.autograd.grad(x, (hidden, weight)) for x in (out.loss, loss))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

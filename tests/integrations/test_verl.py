@@ -465,7 +465,9 @@ def test_forward_kl_topk_leaves_the_tail_out(chunked):
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (11, 40))
     top, ids = torch.randn(11, 40, generator=g).log_softmax(-1).topk(5)
-    nested = [torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged) for x in (top, ids)]
+    nested = [
+        torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged) for x in (top, ids)
+    ]
     settings = SimpleNamespace(use_chunked_topk=chunked, log_prob_min_clamp=None)
     config = SimpleNamespace(distillation_loss=settings)
     logits = (hidden @ weight.T)[None]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels import reference as rows_torch
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.types import POSITIVE16, LogitRule, widened
+from tests.kernels import formulas
 from tests.pairs import pairs
 
 REASON = csrc_loader.load("linear") or csrc_loader.load("gemm")
@@ -51,14 +51,11 @@ def problem(
 def in_fp64(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, rule: LogitRule, g: Tensor
 ) -> tuple:
-    """(logps, entropy, d raw-logits of Σ g·logp) by autograd."""
+    """(logps, entropy, d raw-logits of Σ g·logp)."""
     raw = hidden.double() @ weight.double().t()
-    raw = (raw if bias is None else raw + bias.double()).requires_grad_()
-    z, _ = rows_torch.final_logits(raw, rule)
-    logp_all = z.log_softmax(-1)
-    logps = logp_all.gather(1, ids[:, None])[:, 0]
-    (gradient,) = torch.autograd.grad((logps * g.double()).sum(), raw)
-    return logps.detach(), -(logp_all.exp() * logp_all).sum(1).detach(), gradient
+    z, slope = formulas.final(raw if bias is None else raw + bias.double(), *rule)
+    _, logps, entropy = formulas.statistics(z, ids)
+    return logps, entropy, formulas.gradient(z, slope, ids, g)
 
 
 def d_logits(out: Tensor, unit: Tensor, target_unit: Tensor, ids: Tensor, g: Tensor) -> Tensor:
@@ -137,7 +134,7 @@ def test_weights_that_dominate_their_row_come_in_fp32(
         hidden, weight, None, ids, rule, narrow, known=known
     )
     assert nothing is None
-    z, slope = rows_torch.final_logits(hidden.double() @ weight.double().t(), rule)
+    z, slope = formulas.final(hidden.double() @ weight.double().t(), *rule)
     p = z.softmax(1).scatter(1, ids[:, None], 0.0)
     share = p / p.sum(1, keepdim=True)
     is_dominant = torch.zeros(T, V, dtype=torch.bool).index_put_(

@@ -84,6 +84,39 @@ print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, "flatten"))
     assert "'starts': True" in run_python("-c", code, interpret=False)
 
 
+LIVE_TILES = """
+import torch
+from benchmarks.gpu import live_tiles
+from benchmarks.gpu.fake_driver import TARGETS, compile_launches
+from benchmarks.gpu.resources import SHARED_LIMIT, resources
+from grpo_fast.kernels.types import LogitRule
+
+live = live_tiles.LiveTiles(torch.ones(1, 500, dtype=torch.bool), None, None)
+for arch in TARGETS:
+    for width in (896, 70):
+        sizes = (8, width), (32000, width), (8, 32000)
+        hidden, weight, e = (torch.zeros(size).bfloat16() for size in sizes)
+        with compile_launches(arch) as compiled:
+            ids = torch.zeros(8, dtype=torch.long)
+            live_tiles.weighed_exponentials(hidden, weight, ids, LogitRule(), e)
+            live_tiles.live_product(e, weight, live, torch.zeros(8, width))
+            live_tiles.live_product(e, hidden, live, weight, transposed=True)
+        for name, kernel in compiled:
+            cost = resources(kernel)
+            assert cost.spills == 0 and cost.shared <= SHARED_LIMIT[arch], (arch, width, name, cost)
+            if name == "live_product_kernel":
+                assert cost.matrix > 0, (arch, width, cost)
+                pipelined = cost.counts.get("UTMALDG", 0) >= 6  # two loads, three stages
+                assert pipelined == (arch in ("sm_90", "sm_100") and width == 896), (arch, cost)
+print("compiled")
+"""
+
+
+def test_live_tiles_compile():
+    """The candidate for `grad_filter`, on every architecture."""
+    assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     OTHER_TRITON is None, reason="GRPO_FAST_TRITON36 does not name a folder with triton 3.6"

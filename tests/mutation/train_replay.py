@@ -13,7 +13,7 @@ FIXED, ACCUMULATE, BATCH, REFERENCE, EXACT, METRICS = (
         "train/update/gradients",
         "train/update/batch",
         "train/models/reference",
-        "train/update/exact_kl",
+        "train/update/gradients",
         "train/metrics/losses",
     )
 )
@@ -105,6 +105,6 @@ MUTANTS = [
            "rollout = own.rollout",
            "a rank trains on what it sampled itself", "ahead_ranks"),
     Mutant("ahead-uncorrected", RUN,
-           "require(given or not self.rollout.ahead,", "require(True,",
+           "yield corrects or not self.rollout.ahead,", "yield True,",
            "older samples are taken for the policy's own", "ahead"),
 ]  # fmt: skip

@@ -18,8 +18,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.samples import kept_metrics
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.exact_kl import policy_term
-from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update.gradients import accumulate, policy_term
 from grpo_fast.train.update.micro_batch import MicroBatch, support_of
 from grpo_fast.train.update.precompute import precompute
 from tests.tiny import SYMBOLS, tiny_policy

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, group_advantages
+from grpo_fast.train.update.batch import Totals
 from grpo_fast.train.update.critic import token_weights
 from grpo_fast.train.update.gradients import accumulate
-from grpo_fast.train.update.totals import Totals
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, fixed, make_batch, make_critic

@@ -19,11 +19,8 @@ _ops = torch.ops.aten
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rule: Rule) -> Result:
-    if causal and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            "spans: expected as many keys as queries in a causal span, this kernel aligns them at "
-            "the top"
-        )
+    if causal and q.shape[1] != k.shape[1]:  # this kernel aligns them at the top
+        raise ValueError("spans: expected as many keys as queries in a causal span")
     fold, *heads = _heads(q, k, v, causal)
     part, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
         _folded(q, fold), *heads, 0.0, causal, scale=rule.scale

@@ -28,11 +28,10 @@ from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.layout import Call, Copies, TreeLayout
 from grpo_fast.attention.spans import Rule
 
+Work = tuple[tuple[Call, ...], Rule, Kernel]
 # Numbers of the output that are merged at once: fp32 copies of two 16-bit outputs would be twice
 # their memory.
 MERGE_NUMBERS = 2**25
-
-
 # A copied row of keys moves as many bytes as this many merged rows of queries, head by head, both
 # ways: 56 to 48 bytes for each number in 16 bits, 96 to 60 in fp32. Times of a CPU cross there.
 COPY_COST = 1.5
@@ -57,12 +56,10 @@ def attend(
         it, or where it pays.
     """
     if gather is None:
-        gather = layout.has_tree and (
-            rule.window is not None
-            or (kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1]))
-        )
+        pays = kernel.takes_copies and _copies_pay(layout, q.shape[1], k.shape[1])
+        gather = layout.has_tree and (rule.window is not None or pays)
     calls = layout.copies(rule.window) if gather else layout.views
-    return PackedAttention.apply(q, k, v, calls, rule, kernel)
+    return PackedAttention.apply(q, k, v, (calls, rule, kernel))
 
 
 def _copies_pay(layout: TreeLayout, heads: int, kv_heads: int) -> bool:
@@ -78,16 +75,8 @@ class PackedAttention(torch.autograd.Function):
     """The forward pass keeps q, k, v, the merged output and its log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        calls: tuple[Call, ...],
-        rule: Rule,
-        kernel: Kernel,
-    ) -> Tensor:
-        first, *others = calls
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
+        (first, *others), rule, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, rule)
         out = _wide(out, others)
         for call in others:  # no name for a part: it would live on beside the next
@@ -95,16 +84,13 @@ class PackedAttention(torch.autograd.Function):
             merge_(out[at], lse[:, at], *kernel.forward(q[at], *inputs))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = calls, rule, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "grpo_fast: packed attention has no double backward (create_graph=True)"
-            )
-        (first, *others), rule, kernel = ctx.call
+            raise RuntimeError("packed attention has no double backward (create_graph=True)")
+        (first, *others), rule, kernel = ctx.work
         grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
         grads = list(kernel.backward(grad, saved.part(first), first.spans, rule))
         for n in range(3):  # in place: what is replaced is free before the next one's turn
@@ -116,7 +102,7 @@ class PackedAttention(torch.autograd.Function):
             wholes = zip(grads, (call.queries, call.keys, call.keys), strict=True)
             for (whole, rows), part in zip(wholes, kernel.backward(*inputs), strict=True):
                 whole[rows] += part
-        return *(x.to(saved.q.dtype) for x in grads), None, None, None
+        return *(x.to(saved.q.dtype) for x in grads), None
 
 
 def _wide(x: Tensor, merges: list[Call]) -> Tensor:

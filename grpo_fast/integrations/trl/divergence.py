@@ -53,9 +53,10 @@ def divergence_loss(
     The loss is that of advantages which are 0, with a divergence: the pass gives entropies, too.
     """
     dtype, active, T = compute_dtype(teacher_hidden), mask != 0, rule["temperature"]
-    frozen = (teacher_hidden, teacher_weight, rule["teacher_lm_head_bias"])
+    bias = rule["teacher_lm_head_bias"]
     teacher = TeacherHead(
-        *(None if x is None else x.detach().to(dtype) for x in frozen), T,
+        teacher_hidden.to(dtype), teacher_weight.detach().to(dtype),
+        None if bias is None else bias.detach().to(dtype), T,
         rule["teacher_final_logit_softcapping"], rule["teacher_logit_scale"],
     )  # fmt: skip
     term = DivergenceTerm(teacher, KINDS.get(beta, "jsd"), beta=0.5 if beta in KINDS else beta)

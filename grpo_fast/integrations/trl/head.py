@@ -46,22 +46,20 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
     """Let our kernels compute the fused LM head of this trainer's models (policy and reference), or
     of this model; of a DistillationTrainer the whole divergence from its teacher.
 
-    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`, those that
-    the trainer asks for; gradients reach hidden, weight and bias. Ours runs inside the head's own
-    forward, so that FSDP2 gathers its weight and reduces the gradient, whichever group the head is
-    in. A head sharded by ZeRO-3 (whose backward gathers the weight again) or by tensor parallelism
-    stays with TRL's own function, which is logged.
+    The outputs are TRL's `(logprobs, entropy, log_sum_sq_probs, mean_logits, is_top1)`; gradients
+    reach hidden, weight and bias. Ours runs inside the head's own forward, so that FSDP2 gathers
+    its weight and reduces the gradient. A head sharded by ZeRO-3 or tensor parallelism stays with
+    TRL's own function, which is logged.
 
-    Raises ValueError when there is no fused head of TRL's on the model, or when the trainer is one
-    of TRL's whose loss does not call it.
+    Raises ValueError for a model without TRL's fused head, or a trainer whose loss does not call
+    it.
     """
     trainer, handle = trainer_or_model, FastHead()
     theirs = next((c for c in type(trainer).__mro__ if c.__module__.split(".")[0] == "trl"), None)
     if theirs is not None and theirs.__name__ not in SERVED:
-        raise ValueError(
-            f"trainer: expected one whose loss calls TRL's fused LM head ({', '.join(SERVED)}, or "
-            f"derived from one), came {type(trainer).__name__}, whose loss would not change"
-        )
+        served, came = ", ".join(SERVED), type(trainer).__name__
+        expected = f"one whose loss calls TRL's fused LM head ({served}, or derived from one)"
+        raise ValueError(f"trainer: expected {expected}, came {came}, whose loss would not change")
     if theirs is not None and theirs.__name__ == "DistillationTrainer":
         loss = theirs._compute_loss  # type: ignore[attr-defined]
         if LOSS not in loss.__code__.co_names or type(trainer)._compute_loss is not loss:
@@ -117,9 +115,8 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
 
     kernel = types.SimpleNamespace(apply=apply)
     scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
-    ours = types.FunctionType(
-        theirs.__code__, scope, theirs.__name__, theirs.__defaults__, theirs.__closure__
-    )  # fmt: skip
+    rest = theirs.__name__, theirs.__defaults__, theirs.__closure__
+    ours = types.FunctionType(theirs.__code__, scope, *rest)
     ours.__kwdefaults__ = theirs.__kwdefaults__
     return ours
 
@@ -188,9 +185,8 @@ def row_statistics(
     stats, p = {}, logps.detach().exp()
     if "log_sum_sq_probs" in wanted:
         half = rule._replace(temperature=temperature / 2)._asdict()
-        stats["log_sum_sq_probs"] = 2 * logps.detach() - linear_logps(
-            hidden, weight, targets, bias=bias, **half
-        )
+        at_half = linear_logps(hidden, weight, targets, bias=bias, **half)
+        stats["log_sum_sq_probs"] = 2 * logps.detach() - at_half
     top1, means = p > CERTAINLY_FIRST, torch.zeros_like(p)
     rows = (~top1 & (p >= 0.999 / weight.shape[0])).nonzero()[:, 0]
     rows = rows if "is_top1" in wanted else rows[:0]
@@ -214,18 +210,14 @@ def row_statistics(
 
 
 class FusedHead(NamedTuple):
-    """The rule of logits in TRL's fused forward:
-    z = softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature.
-    """
+    """TRL's rule: softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature."""
 
     backbone: str  # attribute of the model that gives hidden states
     rule: Rule
     cast_to_fp32: bool
 
     def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """hidden, weight and bias in the dtype TRL projects in: autocast's, fp32 when cast, else
-        that of hidden.
-        """
+        """hidden, weight and bias in TRL's dtype: autocast's, fp32 when cast, else hidden's."""
         dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return hidden.to(dtype), layer.weight.to(dtype), bias
@@ -260,10 +252,9 @@ def _fused_function(model: Any) -> types.FunctionType | None:
 def _require_fused(model: Any) -> types.FunctionType:
     function = _fused_function(model)
     if function is None:
-        raise ValueError(
-            "model: expected one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, "
-            f"trl >= 1.16), came {type(model).__name__} with trl {_version()}"
-        )
+        expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"
+        came = f"{type(model).__name__} with trl {_version()}"
+        raise ValueError(f"model: expected {expected}, came {came}")
     return function
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_fast.attention import check_tolerance, fast_linear_layers, small_windows
+from grpo_fast.attention import check_tolerance, fast_layers, small_windows
 from grpo_fast.integrations.fast_head import reshard
 from grpo_fast.integrations.trl import options
 from grpo_fast.integrations.trl.forward import (
@@ -73,7 +73,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
         attention = lm.config._attn_implementation
-        fast_linear_layers(lm.base_model)
+        fast_layers(lm.base_model)
         reason = options.forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
             self.fast_path = {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
@@ -109,9 +109,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     # set-up
 
     def _prepare_models(self, lm: Any) -> str | None:
-        """Let policy and reference take packed rows; the reason why not, when they compute
-        something else then.
-        """
+        """Let policy and reference take packed rows; say why where they compute something else."""
         self._own_attention, self._head = take_packed_rows(lm), fused_head(lm)
         let_run_inside(lm)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled

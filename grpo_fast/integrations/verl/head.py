@@ -31,9 +31,7 @@ LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
 
 
 class FastLinearForPPO(nn.Module):
-    """verl's `FusedLinearForPPO`: the same constructor and call; the entropy is fp32 instead of the
-    hidden's dtype.
-    """
+    """verl's `FusedLinearForPPO`: the same constructor and call; the entropy is fp32."""
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
@@ -99,9 +97,7 @@ def use_fast_head(model: nn.Module) -> FastHead:
 
 
 def use_fast_head_everywhere() -> FastHead:
-    """Let our kernels compute the head of every model of this process under verl's
-    `use_fused_kernels`.
-    """
+    """`use_fast_head` for every model of this process under verl's `use_fused_kernels`."""
     swap = _swapped()
     swap.__enter__()
     return FastHead(lambda: swap.__exit__(None, None, None))

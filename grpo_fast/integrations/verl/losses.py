@@ -129,9 +129,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 
 
 class Registered:
-    """The handle of `register`: `undo()`, or leave its `with` block, to give verl's registry back
-    as it was; several are undone in any order.
-    """
+    """The handle of `register`; several are undone in any order, by `undo()` or `with`."""
 
     def __init__(self, registry: dict[str, Any], before: dict[str, Any]) -> None:
         self.registry, self.before = registry, before

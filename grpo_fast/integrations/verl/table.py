@@ -154,9 +154,7 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """A times the importance weight, and times min(r, clip_ratio_c) / min(r, 20): verl's cap in
-    the place of ours.
-    """
+    """A times the importance weight, with verl's cap of the ratio in the place of ours."""
     ratio = batch.log_ratio.exp()
     theirs, ours = ratio.clamp(max=ratio_cap(config, 20.0)), ratio.clamp(max=DPPO_RATIO_CAP)
     return weighted(batch, config) * (theirs / ours)

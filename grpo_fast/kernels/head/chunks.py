@@ -128,9 +128,7 @@ class LogitChunks:
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, held: bool
     ) -> ChunkGradients:
-        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: `logps` of this very chunk came
-        last.
-        """
+        """The d-logits of Σ g·logp + g_entropy·entropy; `held`: from the last `logps`."""
         h, target_ids, rule = at
         if not held:
             self.logps(at, return_entropy=False)
@@ -140,9 +138,7 @@ class LogitChunks:
 
 
 class ExponentialChunks(LogitChunks):
-    """d-logits as the product of a coefficient by row and of a matrix that does not depend on the
-    loss.
-    """
+    """d-logits as a coefficient by row times a matrix that does not depend on the loss."""
 
     has_entropy_gradient = False  # E knows the logps' gradient only
 

@@ -156,10 +156,10 @@ class DivergenceHead(LinearHead):
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
             of_rows = z[:count], out[:count], w, self.divergence, rule, teacher.rule
-            found = whole = self._joined(self.doors.row_divergence_, *of_rows)
+            own = whole = self._joined(self.doors.row_divergence_, *of_rows)
             if whole is None or (to is not None and z.shape[1]):
-                found = self.doors.row_divergence_(*of_rows, out=to, known=whole)
-            values = (whole or found).values  # type: ignore[union-attr]
+                own = self.doors.row_divergence_(*of_rows, out=to, known=whole)
+            values = (whole or own).values  # type: ignore[union-attr]
         else:
             values = self.doors.row_topk_divergence_(
                 z[:count], teacher, w, self.divergence, rule, out=to
@@ -235,10 +235,10 @@ def supported_divergence(
     z, y = (x.rows(rule, return_entropy=False, return_slopes=False).raw for x in (source, other))
     y, w = y.to(z.dtype), own(weights)
     doors, out = divergence_doors(route.backend), y[None] if any(wanted) else None
-    found = doors.row_divergence_(
+    each = doors.row_divergence_(
         z[None], y[None], w, divergence, rule, teacher.rule, out=out, offsets=support.offsets
     )
-    values = support.merge_rows(found.values.to(w.dtype), of_others)
+    values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, tensors.no_gradients()
     return values, source.gradients(SupportGradient(y, w), wanted, others)

@@ -139,9 +139,7 @@ class GradientSums:
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, equal ids in
-        their order.
-        """
+        """Coefficients multiply (C, H) matrices; the target's column is added in fp32, in order."""
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
         if columns is None and self.doors is not None:
@@ -207,9 +205,7 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """d, W and the columns that the filter leaves of both; None for all. Targets' coefficients
-        always stay.
-        """
+        """d, W and the columns that the filter leaves of both, always the targets'; None: all."""
         if self.tolerance is None or self.filtered is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
@@ -244,9 +240,7 @@ class GradientSums:
         scales: Tensor | None = None,
         added: AddedRows | None = None,
     ) -> None:
-        """dW += dᵀ·diag(scales)·h, and `added`; every column of `columns` occurs once: no order is
-        in question.
-        """
+        """dW += dᵀ·diag(scales)·h, and `added`; no column occurs twice in `columns`."""
         if not self.wanted.weight:
             return
         if columns is None:
@@ -273,8 +267,8 @@ class GradientSums:
         if self.sum_hidden is not None and self.wanted.hidden:
             d_hidden = self._new_hidden() if self.d_hidden is None else self.d_hidden
             self.d_hidden = self.sum_hidden(d_hidden)
-        results, found = [], (self.d_hidden, self.d_weight, self.d_bias)
-        for sum_, like, is_wanted in zip(found, self.tensors, self.wanted, strict=True):
+        results, sums = [], (self.d_hidden, self.d_weight, self.d_bias)
+        for sum_, like, is_wanted in zip(sums, self.tensors, self.wanted, strict=True):
             if not is_wanted or like is None:
                 results.append(self.hidden.new_empty(0))
                 continue

@@ -176,9 +176,7 @@ class LinearHead:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
-        """One sweep, 6·T·V·H: row losses and (dH, dW, db) of a loss whose coefficients follow row
-        by row.
-        """
+        """One sweep, 6·T·V·H: row losses and (dH, dW, db), coefficients following row by row."""
         sums, parts = self._sums(wanted), []
         # A GPU is not waited for: there a row that only its logp makes inactive (it is clipped)
         # is multiplied, as zeros.

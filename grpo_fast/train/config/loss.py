@@ -27,25 +27,26 @@ class LossSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_old_names(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not any(name in given for name in OLD_NAMES):
-            return given
-        rest = {name: value for name, value in given.items() if name not in OLD_NAMES}
+    def _read_old_names(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or settings.keys().isdisjoint(OLD_NAMES):
+            return settings
+        rest = {name: value for name, value in settings.items() if name not in OLD_NAMES}
         require("corrections" not in rest, "corrections", "none beside an older name", "both")
-        word = given.get("sampling_correction", "token_truncate")
-        cap, threshold = given.get("sampling_ratio_cap"), given.get("off_policy_threshold")
+        word = settings.get("sampling_correction", "token_truncate")
+        cap, threshold = settings.get("sampling_ratio_cap"), settings.get("off_policy_threshold")
         words = [*OLD_WORDS, None]
         require(word in words, "sampling_correction", f"one of {words}", repr(word))
         fits = word is not None or cap in (None, 3.0)
         require(fits, "sampling_ratio_cap", "a sampling_correction beside it", "none")
-        found = [] if word is None else [{**OLD_WORDS[word], "high": 3.0 if cap is None else cap}]
+        high = 3.0 if cap is None else cap
+        corrections = [] if word is None else [{**OLD_WORDS[word], "high": high}]
         if threshold is not None:
             number("off_policy_threshold", threshold, "a number >= 0", lambda x: x >= 0)
-            found.append(
+            corrections.append(
                 {"kind": "reject", "low": math.exp(-threshold), "level": "geometric",
                  "ratio": "current/behaviour", "advantages": "negative"}
             )  # fmt: skip
-        return {**rest, "corrections": found}
+        return {**rest, "corrections": corrections}
 
 
 def _settings(name: str, kind: Any, base: Any, words: Mapping[str, Any], **own: Any) -> Any:

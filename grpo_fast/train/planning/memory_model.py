@@ -190,7 +190,7 @@ def _per_token(
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
     if trees:  # the MLP's activations and its norm's are free by then
-        backward = max(backward, _tree_backward(shape, e) - mlp - norms / 2)
+        backward = max(backward, _tree_backward(shape, e) - mlp - norms // 2)
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:
         return layers * layer, backward, tile
@@ -202,7 +202,7 @@ def _per_token(
     return stored + (layers - checkpoints) * layer, backward + layer * last_is_checkpointed, tile
 
 
-def _tree_backward(shape: Shape, e: int) -> float:
+def _tree_backward(shape: Shape, e: int) -> int:
     """Bytes per token of attention's backward pass in a tree of three levels or more.
 
     The gradients of the residual and of the output; then dq, dk and dv in fp32 beside those of one

@@ -30,10 +30,12 @@ from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import Trackers
 
+CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
 PLAIN_LINES = 20  # progress lines of a whole run where there is no terminal
 SHOWN = (  # in the progress line: metric, label, format
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl", "{:.4f}"),
+    (CLIPPED, "clipped", "{:.2f}"),
     ("completions/mean_length", "length", "{:.0f}"),
     ("perf/train_tok_s", "tok/s", "{:.0f}"),
 )
@@ -207,7 +209,8 @@ class RunReport:
                 os.dup2(self._stream.fileno(), lost.fileno())
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        shown = [(shown_number(values[k], form), name) for k, name, form in SHOWN if k in values]
+        some = (row for row in SHOWN if row[0] in values and (values[row[0]] or row[0] != CLIPPED))
+        shown = [(shown_number(values[k], form), name) for k, name, form in some]
         text = " · ".join(f"{name} {number}" for number, name in shown)
         found = [f"{name} {with_error(values, key)}" for key, name in COMPARED if key in values]
         if found and (self._plain or self._progress is not None):

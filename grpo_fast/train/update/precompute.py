@@ -45,10 +45,8 @@ def precompute(
     teacher: float = 0.0,
     server: TeacherServer | None = None,
 ) -> None:
-    """Compute, with the current weights, what stays fixed over all updates on this batch.
-
-    These are the logps of the reference and of the policy; with a critic values and advantages.
-    A batch that has them already is left as it is.
+    """Compute, with the current weights, the tensors that stay fixed over all updates on a batch:
+    old and reference logps; with a critic values and advantages. Those that it has stay.
 
     Args:
         keep_old: the policy's logps are wanted. A batch that is used for one update needs none:
@@ -94,9 +92,7 @@ def asked_of(server: TeacherServer, rollout: Rollout, micro: MicroBatch) -> Tens
 
 
 def teacher_advantages(batch: StepBatch, coef: float) -> list[Tensor]:
-    """coef·(log q − log p) of every token, and what its completion scored; NaN where it has no
-    verdict becomes 0, as such tokens do not count.
-    """
+    """coef·(log q − log p) of every token, and its completion's score (NaN: no verdict, 0)."""
     logps = zip(batch.of_each("ref_logps"), batch.of_each("old_logps"), strict=True)
     scores = batch.advantages.float().nan_to_num(nan=0.0)
     return [
@@ -105,9 +101,7 @@ def teacher_advantages(batch: StepBatch, coef: float) -> list[Tensor]:
 
 
 def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
-    """−β·kl_t for each token of each completion, and its own reward; a reward of the whole
-    completion stands at its last token.
-    """
+    """−β·kl_t of each token and its own reward; a completion's reward is its last token's."""
     rewards = [torch.zeros_like(values) for values in batch.of_each("old_values")]
     if kl is not None:
         estimate = KL_ESTIMATORS[kl.estimator]
@@ -123,12 +117,11 @@ def token_rewards(batch: StepBatch, kl: RewardKL | None) -> list[Tensor]:
 
 
 def values_after_the_end(batch: StepBatch, critic: Critic) -> Tensor:
-    """(N·G,) V of the state after the last token of a completion that was cut off.
+    """(N·G,) V of the state after the last token of a completion that was cut off; 0 where it
+    ended with EOS, or belongs to another rank.
 
-    0 where the completion ended with EOS, or belongs to another rank.
-
-    That state predicts no token of the batch, so its row is in no micro-batch: the completions
-    that were cut off are packed once more, with one token more, whose row it is.
+    That state predicts no token, so it is in no micro-batch: the completions that were cut off are
+    packed once more, with one token more, whose row it is.
     """
     following = torch.zeros(len(batch.rollout.completion_ids))
     for micro in batch.micro_batches:

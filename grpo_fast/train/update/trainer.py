@@ -64,8 +64,8 @@ class Trainer:
         self.loss_config = config.loss_config()
         self.reference = Reference(policy, config.reference, config.model)
         self.reads_reference = config.reference.kind != "none"
-        self.teacher = None
-        if (asked := config.distill and config.distill.asked) is not None:
+        self.teacher: TeacherServer | None = None
+        if config.distill is not None and (asked := config.distill.asked) is not None:
             self.teacher = TeacherServer(*asked, len(policy.head.weight), config.rollout.vllm)
         self.beta = KLWeight(config.loss.beta, config.kl)  # type: ignore[attr-defined]
         self.work = Work(policy.lm)

@@ -75,10 +75,8 @@ def test_exponentials(config, loop, columns):
 @pytest.mark.parametrize("loop", loops.REPLACED)
 def test_a_line_that_is_gone_is_refused(monkeypatch, loop):
     monkeypatch.setitem(loops.REPLACED, loop, [("no such line", "")])
-    loops.kernel.cache_clear()
-    with pytest.raises(ValueError, match=f"{loop}: expected 'no such line' once"):
+    with pytest.raises(ValueError, match="slice_kernel: expected 'no such line' once"):
         loops.kernel(loop)
-    loops.kernel.cache_clear()
 
 
 @pytest.mark.parametrize("loop", loops.REPLACED)

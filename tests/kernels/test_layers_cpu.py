@@ -1,4 +1,6 @@
-"""A model's linear layers through our product: numbers, gradients, and when they stay torch's."""
+"""A model's layers on a CPU: numbers and gradients of linear ones and RMSNorms, and when they stay
+torch's.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.kernels import route
-from grpo_fast.kernels.cpu import gemm, layers
-from grpo_fast.kernels.cpu.layers import FastLinear, fast_linear_layers, linear
+from grpo_fast.kernels.cpu import gemm, layers, loader
+from grpo_fast.kernels.cpu.layers import fast_layers, linear, rms_norm
 
 pytestmark = pytest.mark.skipif(
-    gemm.unavailable(torch.float32) is not None, reason="no C++ products here"
+    gemm.unavailable(torch.float32) or loader.load("norm"), reason="no C++ kernels here"
 )
 
 
@@ -91,9 +93,9 @@ def test_a_model_keeps_its_names_and_its_gradients(calls):
 
     model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Sequential(nn.Linear(16, 8)), Other(8, 3))
     plain = copy.deepcopy(model)
-    fast_linear_layers(model)
+    fast_layers(model)
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert [type(m) for m in (model[0], model[2][0], model[3])] == [FastLinear, FastLinear, Other]
+    assert ["forward" in vars(m) for m in model.modules()] == [0, 1, 0, 0, 1, 0]
     model = copy.deepcopy(model)
     x = draw(50, 8)
     model[0].register_forward_hook(lambda *_: seen.append(1))
@@ -113,3 +115,68 @@ def test_a_nan_is_seen(calls):
     x[3, 2] = torch.nan
     rows = linear(x, draw(6, 8)).isnan().all(1)
     assert rows.nonzero().flatten().tolist() == [3] and calls
+
+
+class TinyRMSNorm(nn.Module):
+    """As Llama's; `offset` 1 as Gemma's."""
+
+    def __init__(self, size, offset=0):
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(draw(size, seed=5)), offset
+        self.variance_epsilon = 0.3
+
+    def forward(self, x, gate=None):
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        y = y * (self.weight + self.offset)
+        return y if gate is None else y * gate
+
+
+class GemmaLikeRMSNorm(TinyRMSNorm):
+    pass
+
+
+@pytest.mark.parametrize("frozen", ["", "x", "weight"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 16), (2, 70, 33), (3, 4, 5, 200)])
+def test_norms(shape, frozen, poisoned_memory):
+    fast, exact = TinyRMSNorm(shape[-1]), TinyRMSNorm(shape[-1]).double()
+    fast_layers(fast)
+    assert "forward" in vars(fast) and isinstance(fast, TinyRMSNorm)
+    x = draw(*shape).mul(3).requires_grad_(frozen != "x")
+    z = x.detach().double().requires_grad_(frozen != "x")
+    for norm in (fast, exact):
+        norm.weight.requires_grad_(frozen != "weight")
+    up = draw(*shape[::-1], seed=3).permute(*range(len(shape))[::-1])  # its columns side by side
+    for norm, rows, gradient in ((fast, x, up), (exact, z, up.double())):
+        norm(rows).backward(gradient)
+    assert (fast(x) - exact(z)).abs().max() < 1e-5 * exact(z).abs().max()
+    for ours, theirs in ((x, z), (fast.weight, exact.weight)):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            assert (ours.grad - theirs.grad).abs().max() < 2e-5 * max(1, theirs.grad.abs().max())
+    gate = draw(*shape, seed=7).double()
+    gated = fast(x, gate.float()) - exact(z, gate)
+    assert gated.abs().max() < 1e-5 * max(1, exact(z, gate).abs().max())
+    assert type(fast(x).grad_fn).__name__ == "_RmsNormBackward"
+
+
+def test_norms_of_another_formula_keep_their_own():
+    model = GemmaLikeRMSNorm(16, offset=1)
+    other = copy.deepcopy(model)
+    fast_layers(model)
+    model = copy.deepcopy(model)
+    x = draw(9, 16)
+    assert torch.equal(model(x), other(x)) and not layers._agreeing[GemmaLikeRMSNorm]
+    x[3, 2] = torch.nan
+    rows = rms_norm(x, other.weight.detach(), 0.1).isnan().all(1)
+    assert rows.nonzero().flatten().tolist() == [3]
+
+
+def test_a_norms_gradient_does_not_depend_on_threads():
+    weight, x, up = (draw(*s, seed=i) for i, s in enumerate([(96,), (3000, 96), (3000, 96)]))
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        given = [t.clone().requires_grad_() for t in (x, weight)]
+        found.append(torch.autograd.grad(rms_norm(*given, 1e-6), given, up))
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, *found))

@@ -156,6 +156,8 @@ def test_a_tree_copies_keys_where_that_moves_fewer_bytes_and_few_are_copied():
     ] == [True, True, False, False]  # fmt: skip
     assert pays(a_comb(20, 4), 8, 1) and not pays(a_comb(40, 4), 8, 1)  # too many copies
     assert not pays(two_levels([1, 9, 9], [2]), 64, 1)  # one merge
+    # 63 rows of keys for 3 merged rows of queries
+    assert not pays(TreeLayout.of([20, 1, 1], parents=[-1, 0, 1]), 8, 1)
     spans = []
 
     def forward(q, k, v, *rest):

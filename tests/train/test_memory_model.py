@@ -14,6 +14,7 @@ from grpo_fast.attention.kernels import tree
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.spans import Rule
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.kernels.cpu import loader
 from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import policy as policies
@@ -127,6 +128,8 @@ def test_the_prediction_for_deep_trees_against_the_allocators_peak(kv_heads, tur
     """Queries twice as wide as the model, a tiled MLP: attention's backward pass is the peak.
     Asserted: within 12%, where a shared prompt's prediction is 25% off.
     """
+    if kv_heads == 1 and loader.load("attention") is not None:
+        pytest.skip("without C++ a CPU's kernel takes no copies")
     if kv_heads == 4:  # nothing is copied: no room for it
         monkeypatch.setattr(memory_model, "MOST_COPIES", 0)
     options = {"gradient_checkpointing": True, "tiled_mlp": 64, "head_dim": 32 * (4 // kv_heads)}

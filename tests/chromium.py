@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WAIT = 60  # seconds for an answer
+WAIT = 240  # seconds for an answer: a loaded machine is slow
 COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
